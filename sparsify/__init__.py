@@ -1,0 +1,50 @@
+"""Fine-tune a pretrained model at a few of its numbers, chosen while it trains; save what was learned as a tiny file.
+
+model = sparsify(model, budget=320_000, strategy="id3", steps=1_000)
+...                                                    # any training loop
+SparseDelta.from_model(model).save("my-delta")
+SparseDelta.load("my-delta").apply(base)
+"""
+
+from sparsify.api import (
+    base_weights,
+    desparsify,
+    get_unmasker,
+    print_trainable_parameters,
+    sparsify,
+    summary,
+    sync,
+)
+from sparsify.delta import SparseDelta
+from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
+from sparsify.importance import D3, Bias, Magnitude, Random
+from sparsify.masked.embedding import MaskedEmbedding
+from sparsify.masked.linear import MaskedLinear
+from sparsify.schedules import Schedule
+from sparsify.strategies import Increment, Static, Strategy
+from sparsify.version import __version__
+
+__all__ = [
+    "D3",
+    "BaseMismatchError",
+    "Bias",
+    "DeltaFormatError",
+    "Increment",
+    "Magnitude",
+    "MaskedEmbedding",
+    "MaskedLinear",
+    "Random",
+    "Schedule",
+    "SparseDelta",
+    "SparsifyError",
+    "Static",
+    "Strategy",
+    "__version__",
+    "base_weights",
+    "desparsify",
+    "get_unmasker",
+    "print_trainable_parameters",
+    "sparsify",
+    "summary",
+    "sync",
+]

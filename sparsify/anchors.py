@@ -1,0 +1,151 @@
+"""When a tensor's gradient is whole: anchors let autograd itself answer that.
+
+    flat delta --> root anchor --> one anchor per tensor --> every use of that tensor in a forward pass
+
+Each use takes its tensor's anchor as an input, so in backward autograd runs a tensor's anchor after the tensor's last
+use, and the root's after all of them. Tied, shared and repeated modules, several forwards before one backward, and
+recomputation under checkpointing need no special case. The gradients along these edges are empty: what a use saw goes
+to the :class:`Sink` directly, and the root's node returns the flat gradient. A tensor with a single use is done with
+in that use's own node; only the sum over several uses has to be held until the tensor's anchor runs.
+
+Anchors live as long as a graph that holds them, and are shared by all uses that may still meet in one backward pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import Gradient, MaskedTensor
+
+
+class Sink(Protocol):
+    """What receives the gradients of a backward pass."""
+
+    def wants(self, tensor: MaskedTensor) -> bool:
+        """Whether the running backward pass needs this tensor's gradient."""
+
+    def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
+        """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
+
+    def finish(self, tensor: MaskedTensor) -> None:
+        """The last use of the tensor has been collected."""
+
+    def commit(self) -> Tensor:
+        """Ends the backward pass and returns the gradient (budget,) of the flat delta."""
+
+
+class _RootNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sink: Sink) -> Tensor:
+        ctx.sink = sink
+        return values.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.sink.commit(), None
+
+
+class _TensorNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, sink: Sink, tensor: MaskedTensor) -> Tensor:
+        ctx.sink, ctx.tensor = sink, tensor
+        return root.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None, None]:
+        ctx.sink.finish(ctx.tensor)
+        return None, None, None
+
+
+class Root:
+    """The root anchor of the graphs that are being built; ``pending`` uses still wait for their backward."""
+
+    def __init__(self, values: Tensor, sink: Sink) -> None:
+        self.values = values
+        self.pending = 0
+        self.output: Tensor = _RootNode.apply(values, sink)  # type: ignore[no-untyped-call]
+
+    def serves(self, values: Tensor) -> bool:
+        """Whether a new use may meet pending ones in one backward pass, over the same flat delta."""
+        return self.pending > 0 and self.values is values and self.output.device == values.device
+
+
+class Anchor:
+    """One tensor's anchor in the graphs that are being built, with the number of its uses and of those pending."""
+
+    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor) -> None:
+        self.root = root
+        self.sink = sink
+        self.tensor = tensor
+        self.uses = 0
+        self.pending = 0
+        self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)  # type: ignore[no-untyped-call]
+
+
+class AnchoredUse:
+    """One use of a tensor; its autograd node holds it, and with it the anchor."""
+
+    def __init__(self, anchor: Anchor, *, recomputed: bool) -> None:
+        self.anchor = anchor.output
+        self._anchor = anchor
+        self._recomputed = recomputed
+        self._waits = not recomputed
+        if not recomputed:
+            anchor.uses += 1
+            anchor.pending += 1
+            anchor.root.pending += 1
+
+    def wanted(self) -> bool:
+        if self._recomputed:
+            raise SparsifyError(
+                f"`{self._anchor.tensor.name}` was recomputed inside a backward pass of its own: reentrant activation "
+                "checkpointing cannot work with entries that are selected over the whole model. Use the non-reentrant "
+                'form: gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
+        return self._anchor.sink.wants(self._anchor.tensor)
+
+    def collect(self, gradient: Gradient | None) -> None:
+        if self._waits:
+            self._waits = False
+            self._anchor.pending -= 1
+            self._anchor.root.pending -= 1
+        if gradient is not None:
+            self._anchor.sink.collect(self._anchor.tensor, gradient, whole=self._anchor.uses == 1)
+
+
+class Anchors:
+    """Hands out anchors in forward passes.
+
+    Args:
+        sink: receives the gradients.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._root: weakref.ref[Root] | None = None
+        self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
+
+    def use(self, tensor: MaskedTensor, values: Tensor) -> AnchoredUse:
+        """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
+        # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
+        recomputed = torch._C._current_graph_task_id() != -1
+        root = self._root and self._root()
+        if root is None or not root.serves(values):
+            root = Root(values, self._sink)
+            self._root = weakref.ref(root)
+        known = self._anchors.get(tensor)
+        anchor = known and known()
+        if anchor is None or anchor.pending == 0 or anchor.root is not root:
+            anchor = Anchor(root, self._sink, tensor)
+            self._anchors[tensor] = weakref.ref(anchor)
+        return AnchoredUse(anchor, recomputed=recomputed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sink": self._sink, "_root": None, "_anchors": {}}  # a copy of the model starts with no open graph

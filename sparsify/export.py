@@ -1,0 +1,134 @@
+"""What leaves a sparsified model: its entries by tensor, and the tensors that only whole make sense.
+
+In: the engine of a sparsified model. Out: an :class:`Export`, from which :class:`sparsify.SparseDelta` makes a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from sparsify.errors import SparsifyError
+from sparsify.format import digest
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.names import plain_name
+from sparsify.schedules import Schedule
+from sparsify.strategies import Strategy
+
+
+class TensorEntries(NamedTuple):
+    """The exported entries of one tensor parameter, by ascending index.
+
+    Attributes:
+        name: its name in the plain model's state dict.
+        shape: its shape.
+        indices: (k,) int64, flat and row-major.
+        values: (k,) the trained values, in the weight's dtype.
+        base_values: (k,) the pretrained values, in the weight's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    indices: Tensor
+    values: Tensor
+    base_values: Tensor
+
+
+@dataclass(frozen=True)
+class Export:
+    """Everything a delta is made of.
+
+    Attributes:
+        tensors: the entries, for each tensor that has any.
+        whole: tensors stored whole, by plain name: dense modules, and buffers that training changed.
+        config: how it was trained, in JSON types.
+    """
+
+    tensors: list[TensorEntries]
+    whole: dict[str, Tensor]
+    config: dict[str, Any]
+
+
+class Engine(Protocol):
+    """What is exported."""
+
+    root: nn.Module
+    tensors: list[MaskedTensor]
+    strategy: Strategy
+    schedule: Schedule
+    budget: int
+    steps: int | None
+    step: int
+    dense_names: tuple[str, ...]
+    buffer_digests: dict[str, str]
+
+    @property
+    def unmasked(self) -> int: ...
+
+
+def export(engine: Engine, budget: int | None = None) -> Export:
+    """Collects the first ``budget`` unmasked entries (``None``: all) and the tensors stored whole.
+
+    Raises:
+        SparsifyError: when ``budget`` is not between 1 and the number of unmasked entries.
+    """
+    unmasked = engine.unmasked
+    if budget is None:
+        budget = unmasked
+    elif isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= unmasked:
+        raise SparsifyError(
+            f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
+            "or None for all of them."
+        )
+    tensors = [_entries(tensor, budget) for tensor in engine.tensors if tensor.count]
+    return Export([entries for entries in tensors if entries.indices.numel()], _whole(engine), _config(engine, budget))
+
+
+def digest_buffers(model: nn.Module) -> dict[str, str]:
+    """A digest of every buffer that the model's state dict has, by name: tells later which ones training changed."""
+    return {name: digest(buffer) for name, buffer in _persistent_buffers(model)}
+
+
+def _entries(tensor: MaskedTensor, budget: int) -> TensorEntries:
+    among_first = tensor.slots < budget
+    indices, order = tensor.indices[among_first].sort()
+    values = tensor.parameter.detach().take(indices)
+    base_values = tensor.base[among_first][order].to(values.dtype)
+    return TensorEntries(plain_name(tensor.name), tuple(tensor.parameter.shape), indices, values, base_values)
+
+
+def _whole(engine: Engine) -> dict[str, Tensor]:
+    parameters = dict(engine.root.named_parameters())
+    whole = {plain_name(name): parameters[name].detach() for name in engine.dense_names}
+    for name, buffer in _persistent_buffers(engine.root):
+        known = engine.buffer_digests.get(name)
+        if known is not None and known != digest(buffer):
+            whole[plain_name(name)] = buffer
+    return whole
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def _config(engine: Engine, budget: int) -> dict[str, Any]:
+    model_config = getattr(engine.root, "config", None)
+    dtypes = {str(tensor.parameter.dtype).removeprefix("torch.") for tensor in engine.tensors}
+    schedule = engine.schedule
+    return {
+        "base_model_name_or_path": getattr(model_config, "_name_or_path", None) or None,
+        "base_model_revision": getattr(model_config, "_commit_hash", None),
+        "base_dtypes": sorted(dtypes),
+        "strategy": engine.strategy.to_dict(),
+        "budget": budget,
+        "schedule": {"shape": schedule.shape, "every": schedule.every, "until": schedule.until},
+        "steps": engine.steps,
+        "steps_done": engine.step,
+    }

@@ -1,0 +1,20 @@
+"""GPT-2's linear layer: transformers' Conv1D keeps its weight transposed, (in, out).
+
+A module of its own, imported only where a model has such a layer, since it needs transformers.
+"""
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from sparsify.masked.linear import masked_linear
+from sparsify.masked.module import MaskedModule
+
+
+class MaskedConv1D(MaskedModule, Conv1D):  # type: ignore[misc]
+    """A transformers ``Conv1D`` whose frozen weight and bias are trained at their unmasked entries."""
+
+    plain_class = Conv1D
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The plain layer's output (..., out) for x (..., in)."""
+        return masked_linear(self, x, transposed=True)

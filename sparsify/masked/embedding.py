@@ -1,0 +1,52 @@
+"""An embedding whose gradient covers only the rows that the batch looked up.
+
+forward    y = W[ids]
+backward   one row of gradient per distinct id, summed over the id's places, handed to ``collect``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsify.masked.module import MaskedModule, announce_use
+from sparsify.masked.tensor import Use, sum_rows
+
+
+class MaskedEmbedding(MaskedModule, nn.Embedding):
+    """An ``nn.Embedding`` whose frozen table is trained at its unmasked entries; ``padding_idx`` is no candidate."""
+
+    plain_class = nn.Embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows (..., dim) of the table for ids (...)."""
+        use = announce_use(self, "weight")
+        if use is None:
+            return F.embedding(ids, self.weight, self.padding_idx)
+        rows: Tensor = _MaskedEmbedding.apply(ids, self.weight, use.anchor, use, self.padding_idx)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class _MaskedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, use: Use, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.use, ctx.padding_idx = use, padding_idx
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        gradient = None
+        if ctx.use.wanted():
+            rows, values = ids.reshape(-1), grad_y.reshape(-1, grad_y.shape[-1])
+            if ctx.padding_idx is not None:
+                used = rows != ctx.padding_idx
+                rows, values = rows[used], values[used]
+            gradient = sum_rows(rows, values)
+        ctx.use.collect(gradient)
+        return None, None, None, None, None

@@ -1,0 +1,50 @@
+"""The form for any other module that owns parameters: norms, convolutions, experts, class tokens.
+
+Two forward hooks put *tapped* parameters in the place of the plain ones for the length of the module's own forward. A
+tap is the identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and
+hands it to ``collect``. The module keeps its class, so nothing that looks at types, names or signatures notices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.masked.module import announce_use, masked_tensors
+from sparsify.masked.tensor import Gradient, Use, as_matrix
+
+PLAIN = "_plain_parameters"  # attribute of a module in its forward: what the taps stand for
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, anchor: Tensor, use: Use) -> Tensor:
+        ctx.use = use
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.use.collect(Gradient(as_matrix(grad), owned=False) if ctx.use.wanted() else None)
+        return None, None, None
+
+
+def tap_parameters(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: the module's forward will read taps instead of its masked parameters."""
+    plain: dict[str, nn.Parameter | None] = {}
+    for attribute in masked_tensors(module):
+        use = announce_use(module, attribute)
+        if use is not None:
+            plain[attribute] = module._parameters[attribute]
+            tap = _Tap.apply(plain[attribute], use.anchor, use)  # type: ignore[no-untyped-call]
+            module._parameters[attribute] = tap
+    module.__dict__.setdefault(PLAIN, []).append(plain)
+
+
+def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
+    waiting = module.__dict__.get(PLAIN)
+    if waiting:  # empty where another pre-hook failed before the taps were placed
+        module._parameters.update(waiting.pop())

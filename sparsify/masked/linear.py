@@ -1,0 +1,117 @@
+"""A linear layer whose weight gradient exists only inside its backward node.
+
+    forward    y = x W^T + b                        the plain layer's one matmul, W holds the effective values
+    backward   grad_x = grad_y W                    as ever
+               grad_W = grad_y^T x                  handed to ``collect``, then freed
+               grad_b = sum of grad_y               likewise
+
+The weight is saved but never differentiated; its *anchor* (see ``anchors.py``) is the input through which autograd
+reaches the flat vector of deltas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsify.masked.module import MaskedModule, announce_use
+from sparsify.masked.tensor import Gradient, Use
+
+
+class MaskedLinear(MaskedModule, nn.Linear):
+    """An ``nn.Linear`` whose frozen weight and bias are trained at their unmasked entries.
+
+    Made in place by :func:`sparsify.sparsify`, so that the module stays the same object, with its hooks and names.
+    """
+
+    plain_class = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The plain layer's output (..., out_features) for x (..., in_features)."""
+        return masked_linear(self, x, transposed=False)
+
+
+def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
+    """The linear map of a module that has ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
+    of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
+    if of_weight is None and of_bias is None:
+        return linear(x, module.weight, module.bias, transposed)
+    dtype = _autocast_dtype(x)
+    x = x if dtype is None else x.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        result: Tensor = _MaskedLinear.apply(  # type: ignore[no-untyped-call]
+            x,
+            module.weight,
+            module.bias,
+            of_weight and of_weight.anchor,
+            of_bias and of_bias.anchor,
+            of_weight,
+            of_bias,
+            transposed,
+            dtype,
+        )
+    return result
+
+
+class _MaskedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_anchor: Tensor | None,
+        bias_anchor: Tensor | None,
+        of_weight: Use | None,
+        of_bias: Use | None,
+        transposed: bool,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x if of_weight is not None else None, weight)
+        ctx.of_weight, ctx.of_bias, ctx.transposed = of_weight, of_bias, transposed
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        return linear(x, weight, bias, transposed)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
+        grad_x = None
+        with torch.autocast(grad_y.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                weight = weight.to(grad_y.dtype)
+                grad_x = grad_y @ (weight.t() if ctx.transposed else weight)
+            if ctx.of_bias is not None:
+                ctx.of_bias.collect(Gradient(grad_rows.sum(0, keepdim=True)) if ctx.of_bias.wanted() else None)
+            if ctx.of_weight is not None:
+                ctx.of_weight.collect(
+                    _weight_gradient(x, grad_rows, ctx.transposed) if ctx.of_weight.wanted() else None
+                )
+        return grad_x, None, None, None, None, None, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The plain layer's own arithmetic, bit for bit: ``nn.Linear``'s, or that of transformers' Conv1D."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], weight.shape[1])
+
+
+def _weight_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Gradient:
+    rows = x.reshape(-1, x.shape[-1])  # (n, in)
+    return Gradient(rows.t() @ grad_rows if transposed else grad_rows.t() @ rows)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast would compute in, ``None`` where it is off or leaves ``x`` alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)

@@ -1,0 +1,53 @@
+"""What every masked module shows: its unmasked entries, and how dense they are."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.masked.tensor import MaskedTensor, Use
+
+TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
+
+
+def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
+    """The masked tensors that this module holds, by the parameter's attribute name; empty for a plain module."""
+    tensors: dict[str, MaskedTensor] = module.__dict__.get(TENSORS, {})
+    return tensors
+
+
+def announce_use(module: nn.Module, attribute: str) -> Use | None:
+    """Announces that the module's forward uses a parameter; ``None`` where no gradient will be collected."""
+    tensor = masked_tensors(module).get(attribute)
+    return None if tensor is None else tensor.collector.use(tensor)
+
+
+class MaskedModule(nn.Module):
+    """Read-only views of the entries of ``weight`` that are trained."""
+
+    plain_class: ClassVar[type[nn.Module]]
+    weight: nn.Parameter
+
+    @property
+    def indices(self) -> Tensor:
+        """(k,) int64: flat, row-major positions of the unmasked entries of ``weight``, in order of unmasking."""
+        tensor = masked_tensors(self).get("weight")
+        return torch.empty(0, dtype=torch.int64, device=self.weight.device) if tensor is None else tensor.indices
+
+    @property
+    def base_values(self) -> Tensor:
+        """(k,) the pretrained values of the unmasked entries."""
+        tensor = masked_tensors(self).get("weight")
+        return self.weight.detach().new_empty(0) if tensor is None else tensor.base
+
+    @property
+    def delta(self) -> Tensor:
+        """(k,) trained minus pretrained value of the unmasked entries, as the weight has it."""
+        return self.weight.detach().take(self.indices) - self.base_values
+
+    @property
+    def density(self) -> float:
+        """Share of the weight's entries that are unmasked."""
+        return self.indices.numel() / self.weight.numel()

@@ -1,0 +1,92 @@
+"""Turning plain modules into masked ones and back, in place: identity, hooks and aliases stay.
+
+A linear layer or embedding changes its class; any other module gets the generic form's hooks.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sparsify.errors import SparsifyError
+from sparsify.masked.embedding import MaskedEmbedding
+from sparsify.masked.generic import PLAIN, tap_parameters, untap_parameters
+from sparsify.masked.linear import MaskedLinear
+from sparsify.masked.module import TENSORS, MaskedModule
+from sparsify.masked.tensor import MaskedTensor
+
+HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
+
+
+def check_maskable(name: str, module: nn.Module, attribute: str) -> None:
+    """Raises ``SparsifyError`` naming the module if training entries of its parameter would silently go wrong.
+
+    Args:
+        name: the module's name in the model.
+        module: owns the parameter.
+        attribute: the parameter's name in the module.
+    """
+    kind = type(module).__name__
+    if module._parameters[attribute].is_meta:  # type: ignore[union-attr]
+        problem = "is on the meta device (offloaded or not yet loaded); load its weights before sparsify()"
+    elif isinstance(module, nn.RNNBase):
+        problem = f"({kind}) reads its weights from a flat list, past its named parameters"
+    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        problem = f"({kind}) is never called; the module above it reads its parameters directly"
+    elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        problem = "is the output projection of nn.MultiheadAttention, which reads its weight without calling it"
+    elif isinstance(module, nn.Embedding) and module.max_norm is not None:
+        problem = f"({kind}) renormalises its table in forward (max_norm={module.max_norm})"
+    else:
+        return
+    remedy = "" if "before sparsify" in problem else "; leave it out with exclude_modules, or freeze it first"
+    raise SparsifyError(f"`{name or '(root)'}.{attribute}` cannot be masked: the module {problem}{remedy}.")
+
+
+def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
+    """Turns a module into its masked form.
+
+    Args:
+        module: the plain module.
+        tensors: its masked tensors by attribute name.
+    """
+    module.__dict__[TENSORS] = tensors
+    masked_class = _masked_class(module)
+    if masked_class is not None:
+        module.__class__ = masked_class
+    else:
+        module.__dict__[HOOKS] = (
+            module.register_forward_pre_hook(tap_parameters),
+            module.register_forward_hook(untap_parameters, always_call=True),
+        )
+
+
+def unswap(module: nn.Module) -> None:
+    """Gives the plain module back, its parameters as they are; a plain module is left alone."""
+    if TENSORS not in module.__dict__:
+        return
+    if isinstance(module, MaskedModule):
+        module.__class__ = module.plain_class
+    for handle in module.__dict__.pop(HOOKS, ()):
+        handle.remove()
+    module.__dict__.pop(PLAIN, None)
+    del module.__dict__[TENSORS]
+
+
+def frozen_row(module: nn.Module) -> int | None:
+    """The row of the module's ``weight`` that is no candidate: an embedding's ``padding_idx``."""
+    return module.padding_idx if isinstance(module, nn.Embedding) else None
+
+
+def _masked_class(module: nn.Module) -> type[nn.Module] | None:
+    """The masked form of exactly this class; ``None`` where the generic form is the right one."""
+    if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
+        return None
+    if type(module) is nn.Linear:
+        return MaskedLinear
+    if type(module) is nn.Embedding and not module.scale_grad_by_freq:
+        return MaskedEmbedding
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        from sparsify.masked.conv1d import MaskedConv1D
+
+        return MaskedConv1D
+    return None

@@ -1,0 +1,212 @@
+"""One tensor parameter that is trained at some of its entries, and the gradient it gets in one node.
+
+A :class:`MaskedTensor` owns no data. Its indices, slots and base values are buffers of the module that owns the
+parameter, so that ``.to()``, ``state_dict()`` and ``deepcopy`` see them; here they have their meaning:
+
+* ``indices`` (k,) int64: flat, row-major positions of the unmasked entries, in order of unmasking;
+* ``slots``   (k,) int64: where each entry's delta lives in the root's flat vector;
+* ``base``    (k,) the pretrained values of these entries, in the weight's dtype.
+
+The parameter itself always holds the effective values: base + delta at the indices, the pretrained ones elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Gradient:
+    """The gradient of one weight as a node saw it: every row of the weight, or only the rows that it used.
+
+    Args:
+        values: (n, cols).
+        rows: (n,) int64, ascending: the weight's rows that ``values`` are about; ``None`` for all rows in order.
+        owned: whether ``values`` may be written to; autograd shares some gradients between nodes.
+    """
+
+    def __init__(self, values: Tensor, rows: Tensor | None = None, *, owned: bool = True) -> None:
+        self.values = values
+        self.rows = rows
+        self._owned = owned
+
+    def take(self, indices: Tensor) -> Tensor:
+        """The gradient (k,) at flat indices (k,) of the weight; zero in rows that were not used."""
+        if self.rows is None:
+            return self.values.take(indices)
+        at, used = self._locate(indices)
+        return torch.where(used, self.values.take(at), 0)
+
+    def clear(self, indices: Tensor) -> None:
+        """Sets the gradient at flat indices (k,) of the weight to zero."""
+        self._own()
+        if self.rows is not None:
+            at, used = self._locate(indices)
+            indices = at[used]
+        self.values.view(-1).index_fill_(0, indices, 0)
+
+    def add(self, other: Gradient) -> Gradient:
+        """The sum with the gradient of another use of the same weight."""
+        if self.rows is None and other.rows is None:
+            self._own()
+            self.values += other.values
+            return self
+        if self.rows is None:
+            self._own()
+            self.values.index_add_(0, other.rows, other.values.to(self.values.dtype))
+            return self
+        if other.rows is None:
+            return other.add(self)
+        return sum_rows(torch.cat([self.rows, other.rows]), torch.cat([self.values, other.values]))
+
+    def _own(self) -> None:
+        if not self._owned or not self.values.is_contiguous():
+            self.values = self.values.clone(memory_format=torch.contiguous_format)
+            self._owned = True
+
+    def _locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the weight's flat indices lie in ``values``, and which of them do."""
+        assert self.rows is not None
+        cols = self.values.shape[1]
+        row = indices.div(cols, rounding_mode="floor")
+        position = torch.searchsorted(self.rows, row).clamp_(max=self.rows.numel() - 1)
+        return position * cols + indices % cols, self.rows[position] == row
+
+
+def sum_rows(rows: Tensor, values: Tensor) -> Gradient:
+    """The gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` (n,) is r."""
+    unique, inverse = rows.unique(return_inverse=True)
+    total = torch.zeros(unique.numel(), values.shape[1], dtype=values.dtype, device=values.device)
+    return Gradient(total.index_add_(0, inverse, values), unique)
+
+
+class Use(Protocol):
+    """One use of a tensor in a forward pass: what a masked module's autograd node holds on to."""
+
+    anchor: Tensor
+
+    def wanted(self) -> bool:
+        """Whether anybody wants this use's gradient in the backward pass that is running."""
+
+    def collect(self, gradient: Gradient | None) -> None:
+        """Hands over what the node saw; ``None`` where it was not wanted."""
+
+
+class Collector(Protocol):
+    """Whoever trains the tensors. A masked module does not know how entries are selected."""
+
+    def use(self, tensor: MaskedTensor) -> Use | None:
+        """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
+
+
+class MaskedTensor:
+    """One tensor parameter, its index buffers, and who collects its gradient.
+
+    Args:
+        owner: the module whose buffers hold the state; the first of those that share the parameter.
+        attribute: the parameter's name in its owner.
+        name: its first name in the model's ``named_parameters``.
+        offset: global id of its first entry: the number of entries in the tensors before it.
+        collector: gets the gradients.
+        frozen_row: a row that is no candidate (an embedding's padding row).
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        attribute: str,
+        name: str,
+        offset: int,
+        collector: Collector,
+        frozen_row: int | None = None,
+    ) -> None:
+        self.owner = owner
+        self.attribute = attribute
+        self.name = name
+        self.offset = offset
+        self.collector = collector
+        self.frozen_row = frozen_row
+
+    @property
+    def parameter(self) -> Tensor:
+        parameter = self.owner._parameters[self.attribute]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def buffer_names(self) -> tuple[str, str, str]:
+        return f"{self.attribute}_indices", f"{self.attribute}_slots", f"{self.attribute}_base"
+
+    @property
+    def indices(self) -> Tensor:
+        return self._buffer(0)
+
+    @property
+    def slots(self) -> Tensor:
+        return self._buffer(1)
+
+    @property
+    def base(self) -> Tensor:
+        return self._buffer(2)
+
+    @property
+    def count(self) -> int:
+        """Number of unmasked entries."""
+        return self.indices.numel()
+
+    @property
+    def matrix(self) -> Tensor:
+        """The parameter as (rows, cols): the last dimension is kept, a vector is one row."""
+        return as_matrix(self.parameter.detach())
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of entries that may be unmasked."""
+        return self.parameter.numel() - (0 if self.frozen_row is None else self.parameter.shape[-1])
+
+    @property
+    def excluded(self) -> slice | None:
+        """The flat range of entries that are no candidates."""
+        if self.frozen_row is None:
+            return None
+        cols = self.parameter.shape[-1]
+        return slice(self.frozen_row * cols, (self.frozen_row + 1) * cols)
+
+    def register_buffers(self) -> None:
+        empty = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
+        indices, slots, base = self.buffer_names
+        self.owner.register_buffer(indices, empty)
+        self.owner.register_buffer(slots, empty.clone())
+        self.owner.register_buffer(base, self.parameter.detach().new_empty(0))
+
+    def remove_buffers(self) -> None:
+        for name in self.buffer_names:
+            delattr(self.owner, name)
+
+    @torch.no_grad()
+    def append(self, indices: Tensor, slots: Tensor) -> None:
+        """Unmasks entries (n,) that are still masked; their current values are the base."""
+        added = (indices, slots, self.parameter.take(indices))
+        for name, more in zip(self.buffer_names, added, strict=True):
+            old = self.owner._buffers[name]
+            assert old is not None
+            self.owner._buffers[name] = torch.cat([old, more.to(old.device)])
+
+    @torch.no_grad()
+    def write_effective(self, values: Tensor) -> None:
+        """Puts base + delta into the weight, with ``values`` (budget,) the flat delta."""
+        delta = values[self.slots.to(values.device)].to(self.base.device)
+        base = self.base.to(torch.promote_types(self.base.dtype, delta.dtype))
+        self.parameter.put_(self.indices, (base + delta).to(self.parameter.dtype))
+
+    def _buffer(self, which: int) -> Tensor:
+        buffer = self.owner._buffers[self.buffer_names[which]]
+        assert buffer is not None
+        return buffer
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A tensor of any shape as (rows, cols): its last dimension is kept, a vector or a scalar is one row."""
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)

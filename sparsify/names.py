@@ -1,0 +1,82 @@
+"""What a tensor is called whoever wraps the model: plain names, and the tensors of a model under all of theirs.
+
+In: a model as training left it (DDP, ``torch.compile``, PEFT around it). Out: the names of the plain model's state
+dict, so that a delta trained under one wrapper finds its tensors under another, or under none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from sparsify.errors import SparsifyError
+
+_COMPILED = "_orig_mod"  # torch.compile leaves it wherever a module was compiled, so also in the middle of a name
+_PREFIXES = (("module",), ("base_model", "model"))  # DDP and the like; PEFT
+
+
+def plain_name(name: str) -> str:
+    """The name without the prefixes that wrappers put in front of it.
+
+    Only whole dotted components go, and never the last one, which is the tensor's own.
+
+    Args:
+        name: a name from ``named_parameters`` or ``state_dict``.
+
+    Returns:
+        The name in the plain model. A plain name is returned as it is.
+
+    Example:
+        >>> plain_name("module._orig_mod.base_model.model.encoder._orig_mod.weight")
+        'encoder.weight'
+        >>> plain_name("submodule.weight")
+        'submodule.weight'
+    """
+    *path, last = name.split(".")
+    parts = tuple(part for part in path if part != _COMPILED)
+    while prefix := next((prefix for prefix in _PREFIXES if parts[: len(prefix)] == prefix), None):
+        parts = parts[len(prefix) :]
+    return ".".join((*parts, last))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers of a model by plain name.
+
+    A tied tensor is there under every name it has, so that a delta stored under its first name in one model is found
+    in another that lists the names in another order.
+
+    Args:
+        model: a plain or wrapped model; it is only read.
+
+    Returns:
+        Plain name -> the tensor itself: parameters first, then buffers, each in the model's order.
+
+    Raises:
+        SparsifyError: when two different tensors have the same plain name.
+
+    Example:
+        >>> list(named_tensors(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))))
+        ['0.weight', '0.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
+    """
+    tensors: dict[str, Tensor] = {}
+    full_names: dict[str, str] = {}
+    for full_name, tensor in _all_tensors(model):
+        name = plain_name(full_name)
+        if tensors.setdefault(name, tensor) is not tensor:
+            raise SparsifyError(
+                f"`{full_names[name]}` and `{full_name}` are different tensors, but both are `{name}` once wrappers' "
+                "prefixes are stripped, so a delta cannot tell them apart: rename the submodule that is called like "
+                "a wrapper's."
+            )
+        full_names.setdefault(name, full_name)
+    return tensors
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then persistent buffers, with the names they have in ``state_dict``."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer

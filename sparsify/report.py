@@ -1,0 +1,127 @@
+"""What a sparsified model looks like: how much is unmasked, where, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from sparsify.strategies import PRESETS, Strategy
+from sparsify.unmasker import VALUES, Unmasker
+
+TENSORS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The state of a sparsified model in numbers; ``print(summary(model))`` lays them out.
+
+    Attributes:
+        strategy: which entries are unmasked.
+        budget: how many entries may be, in all.
+        unmasked: how many are so far.
+        num_candidates: entries that may be selected.
+        num_parameters: entries of the whole model, dense and frozen ones included.
+        num_dense: entries trained dense (``modules_to_save``), apart from the budget.
+        step: optimizer steps done.
+        steps: optimizer steps planned; ``None`` when not known.
+        counts: unmasked entries by tensor name.
+        sizes: entries by tensor name.
+        updates: entry updates so far, the unmasked entries summed over the steps.
+        state_bytes: bytes that the flat delta and the index buffers add to the model.
+    """
+
+    strategy: Strategy
+    budget: int
+    unmasked: int
+    num_candidates: int
+    num_parameters: int
+    num_dense: int
+    step: int
+    steps: int | None
+    updates: int
+    state_bytes: int
+    counts: dict[str, int] = field(repr=False)
+    sizes: dict[str, int] = field(repr=False)
+
+    @property
+    def static_updates(self) -> int:
+        """Entry updates that a static mask of the whole budget would have made in the same steps."""
+        return self.budget * self.step
+
+    @property
+    def tensor_sparsity(self) -> float:
+        """Share of the tensor parameters with no unmasked entry."""
+        return sum(count == 0 for count in self.counts.values()) / len(self.counts)
+
+    @property
+    def selection_entropy(self) -> float:
+        """-sum p log p in nats, with p each tensor's unmasked share, normalised over the tensors."""
+        shares = [self.counts[name] / self.sizes[name] for name in self.counts if self.counts[name]]
+        total = sum(shares)
+        # + 0.0 turns the -0.0 of a single tensor into 0.0
+        return -sum(share / total * math.log(share / total) for share in shares) + 0.0
+
+    def __str__(self) -> str:
+        rows = [
+            ("strategy", strategy_name(self.strategy)),
+            ("step", f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")),
+            (
+                "budget",
+                f"{self.budget:,} of {self.num_candidates:,} candidates ({self.budget / self.num_candidates:.4%})",
+            ),
+            ("unmasked", f"{self.unmasked:,} ({self.unmasked / self.budget:.1%} of the budget)"),
+            ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
+            ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
+            ("selection entropy", f"{self.selection_entropy:.4f}"),
+            ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
+            ("state", f"{self.state_bytes:,} bytes"),
+        ]
+        lines = [f"{label:<18} {value}" for label, value in rows]
+        return "\n".join(lines + self._tensor_lines())
+
+    def _tensor_lines(self) -> list[str]:
+        ranked = sorted((-count, name) for name, count in self.counts.items() if count)
+        shown = [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]]
+        if not shown:
+            return []
+        width = max(len(name) for name, _ in shown)
+        lines = [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
+        more = len(ranked) - len(shown)
+        return ["unmasked most:", *lines, *([f"  ... and {more:,} more tensors"] if more else [])]
+
+
+def strategy_name(strategy: Strategy) -> str:
+    """The preset's name, where the strategy is one, with its parts."""
+    parts = f"{strategy.importance!r}, {strategy.selection!r}"
+    names = [name for name, preset in PRESETS.items() if preset == strategy]
+    return f"{names[0]} ({parts})" if names else parts
+
+
+def summarize(engine: Unmasker) -> Summary:
+    """The summary of an engine's model."""
+    counts = {tensor.name: tensor.count for tensor in engine.tensors}
+    buffers = [buffer for tensor in engine.tensors for buffer in (tensor.indices, tensor.slots, tensor.base)]
+    parameters = dict(engine.root.named_parameters())
+    return Summary(
+        strategy=engine.strategy,
+        budget=engine.budget,
+        unmasked=sum(counts.values()),
+        num_candidates=sum(tensor.num_candidates for tensor in engine.tensors),
+        num_parameters=num_parameters(engine.root),
+        num_dense=sum(parameters[name].numel() for name in engine.dense_names),
+        step=engine.step,
+        steps=engine.steps,
+        updates=engine.updates,
+        state_bytes=sum(tensor.nbytes for tensor in [engine.values, *buffers]),
+        counts=counts,
+        sizes={tensor.name: tensor.parameter.numel() for tensor in engine.tensors},
+    )
+
+
+def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
+    """Entries of the model, the flat delta apart; or only what an optimizer trains, the flat delta included."""
+    if trainable:
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if name.rsplit(".", 1)[-1] != VALUES)

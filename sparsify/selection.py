@@ -1,0 +1,152 @@
+"""A global top-u over all tensors while they come by one at a time, exactly and in O(u) memory.
+
+In: blocks of scores with their entries' global ids (the tensor's offset plus the flat index) and gradients. Out: the
+best u, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
+
+A pool keeps the best so far and its floor, the score that a newcomer has to reach. Entries at or above the floor
+join, and the pool is cut back whenever it has doubled: selection costs one comparison an entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsify.importance import GradientImportance, WeightImportance
+
+BLOCK_ENTRIES = 1 << 18  # scored at once: small enough for a cache, large enough for a kernel launch
+SMALLEST_CUT = 1 << 12  # cutting the pool for fewer newcomers costs more than comparing with an older floor
+
+
+@dataclass(frozen=True)
+class Winners:
+    """The selected entries, best first.
+
+    Attributes:
+        ids: (n,) int64, global.
+        grads: (n,) the gradients of these entries; empty when the selection uses none.
+    """
+
+    ids: Tensor
+    grads: Tensor
+
+
+class Pool:
+    """The best ``size`` of all entries offered so far.
+
+    Args:
+        size: how many entries to keep, at least 1.
+        dtype: of the scores.
+        device: where the pool lives.
+
+    Example:
+        >>> pool = Pool(2, torch.float32, "cpu")
+        >>> pool.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0.1, 0.2, 0.3]))
+        >>> pool.winners().ids
+        tensor([3, 5])
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.size = size
+        self.floor = torch.full((), -torch.inf, dtype=dtype, device=device)
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._scores = torch.empty(0, dtype=dtype, device=device)
+        self._grads = torch.empty(0, dtype=dtype, device=device)
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._num_waiting = 0
+
+    def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
+        """Offers entries (n,); those with a score that is not finite are refused."""
+        finite = scores.isfinite()
+        if not finite.all():
+            ids, scores, grads = ids[finite], scores[finite], grads[finite]
+        device, dtype = self.floor.device, self.floor.dtype
+        self._waiting.append((ids.to(device), scores.to(device, dtype), grads.to(device, dtype)))
+        self._num_waiting += ids.numel()
+        missing = self.size - self._ids.numel()
+        if self._num_waiting >= (missing or max(self.size, SMALLEST_CUT)):
+            self._cut()
+
+    def winners(self) -> Winners:
+        """The best entries, highest score first, equal scores by ascending id."""
+        self._cut()
+        by_id = self._ids.argsort()
+        order = by_id[self._scores[by_id].argsort(descending=True, stable=True)]
+        return Winners(self._ids[order], self._grads[order])
+
+    def _cut(self) -> None:
+        """Takes in those that wait and cuts the pool back to its size."""
+        if self._waiting:
+            ids, scores, grads = zip(*self._waiting, strict=True)
+            self._ids = torch.cat([self._ids, *ids])
+            self._scores = torch.cat([self._scores, *scores])
+            self._grads = torch.cat([self._grads, *grads])
+            self._waiting, self._num_waiting = [], 0
+        surplus = self._scores.numel() - self.size
+        if surplus < 0:
+            return
+        self.floor = self._scores.kthvalue(surplus + 1).values
+        above = (self._scores > self.floor).nonzero().squeeze(1)
+        level = (self._scores == self.floor).nonzero().squeeze(1)
+        level = level[self._ids[level].argsort()[: self.size - above.numel()]]
+        kept = torch.cat([above, level])
+        self._ids, self._scores, self._grads = self._ids[kept], self._scores[kept], self._grads[kept]
+
+
+def offer_gradient(
+    pool: Pool, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
+) -> Tensor:
+    """Offers the entries of one tensor whose gradient is not zero; only rows that can reach the floor are scored.
+
+    Args:
+        pool: takes the candidates.
+        importance: scores them.
+        weight: (n_rows, cols), the whole tensor.
+        grad: (n, cols), the gradient of all rows, or of some.
+        rows: (n,) int64, which rows of the weight ``grad`` is about; ``None`` for all of them, in order.
+        offset: global id of the tensor's first entry.
+
+    Returns:
+        A bool scalar on the gradient's device: whether the whole gradient is finite.
+    """
+    cols = grad.shape[1]
+    grad_max = grad.abs().amax(dim=1)  # (n,)
+    touched = weight if rows is None else weight[rows]
+    reach = importance.bound(grad_max.to(pool.floor.dtype), touched)
+    near = ((reach >= pool.floor.to(reach.device)) & (grad_max > 0)).nonzero().squeeze(1)  # rows of grad
+    columns = torch.arange(cols, device=grad.device)
+    for block in near.split(max(1, BLOCK_ENTRIES // cols)):
+        block_grad = _at_least_float32(grad[block])
+        scores = importance.score(_at_least_float32(touched[block]), block_grad)
+        keep = (scores >= pool.floor.to(scores.device, scores.dtype)) & (scores > 0)
+        row, column = keep.nonzero(as_tuple=True)
+        if row.numel():
+            of_weight = block if rows is None else rows[block]
+            ids = of_weight[row] * cols + columns[column] + offset
+            pool.add(ids, scores[row, column], block_grad[row, column])
+    return grad_max.isfinite().all()
+
+
+def offer_weight(
+    pool: Pool,
+    importance: WeightImportance,
+    weight: Tensor,
+    offset: int,
+    generator: torch.Generator,
+    excluded: slice | None = None,
+) -> None:
+    """Offers all entries of one tensor (any shape), scored by its weights alone, but for an excluded flat range."""
+    flat = weight.reshape(-1)
+    for start in range(0, flat.numel(), BLOCK_ENTRIES):
+        block = flat[start : start + BLOCK_ENTRIES]
+        scores = importance.score(_at_least_float32(block), generator)
+        if excluded is not None:
+            scores[max(0, excluded.start - start) : max(0, excluded.stop - start)] = -torch.inf
+        near = (scores >= pool.floor.to(scores.device, scores.dtype)).nonzero().squeeze(1)
+        pool.add(near + (offset + start), scores[near], scores[near])
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

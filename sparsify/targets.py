@@ -1,0 +1,167 @@
+"""Which tensors may be trained: candidates, their owners, and the patterns that narrow them.
+
+In: a model and PEFT's words (``target_modules``, ``exclude_modules``, ``modules_to_save``). Out: the candidates in
+``named_parameters`` order, each with every module that holds it, so that a tied tensor is one candidate.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+
+from sparsify.errors import SparsifyError
+
+ALL_LINEAR = "all-linear"
+Pattern = str | list[str] | tuple[str, ...] | set[str] | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tensor parameter that may be trained.
+
+    Attributes:
+        name: its first name in ``named_parameters``.
+        parameter: the tensor.
+        owners: (module name, module, attribute) of every place that holds it; several where weights are tied.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[str, nn.Module, str], ...]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a call of ``sparsify`` is about: the candidates, the dense parameters by name, and the rest to freeze."""
+
+    candidates: tuple[Candidate, ...]
+    saved: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+
+
+def find_targets(
+    model: nn.Module,
+    target_modules: Pattern = None,
+    exclude_modules: Pattern = None,
+    modules_to_save: list[str] | None = None,
+) -> Targets:
+    """Sorts the parameters that require grad into candidates, dense ones and those to freeze.
+
+    Args:
+        model: the model; it is only read.
+        target_modules: modules whose parameters are candidates; a list matches suffixes of module names, a string is
+            a regular expression for the whole name, ``"all-linear"`` every linear layer but the output head.
+        exclude_modules: modules to leave out, in the same words.
+        modules_to_save: modules that are trained dense and saved whole.
+
+    Raises:
+        SparsifyError: when a pattern matches no module, or nothing trainable is left.
+    """
+    modules = dict(model.named_modules())
+    saved_modules = _match(modules, list(modules_to_save) if modules_to_save else None, "modules_to_save")
+    excluded = _match(modules, exclude_modules, "exclude_modules")
+    targeted = set(modules) if target_modules is None else _match(modules, target_modules, "target_modules", model)
+
+    owners = _owners(modules)
+    candidates: list[Candidate] = []
+    saved: dict[str, nn.Parameter] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        places = owners[id(parameter)]
+        if any(_inside(owner, saved_modules) for owner, _, _ in places):
+            saved[name] = parameter
+        elif any(owner in targeted and owner not in excluded for owner, _, _ in places):
+            candidates.append(Candidate(name, parameter, places))
+        else:
+            frozen[name] = parameter
+
+    if not candidates:
+        raise SparsifyError(_nothing_left(model, target_modules))
+    if target_modules is not None:
+        _report_partial_match(targeted - excluded, modules, candidates)
+    return Targets(tuple(candidates), saved, frozen)
+
+
+def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Module, str], ...]]:
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for module_name, module in modules.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module_name, module, attribute))
+    return {key: tuple(places) for key, places in owners.items()}
+
+
+def _match(modules: dict[str, nn.Module], pattern: Pattern, argument: str, model: nn.Module | None = None) -> set[str]:
+    """Names of the modules that a pattern in PEFT's words matches."""
+    if pattern is None:
+        return set()
+    if isinstance(pattern, str):
+        if pattern == ALL_LINEAR and model is not None:
+            return set(_linear_names(modules, model))
+        try:
+            found = {name for name in modules if re.fullmatch(pattern, name)}
+        except re.error as error:
+            raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
+        if not found:
+            raise SparsifyError(_no_match(argument, pattern, modules))
+        return found
+    found = set()
+    for suffix in pattern:
+        hits = {name for name in modules if name == suffix or name.endswith(f".{suffix}")}
+        if not hits:
+            raise SparsifyError(_no_match(argument, suffix, modules))
+        found |= hits
+    return found
+
+
+def _linear_names(modules: dict[str, nn.Module], model: nn.Module) -> Iterator[str]:
+    """Linear layers but the output head, as PEFT's "all-linear" has it."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    for name, module in modules.items():
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if is_linear and module is not head:
+            yield name
+
+
+def _inside(name: str, parents: Iterable[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _no_match(argument: str, pattern: str, modules: dict[str, nn.Module]) -> str:
+    last_parts = {name.rsplit(".", 1)[-1] for name in modules if name}
+    near = get_close_matches(pattern.rsplit(".", 1)[-1], last_parts, n=3, cutoff=0.5)
+    hint = f" Near names: {', '.join(near)}." if near else f" Modules here: {', '.join(sorted(last_parts)[:12])}."
+    return f"{argument}: {pattern!r} matches no module of the model; expected (the end of) a module's name.{hint}"
+
+
+def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return (
+            "no parameter of the model requires grad, so there is nothing to train; "
+            "call model.requires_grad_(True), or set it on the parameters that may be trained, before sparsify()."
+        )
+    return (
+        f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
+        "matches only modules without parameters of their own that require grad; "
+        "name modules that own weights, such as the linear layers."
+    )
+
+
+def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], candidates: list[Candidate]) -> None:
+    holding = {owner for candidate in candidates for owner, _, _ in candidate.owners}
+    with_parameters = {name for name in matched if modules[name]._parameters}
+    empty = sorted(with_parameters - holding)
+    if empty:
+        warnings.warn(
+            f"target_modules matched {len(with_parameters)} modules with parameters; {len(empty)} of them hold none "
+            f"that requires grad and stay frozen: {', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}.",
+            stacklevel=4,
+        )

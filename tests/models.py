@@ -1,0 +1,95 @@
+"""Small real architectures with random weights and no dropout, and a batch for each."""
+
+import torch
+from torch import nn
+
+VOCABULARY, CLASSES = 40, 3
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.second = nn.Linear(10, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x, labels):
+        hidden = self.norm(torch.tanh(self.first(x)))
+        return nn.functional.cross_entropy(self.head(torch.relu(self.second(hidden))), labels)
+
+
+def mlp():
+    return MLP(), lambda: {"x": torch.randn(12, 6), "labels": torch.randint(CLASSES, (12,))}
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=12,
+        num_labels=CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForSequenceClassification(config), lambda: {**_tokens(), "labels": torch.randint(CLASSES, (4,))}
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=12, n_embd=16, n_layer=2, n_head=2, n_inner=24,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config), _language_batch
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config), _language_batch
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=12, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), _language_batch
+
+
+ARCHITECTURES = {"mlp": mlp, "bert": bert, "gpt2": gpt2, "t5": t5, "llama": llama}
+
+
+def build(name, seed=0, dtype=torch.float32):
+    """A model in training mode and a list of twelve batches."""
+    torch.manual_seed(seed)
+    model, batch = ARCHITECTURES[name]()
+    batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()} for _ in range(12)]
+    return model.to(dtype).train(), batches
+
+
+def loss_of(model, batch):
+    output = model(**batch)
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def _tokens():
+    return {"input_ids": torch.randint(3, VOCABULARY, (4, 10)), "attention_mask": torch.ones(4, 10, dtype=torch.long)}
+
+
+def _language_batch():
+    tokens = _tokens()
+    return {**tokens, "labels": tokens["input_ids"].roll(1, 1)}

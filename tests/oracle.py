@@ -1,0 +1,74 @@
+"""The dense oracle: the paper's Algorithm 1 as it stands in the paper, with every gradient kept.
+
+It trains a plain model. What the library does sparsely has to give the same losses, unmasked sets and weights.
+"""
+
+import math
+
+import torch
+
+SHAPES = {
+    "uniform": lambda s: s,
+    "linear": lambda s: 1 - (1 - s) ** 2,
+    "cubic": lambda s: 1 - (1 - s) ** 3,
+    "cosine": lambda s: (1 - math.cos(math.pi * s)) / 2,
+}
+
+
+def cumulative_target(step, steps, budget, shape="uniform", every=1, until=1.0):
+    """Entries unmasked after optimizer step ``step``, counted from 0."""
+    last_of_block = (step // every) * every + every - 1
+    share = min(1.0, (last_of_block + 1) / (until * steps))
+    return math.floor(budget * SHAPES[shape](share) + 1e-9)
+
+
+class DenseOracle:
+    """Trains ``model`` at a growing set of entries; ``masks`` are dense and bool, one a parameter."""
+
+    def __init__(self, model, optimizer, budget, steps, exp=2, eps=1, padding_row=None, masks=None, **schedule):
+        self.model, self.optimizer = model, optimizer
+        self.budget, self.steps, self.schedule = budget, steps, schedule
+        self.exp, self.eps, self.padding_row = exp, eps, padding_row
+        self.parameters = dict(model.named_parameters())
+        self.static = masks is not None
+        self.masks = masks or {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
+        self.step_number = 0
+
+    def step(self, loss):
+        """One optimizer step from the loss of one batch."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        if not self.static and self.step_number < self.steps and self.step_number % self.schedule.get("every", 1) == 0:
+            self.unmask()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                parameter.grad[~self.masks[name]] = 0
+        self.optimizer.step()
+        self.step_number += 1
+
+    def unmask(self):
+        """Adds the best masked entries: by score, then position of the tensor, then index in it."""
+        scored = []
+        for position, (name, parameter) in enumerate(self.parameters.items()):
+            if parameter.grad is None:
+                continue
+            score = parameter.grad.abs() / (parameter.detach().abs() + self.eps) ** self.exp
+            score[self.masks[name]] = 0
+            if self.padding_row is not None and name == self.padding_row[0]:
+                score[self.padding_row[1]] = 0
+            for index in score.flatten().nonzero().flatten().tolist():
+                scored.append((-score.flatten()[index].item(), position, name, index))
+        target = cumulative_target(self.step_number, self.steps, self.budget, **self.schedule)
+        unmasked = sum(int(mask.sum()) for mask in self.masks.values())
+        for _, _, name, index in sorted(scored)[: target - unmasked]:
+            self.masks[name].view(-1)[index] = True
+
+    def unmasked_sets(self):
+        return {name: mask.flatten().nonzero().flatten().tolist() for name, mask in self.masks.items()}
+
+
+def unmasked_sets(model):
+    """The library's unmasked sets, in the oracle's terms."""
+    from sparsify import get_unmasker
+
+    return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_unmasker(model).tensors}

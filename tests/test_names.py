@@ -1,0 +1,88 @@
+"""Plain names, and the tensors of a model under all of theirs."""
+
+import pytest
+import torch
+from torch import nn
+
+from sparsify.errors import SparsifyError
+from sparsify.names import named_tensors, plain_name
+
+
+class Tied(nn.Module):
+    """A head that shares its weight with the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("weight", "weight"),
+        ("encoder.0.weight", "encoder.0.weight"),
+        ("module.encoder.weight", "encoder.weight"),
+        ("_orig_mod.encoder.weight", "encoder.weight"),
+        ("base_model.model.encoder.weight", "encoder.weight"),
+        ("base_model.model.model.layers.0.weight", "model.layers.0.weight"),
+        ("module._orig_mod.base_model.model.weight", "weight"),
+        ("_orig_mod.module.weight", "weight"),
+        ("encoder._orig_mod.0._orig_mod.weight", "encoder.0.weight"),
+        # not whole components, not in front, or the tensor's own name
+        ("module_list.weight", "module_list.weight"),
+        ("submodule.weight", "submodule.weight"),
+        ("encoder.module.weight", "encoder.module.weight"),
+        ("encoder.base_model.model.weight", "encoder.base_model.model.weight"),
+        ("base_model.weight", "base_model.weight"),
+        ("base_model.model", "base_model.model"),
+        ("module", "module"),
+        ("encoder._orig_mod", "encoder._orig_mod"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+    ],
+)
+def test_wrappers_prefixes_are_stripped_and_nothing_else(name, plain):
+    assert plain_name(name) == plain
+    assert plain_name(plain) == plain
+
+
+def test_parameters_and_persistent_buffers_are_listed():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    model.register_buffer("absent", None)
+    tensors = named_tensors(model)
+    assert set(tensors) == set(model.state_dict())
+    assert tensors["0.weight"] is model[0].weight
+    assert tensors["1.running_mean"] is model[1].running_mean
+
+
+def test_a_tied_tensor_is_listed_under_every_name():
+    model = Tied()
+    tensors = named_tensors(model)
+    assert list(tensors) == ["embed.weight", "head.weight"]
+    assert tensors["head.weight"] is tensors["embed.weight"]
+
+
+def test_a_module_under_two_names_gives_its_buffers_both():
+    norm = nn.BatchNorm1d(2, affine=False)
+    tensors = named_tensors(nn.ModuleDict({"a": norm, "b": norm}))
+    assert tensors["a.running_var"] is tensors["b.running_var"]
+
+
+def test_a_wrapped_model_has_the_plain_models_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0] = torch.compile(model[0])
+    wrapped = nn.ModuleDict({"module": model})  # named as in DDP
+    assert list(named_tensors(torch.compile(wrapped))) == list(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
+    )
+
+
+def test_two_tensors_with_one_plain_name_are_an_error():
+    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(
+        SparsifyError, match="`weight` and `module.weight` are different tensors, but both are `weight`"
+    ):
+        named_tensors(model)
