@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from sparsify import format as delta_format
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.format import CONFIG_NAME, FILE_NAME, TensorDelta, digest
+from sparsify.format import CONFIG_NAME, DTYPES, FILE_NAME, TensorDelta, digest
 from sparsify.names import named_tensors
 
 __all__ = ["SparseDelta", "TensorDelta"]
@@ -34,7 +34,6 @@ __all__ = ["SparseDelta", "TensorDelta"]
 _ENGINE = "_sparsify_engine"  # where a model in training keeps its engine
 _WRAPPERS = ("module", "_orig_mod")  # the attribute that holds the model in DDP and in torch.compile
 _RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft")
-_DTYPES = tuple(delta_format.DTYPES.values())
 
 
 class SparseDelta:
@@ -162,6 +161,7 @@ class SparseDelta:
                 "this delta is already applied to this model, and applying it again would lose the original values: "
                 "call `revert(model)` first."
             )
+        delta_format.check_names(self.tensors, self.whole)
         targets = _find_targets([*self.tensors, *self.whole], model, self.whole)
         edits = [_plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
         edits += [_plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
@@ -250,8 +250,9 @@ class _Edit:
 
     def write(self, target: Tensor) -> None:
         """Writes into the tensor's own storage, so that ties and autograd's version counter see it."""
-        new = self.new.to(target.device, target.dtype)
-        with torch.no_grad():
+        # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
+        with torch.inference_mode():
+            new = self.new.to(target.device, target.dtype)
             if self.indices is None:
                 target.copy_(new)
             else:
@@ -361,7 +362,7 @@ def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) 
 def _plan_entries(name: str, delta: TensorDelta, target: Tensor) -> _Edit:
     """The edit of a tensor at a delta's entries; raises where the tensor is not the delta's base."""
     _check_shape(name, delta.shape, target, "Load the base that the delta was trained on.")
-    if target.dtype not in _DTYPES:
+    if target.dtype not in DTYPES.values():
         raise BaseMismatchError(
             f"tensor `{name}` is {target.dtype} in the model, which cannot take trained values of {delta.dtype}: "
             "load the base unquantized."
@@ -410,8 +411,8 @@ def _write_all(edits: list[_Edit], targets: Mapping[str, Tensor]) -> None:
     done: list[_Edit] = []
     try:
         for edit in edits:
+            done.append(edit)  # before the write, which may fail halfway
             edit.write(targets[edit.name])
-            done.append(edit)
     except BaseException:
         for edit in done:
             edit.inverse().write(targets[edit.name])

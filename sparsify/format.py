@@ -19,7 +19,7 @@ The safetensors header's metadata has one key, ``sparse_delta``, whose string is
 
 * ``format_version``: 1;
 * ``config``: how the delta came about, for people and tools; nothing here depends on it;
-* ``tensors``: name -> ``shape`` (of T), ``dtype`` (the base's: float64, float32, bfloat16 or float16), ``kind``,
+* ``tensors``: name -> ``shape`` (of T), ``dtype`` (the base's, in safetensors' words: F64, F32, BF16 or F16), ``kind``,
   ``count`` (entries, at least 1), and ``base_sha256``: SHA-256 in lower-case hex of the base's values at the indices,
   as little-endian bytes in ``dtype``, so that a wrong base is noticed;
 * ``whole``: the list of the names of the tensors stored whole.
@@ -41,7 +41,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,10 +59,9 @@ FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
 
 KINDS = ("replace", "add")
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _METADATA_KEY = "sparse_delta"
-_HEADER_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _RECORD_KEYS = {"shape", "dtype", "kind", "count", "base_sha256"}
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 _ESCAPE = 0xFFFF
@@ -78,7 +77,7 @@ class TensorDelta:
         indices: (count,) int64 on the CPU, count >= 1: flat row-major positions, strictly increasing.
         values: (count,) on the CPU, finite: the trained values, or what to add.
         shape: the tensor's shape.
-        dtype: the base's dtype, one of ``DTYPES``.
+        dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
         base_sha256: :func:`digest` of the base's values at the indices.
 
@@ -269,7 +268,7 @@ class _Record:
     """What the metadata says about one tensor."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str  # a key of DTYPES
     kind: str
     count: int
     base_sha256: str
@@ -280,11 +279,11 @@ def _check_types(tensor: TensorDelta) -> None:
     indices, values = tensor.indices, tensor.values
     if tensor.kind not in KINDS:
         raise SparsifyError(f"kind is {tensor.kind!r}, expected one of {', '.join(KINDS)}")
-    if tensor.dtype not in _HEADER_DTYPES:
-        raise SparsifyError(f"dtype is {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+    if tensor.dtype not in DTYPES.values():
+        raise SparsifyError(f"dtype is {tensor.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
     if indices.dtype != torch.int64:
         raise SparsifyError(f"indices are {indices.dtype}, expected torch.int64")
-    if values.dtype not in _HEADER_DTYPES or (tensor.kind == "replace" and values.dtype != tensor.dtype):
+    if values.dtype not in DTYPES.values() or (tensor.kind == "replace" and values.dtype != tensor.dtype):
         raise SparsifyError(f"values are {values.dtype}, expected the base's {tensor.dtype} for kind {tensor.kind!r}")
     if indices.dim() != 1 or values.shape != indices.shape or indices.numel() == 0:
         raise SparsifyError(
@@ -306,8 +305,16 @@ def _check_indices(indices: Tensor, numel: int) -> None:
         raise SparsifyError(f"indices are out of range: they go from {first} to {last}, in a tensor of {numel} entries")
 
 
-def _check_names(tensors: list[Any], whole: list[Any]) -> None:
-    """Raises unless all names are non-empty strings and none is there twice."""
+def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
+    """Checks the names of one delta.
+
+    Args:
+        tensors: of tensors that are changed at some entries.
+        whole: of tensors that are stored whole.
+
+    Raises:
+        SparsifyError: unless all are strings, none is empty, and none is there twice.
+    """
     seen: set[str] = set()
     for name in [*tensors, *whole]:
         if not isinstance(name, str) or not name:
@@ -375,13 +382,13 @@ def _parse_metadata(metadata: dict[str, str] | None) -> tuple[dict[str, _Record]
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise DeltaFormatError(
-            f"its format version is {version!r}, this version of sparsify reads {FORMAT_VERSION}: upgrade if it is newer"
+            f"its format version is {version!r}, this sparsify reads {FORMAT_VERSION}: upgrade it if the file is newer"
         )
     _check_object("metadata", document, _DOCUMENT_KEYS)
     records, whole, config = document["tensors"], document["whole"], document["config"]
     if not (isinstance(records, dict) and isinstance(whole, list) and isinstance(config, dict)):
         raise DeltaFormatError("metadata: `tensors` and `config` have to be objects, `whole` a list")
-    _check_names(list(records), whole)
+    check_names(records, whole)
     return {name: _parse_record(name, record) for name, record in records.items()}, whole, config
 
 
@@ -417,7 +424,7 @@ def _parse_record(name: str, record: Any) -> _Record:
         raise DeltaFormatError(
             f"{where}: `count` is {count!r}, expected a number from 1 to the tensor's {numel} entries"
         )
-    return _Record(tuple(shape), DTYPES[dtype], kind, count, sha)
+    return _Record(tuple(shape), dtype, kind, count, sha)
 
 
 def _check_object(where: str, value: Any, keys: set[str]) -> None:
@@ -442,7 +449,7 @@ def _check_keys(present: set[str], records: Mapping[str, _Record], whole: list[s
 def _check_sizes(file: Any, name: str, record: _Record) -> None:
     """Raises unless dtypes and shapes in the header fit the metadata's count; loads nothing."""
     indices, values = (file.get_slice(f"{name}.{role}") for role in ("indices", "values"))
-    allowed = [_HEADER_DTYPES[record.dtype]] if record.kind == "replace" else list(_HEADER_DTYPES.values())
+    allowed = [record.dtype] if record.kind == "replace" else list(DTYPES)
     if values.get_dtype() not in allowed:
         raise DeltaFormatError(
             f"tensor `{name}`: values are {values.get_dtype()}, expected {' or '.join(allowed)} for a tensor in "
@@ -470,7 +477,7 @@ def _load_tensor(file: Any, name: str, record: _Record) -> TensorDelta:
             indices=decode_indices(file.get_tensor(f"{name}.indices"), record.count),
             values=file.get_tensor(f"{name}.values").clone(),  # off the mapped file
             shape=record.shape,
-            dtype=record.dtype,
+            dtype=DTYPES[record.dtype],
             kind=record.kind,
             base_sha256=record.base_sha256,
         )

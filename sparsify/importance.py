@@ -28,6 +28,7 @@ class GradientImportance(Protocol):
 
     name: ClassVar[str]
     uses_gradient: ClassVar[bool]
+    monotone: ClassVar[bool]  # whether, for any weight, a larger abs(grad) never scores lower
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         """Scores (..., n) of the entries with these weights (..., n) and gradients (..., n)."""
@@ -72,6 +73,7 @@ class D3:
     eps: float = 1.0
     name: ClassVar[str] = "d3"
     uses_gradient: ClassVar[bool] = True
+    monotone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (self.eps > 0 and math.isfinite(self.eps) and math.isfinite(self.exp)):

@@ -27,8 +27,10 @@ from sparsify.anchors import AnchoredUse, Anchors
 from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
 from sparsify.importance import GradientImportance
+from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.schedules import Schedule
+from sparsify.screen import can_screen, offer_screened
 from sparsify.selection import Pool, Winners, offer_gradient
 from sparsify.strategies import Increment, Strategy
 
@@ -152,6 +154,10 @@ class Unmasker:
             return False
         return self.steps is None or self.step < self.steps
 
+    @property
+    def _importance(self) -> GradientImportance:
+        return cast(GradientImportance, self.strategy.importance)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pass": None}
 
@@ -230,22 +236,30 @@ class Unmasker:
                 "retain_graph=True and from a newer one; call backward on the sum of the losses once, or on each."
             )
         current.settled.add(tensor)
-        if not gradient.values.numel():
+        if not gradient.numel:
             return
+        if current.pool is not None and not self._screens(current.pool, tensor, gradient):
+            gradient = gradient.dense()
         if tensor.count:
             taken = gradient.take(tensor.indices)
             current.grad[tensor.slots.to(current.grad.device)] = taken.to(current.grad)
         if current.pool is not None:
             self._offer(current, current.pool, tensor, gradient)
 
+    def _screens(self, pool: Pool, tensor: MaskedTensor, gradient: Gradient) -> bool:
+        """How a tensor gets its candidates: from a screen in bfloat16, or from the whole gradient."""
+        return isinstance(gradient, Product) and can_screen(gradient, self._importance, pool, tensor.count)
+
     def _offer(self, current: BackwardPass, pool: Pool, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Offers a tensor's masked entries; one whose gradient is zero is no candidate, so the others are cleared."""
-        if tensor.count:
-            gradient.clear(tensor.indices)
-        if tensor.excluded is not None:
-            gradient.clear(torch.arange(tensor.excluded.start, tensor.excluded.stop, device=tensor.indices.device))
-        importance = cast(GradientImportance, self.strategy.importance)
-        finite = offer_gradient(pool, importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
+        """Offers a tensor's masked entries."""
+        not_candidates = tensor.not_candidates
+        if isinstance(gradient, Product):
+            if offer_screened(pool, self._importance, tensor.matrix, gradient, not_candidates, tensor.offset):
+                return
+            gradient = gradient.dense()
+        if not_candidates.numel():
+            gradient.clear(not_candidates)  # an entry whose gradient is zero is never offered
+        finite = offer_gradient(pool, self._importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
         current.finite.append(finite.to(current.grad.device))
 
     def _unmask(self, winners: Winners, grad: Tensor) -> None:

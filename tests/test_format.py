@@ -189,7 +189,7 @@ def test_the_payload_has_the_documented_bytes(path):
     assert json.loads(header["__metadata__"]["sparse_delta"]) == {
         "format_version": 1,
         "config": {},
-        "tensors": {"w": {"shape": [100_000], "dtype": "bfloat16", "kind": "replace", "count": 3, "base_sha256": SHA}},
+        "tensors": {"w": {"shape": [100_000], "dtype": "BF16", "kind": "replace", "count": 3, "base_sha256": SHA}},
         "whole": ["n"],
     }
 
@@ -291,7 +291,7 @@ def test_a_name_that_is_both_sparse_and_whole_is_not_written(path):
 
 def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
     monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 500)
-    with pytest.raises(SparsifyError, match="header takes 1,.* bytes, more than the 500 that a reader accepts"):
+    with pytest.raises(SparsifyError, match=r"header takes 1,.* bytes, more than the 500 that a reader accepts"):
         write(path, {}, {}, {"note": "x" * 1000})
     assert not path.exists()
 
@@ -307,7 +307,7 @@ def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
         ({"values": (1.0, 2.0)}, r"indices have shape \(3,\) and values \(2,\)"),
         ({"indices": (), "values": ()}, "at least one entry"),
         ({"kind": "scale"}, "kind is 'scale', expected one of replace, add"),
-        ({"dtype": torch.int32, "values": (1, 2, 3)}, "dtype is torch.int32, expected one of float64"),
+        ({"dtype": torch.int32, "values": (1, 2, 3)}, "dtype is torch.int32, expected one of torch.float64"),
     ],
 )
 def test_entries_that_make_no_sense_cannot_be_built(change, message):
@@ -318,7 +318,7 @@ def test_entries_that_make_no_sense_cannot_be_built(change, message):
 def test_replacements_have_the_bases_dtype_and_differences_need_not():
     parts = (torch.tensor([0]), torch.tensor([1.0]), (2,), torch.bfloat16)
     assert TensorDelta(*parts, "add", SHA).values.dtype == torch.float32
-    with pytest.raises(SparsifyError, match="values are torch.float32, expected the base's torch.bfloat16"):
+    with pytest.raises(SparsifyError, match=r"values are torch.float32, expected the base's torch.bfloat16"):
         TensorDelta(*parts, "replace", SHA)
 
 
@@ -350,7 +350,7 @@ def test_files_that_are_something_else_are_refused(path, data, message):
 def test_a_header_beyond_the_bound_is_refused_before_it_is_parsed(path, good, monkeypatch):
     monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 200)
     monkeypatch.setattr(delta_format, "safe_open", lambda *_, **__: pytest.fail("parsed"))
-    with pytest.raises(DeltaFormatError, match="its header claims .* bytes, more than 200"):
+    with pytest.raises(DeltaFormatError, match=r"its header claims .* bytes, more than 200"):
         read(path)
 
 
@@ -373,7 +373,7 @@ def set_in(*keys, to):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_in("format_version", to=2), "format version is 2, this version of sparsify reads 1"),
+        (set_in("format_version", to=2), "format version is 2, this sparsify reads 1"),
         (set_in("format_version", to="1"), "format version is '1'"),
         (set_in("format_version", to=True), "format version is True"),
         (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
@@ -398,9 +398,9 @@ def set_in(*keys, to):
         (set_in("tensors", "a", "shape", to=[1] * 65), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "more than 2.63 entries"),
         (set_in("tensors", "a", "shape", to=[2, 35_000]), "tensor `a`: indices are out of range"),
-        (set_in("tensors", "a", "dtype", to="int8"), "tensor `a`: `dtype` is 'int8'"),
+        (set_in("tensors", "a", "dtype", to="I8"), "tensor `a`: `dtype` is 'I8'"),
         (set_in("tensors", "a", "dtype", to=[]), "tensor `a`: `dtype` is "),
-        (set_in("tensors", "a", "dtype", to="float16"), "tensor `a`: values are BF16, expected F16"),
+        (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are BF16, expected F16"),
         (set_in("tensors", "a", "kind", to="scale"), "tensor `a`: `kind` is 'scale'"),
         (set_in("tensors", "a", "kind", to={}), "tensor `a`: `kind`"),
         (set_in("tensors", "a", "count", to=0), "tensor `a`: `count` is 0, expected a number from 1 to"),
@@ -467,12 +467,13 @@ def test_any_encoding_is_read_not_only_the_smallest(path, good, indices):
 
 def test_sizes_are_checked_before_any_tensor_is_loaded(path, good, monkeypatch):
     monkeypatch.setattr(delta_format, "_load_tensor", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(DeltaFormatError, match="tensor `b.values`: values have shape"):
+    with pytest.raises(DeltaFormatError, match=r"tensor `b.values`: values have shape"):
         read_bytes(path, rewritten(good, b__values__values=torch.ones(3)))
 
 
 def test_a_file_cut_short_anywhere_is_refused(path, good):
-    for length in range(len(good)):
+    payload_bytes = len(split(good)[1])
+    for length in [*range(0, len(good) - payload_bytes, 5), *range(len(good) - payload_bytes - 9, len(good))]:
         with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
             read_bytes(path, good[:length])
 
@@ -500,16 +501,15 @@ def test_flipped_bytes_give_an_error_or_a_valid_delta(data, tmp_path_factory):
         assert torch.equal(read(path).tensors["again"].indices, tensor.indices)
 
 
-def test_every_single_flipped_bit_of_the_header_gives_an_error_or_a_valid_delta(path):
+def test_a_flipped_bit_anywhere_in_the_header_gives_an_error_or_a_valid_delta(path):
     write(path, {"a": entries()}, {}, {})
     good = path.read_bytes()
     header_end = len(good) - len(split(good)[1])
     for at in range(header_end):
-        for bit in (0, 3, 6):
-            damaged = bytearray(good)
-            damaged[at] ^= 1 << bit
-            try:
-                result = read_bytes(path, bytes(damaged))
-            except DeltaFormatError:
-                continue
-            assert all(tensor.count == 3 for tensor in result.tensors.values())
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << at % 7
+        try:
+            result = read_bytes(path, bytes(damaged))
+        except DeltaFormatError:
+            continue
+        assert [tensor.count for tensor in result.tensors.values()] == [3]

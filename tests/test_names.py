@@ -83,6 +83,6 @@ def test_two_tensors_with_one_plain_name_are_an_error():
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
     model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
     with pytest.raises(
-        SparsifyError, match="`weight` and `module.weight` are different tensors, but both are `weight`"
+        SparsifyError, match=r"`weight` and `module.weight` are different tensors, but both are `weight`"
     ):
         named_tensors(model)

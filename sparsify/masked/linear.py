@@ -2,7 +2,7 @@
 
     forward    y = x W^T + b                        the plain layer's one matmul, W holds the effective values
     backward   grad_x = grad_y W                    as ever
-               grad_W = grad_y^T x                  handed to ``collect``, then freed
+               grad_W = grad_y^T x                  handed to ``collect`` as its two factors, then freed
                grad_b = sum of grad_y               likewise
 
 The weight is saved but never differentiated; its *anchor* (see ``anchors.py``) is the input through which autograd
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.masked.module import MaskedModule, announce_use
+from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, Use
 
 
@@ -104,9 +105,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     return rows.view(*x.shape[:-1], weight.shape[1])
 
 
-def _weight_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Gradient:
+def _weight_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
     rows = x.reshape(-1, x.shape[-1])  # (n, in)
-    return Gradient(rows.t() @ grad_rows if transposed else grad_rows.t() @ rows)
+    return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

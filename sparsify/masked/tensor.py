@@ -32,6 +32,15 @@ class Gradient:
         self.rows = rows
         self._owned = owned
 
+    @property
+    def numel(self) -> int:
+        """Number of entries that may have a gradient."""
+        return self.values.numel()
+
+    def dense(self) -> Gradient:
+        """The gradient with its values at hand."""
+        return self
+
     def take(self, indices: Tensor) -> Tensor:
         """The gradient (k,) at flat indices (k,) of the weight; zero in rows that were not used."""
         if self.rows is None:
@@ -173,6 +182,14 @@ class MaskedTensor:
             return None
         cols = self.parameter.shape[-1]
         return slice(self.frozen_row * cols, (self.frozen_row + 1) * cols)
+
+    @property
+    def not_candidates(self) -> Tensor:
+        """Flat indices of the entries that cannot be unmasked any more, or never."""
+        if self.excluded is None:
+            return self.indices
+        excluded = torch.arange(self.excluded.start, self.excluded.stop, device=self.indices.device)
+        return torch.cat([self.indices, excluded])
 
     def register_buffers(self) -> None:
         empty = torch.empty(0, dtype=torch.int64, device=self.parameter.device)

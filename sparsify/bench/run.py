@@ -1,0 +1,97 @@
+"""Runs the workers of all methods side by side, round by round, and makes one table of them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from sparsify.bench.worker import Settings
+
+
+@dataclass
+class Measurement:
+    """What one method took.
+
+    Attributes:
+        settings: the method and the model.
+        initialisation: seconds for everything before the first step.
+        unmasked: entries unmasked before the first measured step.
+        seconds: of each measured step.
+        peak_bytes: the process's largest resident set.
+    """
+
+    settings: Settings
+    initialisation: float = 0.0
+    unmasked: int = 0
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(
+    methods: Sequence[Settings], rounds: int = 5, steps: int = 3, progress: Callable[[str], None] = lambda text: None
+) -> list[Measurement]:
+    """Measures the methods in interleaved rounds, so that what else the machine does hits all of them.
+
+    Args:
+        methods: what to measure, each in its own process; all are alive at once.
+        rounds: how often each method has its turn.
+        steps: training steps a turn.
+        progress: told what is being done.
+    """
+    results = [Measurement(settings) for settings in methods]
+    with ExitStack() as stack:
+        workers = []
+        for result in results:
+            progress(f"{result.settings.method}: preparing")
+            worker = stack.enter_context(_start(result.settings))
+            stack.callback(worker.kill)
+            ready = _ask(worker, result.settings.to_json())
+            result.initialisation, result.unmasked = ready["initialisation"], ready["unmasked"]
+            workers.append(worker)
+        for number in range(1, rounds + 1):
+            for worker, result in zip(workers, results, strict=True):
+                progress(f"round {number} of {rounds}: {result.settings.method}")
+                answer = _ask(worker, str(steps))
+                result.seconds += answer["seconds"]
+                result.peak_bytes = answer["peak_bytes"]
+    return results
+
+
+def to_json(results: Sequence[Measurement]) -> str:
+    """The raw measurements with the conditions they were made under."""
+    conditions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    return json.dumps({"conditions": conditions, "results": [asdict(result) for result in results]}, indent=2)
+
+
+def _start(settings: Settings) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sparsify.bench.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, float | int | list[float]]:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(line + "\n")
+    worker.stdin.flush()
+    answer = worker.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the worker ended with exit code {worker.wait()}; its error is above.")
+    result: dict[str, float | int | list[float]] = json.loads(answer)
+    return result

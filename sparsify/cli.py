@@ -1,0 +1,45 @@
+"""The command line: a table of commands, each imported only when the command line runs.
+
+A command is a typer function ``"package.module:function"``; its name is the function's. A new one is a new row.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from sparsify.errors import SparsifyError
+from sparsify.extras import MissingExtraError, require
+
+if TYPE_CHECKING:
+    import typer
+
+COMMANDS = ("sparsify.demo.command:demo",)
+
+
+def make_app() -> typer.Typer:
+    """The typer app with all commands.
+
+    Raises:
+        MissingExtraError: when typer or rich is not installed.
+    """
+    typer = require("typer", extra="demo")
+    require("rich", extra="demo")
+    app: typer.Typer = typer.Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+
+    @app.callback()
+    def root() -> None:
+        """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
+
+    for command in COMMANDS:
+        module, _, function = command.partition(":")
+        app.command()(getattr(require(module, extra="demo"), function))
+    return app
+
+
+def main() -> None:
+    """The console entry point: an error of ours is one line and exit status 1, not a traceback."""
+    try:
+        make_app()()
+    except (MissingExtraError, SparsifyError) as error:
+        sys.exit(f"sparsify: {error}")

@@ -1,0 +1,34 @@
+"""Optional dependencies: one place that imports them, and names the extra to install where they are missing."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class MissingExtraError(ImportError):
+    """A package that an optional part of sparsify needs is not installed."""
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """The imported module.
+
+    Args:
+        module: its import name, such as ``"rich"``.
+        extra: the extra of sparsify that installs it.
+
+    Raises:
+        MissingExtraError: when it is not installed; the text is the ``pip`` command that installs it.
+
+    Example:
+        >>> require("json", extra="demo").loads("[1]")
+        [1]
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # it is installed, and something that it needs is not
+        raise MissingExtraError(
+            f"`{error.name}` is not installed; it comes with: pip install 'sparsify-ft[{extra}]'", name=error.name
+        ) from None

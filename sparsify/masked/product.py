@@ -1,0 +1,52 @@
+"""A linear layer's weight gradient, left^T right, before it is multiplied out.
+
+Whoever collects it decides how much of the product to compute: all of it, or single entries as dot products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsify.masked.tensor import Gradient
+
+TOKENS_AT_ONCE = 32  # rows of left and right whose gathered columns stay in the cache
+DOT_COST = 70  # one entry as a dot product takes about as long as this many entries of the whole product (CPU)
+
+
+class Product(Gradient):
+    """The gradient (rows, cols) = left^T right of a weight.
+
+    Args:
+        left: (n, rows), with n the tokens of the batch.
+        right: (n, cols).
+    """
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left = left
+        self.right = right
+        self.rows = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.left.shape[1], self.right.shape[1]
+
+    @property
+    def numel(self) -> int:
+        return self.left.shape[1] * self.right.shape[1] if self.left.shape[0] else 0
+
+    def dense(self) -> Gradient:
+        return Gradient(self.left.t() @ self.right)
+
+    def take(self, indices: Tensor) -> Tensor:
+        """The entries (k,) at flat indices (k,), each as a dot product over the tokens where those are few."""
+        if self.left.device.type != "cpu" or indices.numel() * DOT_COST > self.numel:
+            return self.dense().take(indices)
+        row, col = indices.div(self.shape[1], rounding_mode="floor"), indices % self.shape[1]
+        total = self.left.new_zeros(indices.numel())
+        for left, right in zip(self.left.split(TOKENS_AT_ONCE), self.right.split(TOKENS_AT_ONCE), strict=True):
+            total += left.index_select(1, row).mul_(right.index_select(1, col)).sum(0)
+        return total
+
+    def add(self, other: Gradient) -> Gradient:
+        return self.dense().add(other)

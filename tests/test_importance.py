@@ -1,0 +1,205 @@
+"""Scores of entries, and the bounds that let the selection skip a row without scoring it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from sparsify.errors import SparsifyError
+from sparsify.importance import (
+    D3,
+    IMPORTANCES,
+    Bias,
+    GradientImportance,
+    Magnitude,
+    Random,
+    WeightImportance,
+)
+
+EXPONENTS = [-2, -1, 0, 1, 2]
+ROWS, COLS = 2, 3
+DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def d3_as_in_the_paper(weight, grad, exp, eps):
+    return abs(grad) / (abs(weight) + eps) ** exp
+
+
+def matrices(dtype):
+    """Finite matrices (ROWS, COLS): ordinary numbers, denormals and the largest ones alike."""
+    width = 32 if dtype == torch.float32 else 64
+    numbers = st.floats(allow_nan=False, allow_infinity=False, width=width)
+    return arrays(DTYPES[dtype], (ROWS, COLS), elements=numbers).map(torch.from_numpy)
+
+
+@pytest.mark.parametrize("exp", EXPONENTS)
+@pytest.mark.parametrize("eps", [1, 1e-3])
+def test_d3_is_the_papers_formula(exp, eps):
+    weight = [0.0, 0.5, -0.5, 3.0, -1e-4]
+    grad = [2.0, -1.5, 1.5, 0.0, 1e-3]
+    scores = D3(exp=exp, eps=eps).score(
+        torch.tensor(weight, dtype=torch.float64), torch.tensor(grad, dtype=torch.float64)
+    )
+    expected = [d3_as_in_the_paper(w, g, exp, eps) for w, g in zip(weight, grad, strict=True)]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_d3_scores_blocks_of_any_shape():
+    weight, grad = torch.randn(4, 5), torch.randn(4, 5)
+    by_row = [D3().score(w, g) for w, g in zip(weight, grad, strict=True)]
+    assert torch.equal(D3().score(weight, grad), torch.stack(by_row))
+
+
+def test_d3_prefers_small_weights_with_a_positive_exponent_and_large_ones_with_a_negative():
+    weight, grad = torch.tensor([0.1, 2.0]), torch.tensor([1.0, 1.0])
+    small, large = D3(exp=1).score(weight, grad)
+    assert small > large
+    small, large = D3(exp=-1).score(weight, grad)
+    assert small < large
+
+
+def test_d3_leaves_its_inputs_alone():
+    weight, grad = torch.tensor([-1.0, 2.0]), torch.tensor([-3.0, 4.0])
+    D3(exp=-1).score(weight, grad)
+    D3(exp=-1).bound(grad.abs()[:1], weight[None])
+    assert weight.tolist() == [-1, 2]
+    assert grad.tolist() == [-3, 4]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"eps": 0}, {"eps": -1e-3}, {"eps": math.inf}, {"eps": math.nan}, {"exp": math.inf}, {"exp": math.nan}],
+)
+def test_d3_refuses_settings_without_a_finite_score(arguments):
+    (name, value), *_ = arguments.items()
+    with pytest.raises(SparsifyError, match=rf"{name}={value!r}.*exp must be finite and eps a finite number above 0"):
+        D3(**arguments)
+
+
+def assert_bounded(importance, weight, grad):
+    grad_max = grad.abs().amax(dim=1)
+    bound = importance.bound(grad_max, weight)
+    assert bound.shape == grad_max.shape
+    scores = importance.score(weight, grad)
+    candidates = (scores.isfinite() & (scores > 0)).nonzero().tolist()
+    for row, column in candidates:
+        assert bound[row] >= scores[row, column], (row, column, bound[row].item(), scores[row, column].item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data(), exp=st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), eps=st.sampled_from([1, 0.1, 1e-3, 1e-8]))
+def test_no_entry_scores_above_its_rows_bound(dtype, data, exp, eps):
+    assert_bounded(D3(exp=exp, eps=eps), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exp", EXPONENTS)
+@pytest.mark.parametrize("eps", [1, 0.3, 1e-3])
+def test_bounds_hold_where_every_entry_is_as_large_as_can_be(dtype, exp, eps):
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-30, 1e-6, 1.0, 1e6, 1e30):
+        grad = torch.full((200, COLS), scale, dtype=dtype) * torch.rand(200, 1, generator=generator).to(dtype)
+        weight = torch.randn(200, 1, generator=generator).to(dtype).expand(200, COLS) * (exp < 0)
+        assert_bounded(D3(exp=exp, eps=eps), weight, grad)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(units=st.integers(1, 200), exp=st.sampled_from(EXPONENTS), eps=st.sampled_from([0.1, 0.3, 0.9, 1, 3]))
+@example(units=1, exp=2, eps=1)
+def test_bounds_hold_for_denormal_gradients(units, exp, eps):
+    grad = torch.full((1, 1), units * 2.0**-149)
+    assert_bounded(D3(exp=exp, eps=eps), torch.zeros(1, 1), grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exp", EXPONENTS)
+def test_bounds_of_half_precision_weights_hold_for_float32_scores(dtype, exp):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, COLS, generator=generator).to(dtype)
+    grad = torch.randn(50, COLS, generator=generator)
+    importance = D3(exp=exp, eps=1e-3)
+    bound = importance.bound(grad.abs().amax(dim=1), weight)
+    assert bound.dtype == torch.float32
+    assert (bound[:, None] >= importance.score(weight.float(), grad)).all()
+
+
+@pytest.mark.parametrize("exp", [1, 2])
+def test_a_bound_with_positive_exponent_reads_no_weights(exp):
+    unread = torch.empty(ROWS, COLS, device="meta")
+    assert D3(exp=exp).bound(torch.ones(ROWS), unread).shape == (ROWS,)
+
+
+@pytest.mark.parametrize("exp", EXPONENTS)
+def test_a_bound_is_tight_enough_to_skip_rows(exp):
+    weight, grad = torch.full((1, COLS), 2.0 * (exp < 0)), torch.full((1, COLS), 3.0)
+    importance = D3(exp=exp)
+    assert importance.bound(grad[:, 0], weight).item() == pytest.approx(
+        importance.score(weight, grad)[0, 0].item(), rel=1e-4
+    )
+
+
+def test_magnitude_prefers_the_smallest_weights_zeros_first():
+    weight = torch.tensor([0.5, -0.25, 0.0, -2.0])
+    scores = Magnitude().score(weight, torch.Generator())
+    assert scores.argsort(descending=True).tolist() == [2, 1, 0, 3]
+    assert scores.tolist() == [-0.5, -0.25, 0, -2]
+
+
+def test_random_is_settled_by_the_generator_and_blind_to_the_weights():
+    def draw(weight, seed):
+        return Random().score(weight, torch.Generator().manual_seed(seed))
+
+    assert torch.equal(draw(torch.zeros(100), 1), draw(torch.randn(100), 1))
+    assert not torch.equal(draw(torch.zeros(100), 1), draw(torch.zeros(100), 2))
+    assert draw(torch.zeros(100), 1).unique().numel() > 90
+
+
+def test_random_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    Random().score(torch.zeros(10), torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "covered"),
+    [
+        ("bias", True),
+        ("encoder.0.bias", True),
+        ("encoder.0.weight", False),
+        ("bias.weight", False),
+        ("relative_attention_bias.weight", False),
+        ("unbias", False),
+        ("encoder.rel_bias", False),
+    ],
+)
+def test_bias_covers_parameters_called_bias_and_nothing_else(name, covered):
+    assert Bias().covers(name) is covered
+
+
+def test_bias_has_no_favourites():
+    assert Bias().score(torch.randn(5), torch.Generator()).unique().numel() == 1
+
+
+@pytest.mark.parametrize("importance", [Magnitude(), Random()])
+def test_weight_importances_cover_every_parameter(importance):
+    assert importance.covers("encoder.weight")
+    assert importance.covers("encoder.bias")
+
+
+def test_every_importance_is_registered_under_its_own_name():
+    assert set(IMPORTANCES) == {"d3", "magnitude", "random", "bias"}
+    for name, kind in IMPORTANCES.items():
+        assert kind.name == name
+
+
+@pytest.mark.parametrize("kind", IMPORTANCES.values())
+def test_every_importance_keeps_its_protocol(kind):
+    importance = kind()
+    assert isinstance(importance, GradientImportance if importance.uses_gradient else WeightImportance)
+    with pytest.raises(AttributeError):  # frozen
+        importance.anything = 1

@@ -1,0 +1,212 @@
+"""Masked linear layers: the plain layer's output and input gradient, the weight's gradient for the collector alone."""
+
+import copy
+
+import pytest
+import torch
+from recorder import mask
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sparsify import MaskedLinear
+from sparsify.masked.conv1d import MaskedConv1D
+
+IN, OUT = 5, 7
+SHAPES = [(IN,), (4, IN), (2, 3, IN), (2, 2, 2, IN), (0, IN)]
+LAYERS = {
+    "linear": lambda: nn.Linear(IN, OUT),
+    "no bias": lambda: nn.Linear(IN, OUT, bias=False),
+    "conv1d": lambda: Conv1D(OUT, IN),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def plain(request):
+    torch.manual_seed(0)
+    layer = LAYERS[request.param]()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+def masked_copy(plain, *attributes):
+    layer = copy.deepcopy(plain)
+    recorder, tensors = mask(layer, *attributes)
+    assert isinstance(layer, (MaskedLinear, MaskedConv1D))
+    return layer, recorder, tensors
+
+
+def run(layer, x, grad_y=None):
+    """Output, and the gradient of the input."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y) if grad_y is None else grad_y)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_input_gradient_are_the_plain_layers_bit_for_bit(plain, dtype, shape):
+    plain.to(dtype)
+    layer, _, _ = masked_copy(plain)
+    x, grad_y = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], OUT, dtype=dtype)
+    for ours, theirs in zip(run(layer, x, grad_y), run(plain, x, grad_y), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_collector_gets_the_gradients_that_the_plain_layers_parameters_have(plain, shape):
+    plain.double()
+    layer, recorder, tensors = masked_copy(plain)
+    x, grad_y = torch.randn(shape).double(), torch.randn(*shape[:-1], OUT).double()
+    run(plain, x, grad_y)
+    run(layer, x, grad_y)
+    assert set(recorder.gradients) == {name for name, _ in plain.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recorder.dense(tensors[name]), parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_autocast_computes_what_it_does_in_the_plain_layer(plain, x_dtype):
+    if x_dtype == torch.float64:
+        plain.double()  # autocast leaves float64 alone
+    layer, recorder, tensors = masked_copy(plain)
+    x = torch.randn(4, 3, IN, dtype=x_dtype)
+    results = []
+    for module in (layer, plain):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = module(leaf)
+        y.float().square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recorder.dense(tensors[name]), parameter.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_backward_inside_autocast_is_the_same_as_outside(plain):
+    layer, recorder, tensors = masked_copy(plain)
+    x = torch.randn(4, IN)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = run(layer, x)
+    gradients = {name: recorder.dense(tensor) for name, tensor in tensors.items()}
+    recorder.gradients.clear()
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(leaf)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(inside[0], y)
+    assert torch.equal(inside[1], leaf.grad)
+    for name, tensor in tensors.items():
+        assert torch.equal(recorder.dense(tensor), gradients[name])
+
+
+@pytest.mark.parametrize("attribute", ["weight", "bias"])
+def test_a_weight_or_a_bias_can_be_masked_alone(attribute):
+    plain = nn.Linear(IN, OUT).double()
+    layer, recorder, tensors = masked_copy(plain, attribute)
+    x = torch.randn(4, IN).double()
+    for ours, theirs in zip(run(layer, x), run(plain, x), strict=True):
+        assert torch.equal(ours, theirs)
+    assert set(recorder.gradients) == {attribute}
+    torch.testing.assert_close(recorder.dense(tensors[attribute]), getattr(plain, attribute).grad)
+
+
+def test_parameters_get_no_gradient_even_if_somebody_sets_requires_grad_again(plain):
+    layer, recorder, _ = masked_copy(plain)
+    layer.requires_grad_(True)  # as PEFT's set_adapter does
+    run(layer, torch.randn(4, IN))
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    assert recorder.gradients
+
+
+def test_an_input_that_needs_no_gradient_still_trains_the_layer(plain):
+    layer, recorder, tensors = masked_copy(plain)
+    x = torch.randn(4, IN)
+    layer(x).sum().backward()
+    plain(x).sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recorder.dense(tensors[name]), parameter.grad)
+
+
+def test_every_use_is_collected_on_its_own(plain):
+    layer, recorder, tensors = masked_copy(plain.double())
+    first, second = torch.randn(4, IN).double(), torch.randn(2, IN).double()
+    (layer(first).sum() + layer(second).sum()).backward()
+    (plain(first).sum() + plain(second).sum()).backward()
+    for name, parameter in plain.named_parameters():
+        assert len(recorder.gradients[name]) == 2
+        torch.testing.assert_close(recorder.dense(tensors[name]), parameter.grad)
+
+
+def test_an_unwanted_gradient_is_not_computed_but_the_use_is_reported(plain):
+    layer, recorder, tensors = masked_copy(plain)
+    recorder.wanted = False
+    x = torch.randn(4, IN)
+    assert torch.equal(run(layer, x)[1], run(plain, x)[1])
+    assert recorder.gradients == {name: [None] for name in tensors}
+
+
+def test_nothing_is_announced_where_nobody_listens(plain):
+    layer, recorder, _ = masked_copy(plain)
+    x = torch.randn(4, IN)
+    with torch.no_grad():
+        assert torch.equal(layer(x), plain(x))
+    recorder.listening = False
+    for ours, theirs in zip(run(layer, x), run(plain, x), strict=True):
+        assert torch.equal(ours, theirs)
+    assert recorder.gradients == {}
+
+
+def test_a_graph_keeps_the_input_and_the_weight_itself_and_no_copy(plain):
+    layer, _, _ = masked_copy(plain)
+    x, saved = torch.randn(4, IN, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
+        layer(x)
+    assert set(saved) == {x.data_ptr(), layer.weight.data_ptr()}
+
+
+def test_a_layer_with_a_masked_bias_alone_does_not_keep_its_input():
+    layer, _, _ = masked_copy(nn.Linear(IN, OUT), "bias")
+    x, saved = torch.randn(4, IN, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
+        layer(x)
+    assert x.data_ptr() not in saved
+
+
+def test_strided_inputs_and_gradients_are_fine():
+    plain = nn.Linear(IN, OUT).double()
+    layer, recorder, tensors = masked_copy(plain)
+    x, grad_y = torch.randn(3, IN, 4).double().transpose(1, 2), torch.randn(3, OUT, 4).double().transpose(1, 2)
+    for ours, theirs in zip(run(layer, x, grad_y), run(plain, x, grad_y), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    run(plain, x[:, :1], grad_y[:, :1].expand(3, 1, OUT))
+    run(layer, x[:, :1], grad_y[:, :1].expand(3, 1, OUT))
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recorder.dense(tensors[name]), parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_shows_what_of_its_weight_is_trained(plain):
+    layer, _, tensors = masked_copy(plain)
+    assert layer.indices.tolist() == []
+    assert layer.delta.tolist() == layer.base_values.tolist() == []
+    assert layer.density == 0
+    tensors["weight"].append(torch.tensor([9, 2]), torch.tensor([1, 0]))
+    tensors["weight"].write_effective(torch.tensor([0.5, -0.25]))
+    assert layer.indices.tolist() == [9, 2]
+    assert torch.equal(layer.base_values, plain.weight.detach().take(torch.tensor([9, 2])))
+    torch.testing.assert_close(layer.delta, torch.tensor([-0.25, 0.5]))
+    assert layer.density == 2 / (IN * OUT)
+    assert torch.equal(layer.weight.flatten()[3:9], plain.weight.flatten()[3:9])
+
+
+def test_a_layer_with_a_masked_bias_alone_shows_an_untrained_weight():
+    layer, _, tensors = masked_copy(nn.Linear(IN, OUT), "bias")
+    tensors["bias"].append(torch.tensor([1]), torch.tensor([0]))
+    assert layer.indices.tolist() == layer.delta.tolist() == []
+    assert layer.density == 0

@@ -1,0 +1,178 @@
+"""What a sparsified model's summary says, number by number and in print."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparsify import (
+    D3,
+    Increment,
+    SparsifyError,
+    Strategy,
+    get_unmasker,
+    print_trainable_parameters,
+    sparsify,
+    summary,
+)
+from sparsify.report import Summary, num_parameters, strategy_name
+from sparsify.strategies import PRESETS
+
+STEPS, BUDGET = 4, 20
+SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bias": 5}
+
+
+@pytest.fixture
+def model():
+    """An embedding with a padding row, a layer, a norm, and a head that is trained dense."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    return sparsify(layers, BUDGET, steps=STEPS, modules_to_save=["3"])
+
+
+def train(model, steps):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.tensor([[1, 2, 3, 6]])).square().sum().backward()
+        optimizer.step()
+
+
+def a_summary(**changes):
+    settings = {
+        "strategy": PRESETS["id3"], "budget": 10, "unmasked": 6, "num_candidates": 40, "num_parameters": 60,
+        "num_dense": 0, "step": 3, "steps": 5, "updates": 12, "state_bytes": 1234,
+        "counts": {"a": 2, "b": 4, "c": 0, "d": 0}, "sizes": {"a": 10, "b": 10, "c": 10, "d": 10},
+    }  # fmt: skip
+    return Summary(**{**settings, **changes})
+
+
+def test_a_fresh_model_has_nothing_unmasked(model):
+    found = summary(model)
+    assert (found.budget, found.unmasked, found.step, found.steps, found.updates) == (BUDGET, 0, 0, STEPS, 0)
+    assert found.counts == dict.fromkeys(SIZES, 0)
+    assert found.sizes == SIZES
+    assert found.num_candidates == sum(SIZES.values()) - 4  # the padding row is none
+    assert found.num_dense == 5 * 3 + 3
+    assert found.num_parameters == sum(SIZES.values()) + 5 * 3 + 3
+    assert found.tensor_sparsity == 1
+    assert found.selection_entropy == 0
+    assert math.copysign(1, found.selection_entropy) == 1
+    assert found.state_bytes == BUDGET * 4
+
+
+def test_training_is_counted_step_by_step(model):
+    train(model, steps=3)
+    found = summary(model)
+    assert (found.step, found.unmasked) == (3, 15)
+    assert found.updates == 5 + 10 + 15
+    assert found.static_updates == BUDGET * 3
+    assert sum(found.counts.values()) == 15
+    assert found.counts == {tensor.name: len(tensor.indices) for tensor in get_unmasker(model).tensors}
+    assert found.state_bytes == BUDGET * 4 + 15 * (8 + 8 + 4)  # flat delta; index, slot and base value per entry
+
+
+def test_updates_go_on_after_the_budget_is_full(model):
+    train(model, steps=STEPS + 2)
+    assert summary(model).updates == 5 + 10 + 15 + 20 + 20 + 20
+
+
+def test_tensor_sparsity_is_the_share_of_untouched_tensors():
+    assert a_summary().tensor_sparsity == 0.5
+    assert a_summary(counts={"a": 1, "b": 1, "c": 1, "d": 0}).tensor_sparsity == 0.25
+
+
+def test_selection_entropy_is_that_of_the_normalised_densities():
+    found = a_summary(counts={"a": 2, "b": 3, "c": 0}, sizes={"a": 4, "b": 60, "c": 9})
+    densities = [2 / 4, 3 / 60]
+    shares = [density / sum(densities) for density in densities]
+    assert found.selection_entropy == pytest.approx(-sum(p * math.log(p) for p in shares))
+
+
+def test_selection_entropy_is_largest_where_all_tensors_are_equally_dense():
+    even = a_summary(counts={"a": 1, "b": 2, "c": 3}, sizes={"a": 10, "b": 20, "c": 30})
+    uneven = a_summary(counts={"a": 2, "b": 2, "c": 2}, sizes={"a": 10, "b": 20, "c": 30})
+    assert even.selection_entropy == pytest.approx(math.log(3))
+    assert uneven.selection_entropy < even.selection_entropy
+
+
+def test_the_text_says_it_all():
+    found = a_summary(strategy=PRESETS["id3"], num_dense=1500, budget=2000, unmasked=500, num_candidates=40_000)
+    assert str(found).splitlines() == [
+        "strategy           id3 (D3(exp=2, eps=1), Increment())",
+        "step               3 of 5",
+        "budget             2,000 of 40,000 candidates (5.0000%)",
+        "unmasked           500 (25.0% of the budget)",
+        "trained dense      1,500 beside the budget",
+        "tensor sparsity    0.5000 (4 tensors)",
+        f"selection entropy  {found.selection_entropy:.4f}",
+        "entry updates      12 (a static mask's: 6,000)",
+        "state              1,234 bytes",
+        "unmasked most:",
+        "  b           4  40.0000%",
+        "  a           2  20.0000%",
+    ]
+
+
+def test_the_text_of_a_model_that_has_not_started_is_short():
+    text = str(a_summary(steps=None, step=0, unmasked=0, counts={"a": 0}, sizes={"a": 10}))
+    assert "step               0\n" in text
+    assert "trained dense      nothing" in text
+    assert "unmasked most" not in text
+
+
+def test_a_long_list_of_tensors_is_cut_and_counted():
+    counts = {f"layer.{i}": i + 1 for i in range(25)}
+    lines = str(a_summary(counts=counts, sizes=dict.fromkeys(counts, 100))).splitlines()
+    shown = lines[lines.index("unmasked most:") + 1 :]
+    assert len(shown) == 11
+    assert shown[0].split() == ["layer.24", "25", "25.0000%"]
+    assert shown[-1] == "  ... and 15 more tensors"
+
+
+def test_equal_counts_are_listed_by_name():
+    lines = str(a_summary(counts={"b": 2, "c": 2, "a": 2}, sizes={"a": 9, "b": 9, "c": 9})).splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["a", "b", "c"]
+
+
+def test_a_strategy_is_called_by_its_presets_name():
+    assert strategy_name(PRESETS["pafi"]) == "pafi (Magnitude(), Static())"
+    assert strategy_name(Strategy(D3(exp=1), Increment())) == "D3(exp=1, eps=1.0), Increment()"
+
+
+def test_a_summary_is_a_snapshot(model):
+    before = summary(model)
+    copy = dataclasses.asdict(before)
+    train(model, steps=2)
+    assert dataclasses.asdict(before) == copy
+
+
+def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
+    print_trainable_parameters(model)
+    trainable, total = BUDGET + 18, sum(SIZES.values()) + 18
+    expected = f"trainable params: {trainable} || all params: {total} || trainable%: {100 * trainable / total:.4f}\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_large_numbers_have_separators(capsys):
+    model = sparsify(nn.Linear(1000, 1000), 2500, steps=1)
+    print_trainable_parameters(model)
+    assert capsys.readouterr().out == "trainable params: 2,500 || all params: 1,001,000 || trainable%: 0.2498\n"
+
+
+def test_a_plain_models_trainable_parameters_are_printed_too(capsys):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    print_trainable_parameters(model)
+    assert capsys.readouterr().out == "trainable params: 6 || all params: 12 || trainable%: 50.0000\n"
+
+
+def test_the_flat_delta_is_trainable_but_no_part_of_the_model(model):
+    assert num_parameters(model) == sum(SIZES.values()) + 18
+    assert num_parameters(model, trainable=True) == BUDGET + 18
+
+
+def test_a_plain_model_has_no_summary():
+    with pytest.raises(SparsifyError, match=r"this Linear is not sparsified; call sparsify\(model, budget, strategy\)"):
+        summary(nn.Linear(2, 2))

@@ -1,0 +1,137 @@
+"""Cumulative targets: monotone, never above the budget, and on it exactly at the end."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracle import cumulative_target
+
+from sparsify.errors import SparsifyError
+from sparsify.schedules import SHAPES, Schedule, resolve_schedule
+
+schedules = st.builds(
+    Schedule,
+    shape=st.sampled_from(sorted(SHAPES)),
+    every=st.integers(1, 20),
+    until=st.one_of(st.sampled_from([1.0, 1, 0.5, 0.1, 1 / 3]), st.floats(0.01, 1)),
+)
+plans = {"schedule": schedules, "steps": st.integers(1, 120), "budget": st.integers(1, 10_000_000)}
+cheap = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@cheap
+@given(**plans)
+@example(schedule=Schedule("cosine", every=7, until=0.3), steps=50, budget=3)
+def test_targets_grow_to_the_budget_and_land_on_it(schedule, steps, budget):
+    targets = [schedule.target(step, steps, budget) for step in range(steps + 5)]
+    assert all(isinstance(target, int) for target in targets)
+    assert targets[0] >= 0
+    assert targets == sorted(targets)
+    assert max(targets) == targets[steps - 1] == budget
+
+
+@cheap
+@given(**plans)
+def test_a_run_without_trouble_unmasks_the_budget(schedule, steps, budget):
+    unmasked = 0
+    for step in range(steps):
+        quota = schedule.quota(step, steps, budget, unmasked)
+        if step % schedule.every:
+            assert quota == 0
+        else:
+            assert unmasked + quota == schedule.target(step, steps, budget)
+        unmasked += quota
+    assert unmasked == budget
+
+
+@cheap
+@given(**plans, data=st.data())
+def test_what_a_step_could_not_fill_is_caught_up(schedule, steps, budget, data):
+    unmasked = 0
+    last = (steps - 1) // schedule.every * schedule.every  # the last step that unmasks
+    for step in range(steps):
+        quota = schedule.quota(step, steps, budget, unmasked)
+        filled = quota if step == last else data.draw(st.integers(0, quota), label=f"filled in step {step}")
+        unmasked += filled
+        assert unmasked <= schedule.target(step, steps, budget)
+    assert unmasked == budget
+
+
+@cheap
+@given(**plans, beyond=st.integers(0, 1000))
+def test_steps_beyond_the_plan_unmask_nothing(schedule, steps, budget, beyond):
+    assert schedule.quota(steps + beyond, steps, budget, unmasked=0) == 0
+
+
+@cheap
+@given(**plans, step=st.integers(0, 119), more=st.integers(0, 10))
+def test_a_quota_is_never_negative(schedule, steps, budget, step, more):
+    ahead = schedule.target(step, steps, budget) + more  # as after loading a fuller state
+    assert schedule.quota(step, steps, budget, unmasked=ahead) == 0
+
+
+@pytest.mark.parametrize("shape", ["uniform", "linear", "cubic", "cosine"])
+@pytest.mark.parametrize(("every", "until"), [(1, 1.0), (3, 1.0), (1, 0.5), (4, 0.25)])
+def test_targets_are_the_oracles(shape, every, until):
+    schedule = Schedule(shape, every, until)
+    for budget in (3, 61, 1000):
+        for step in range(24):
+            assert schedule.target(step, 20, budget) == cumulative_target(step, 20, budget, shape, every, until)
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [
+        ("uniform", [250, 500, 750, 1000]),
+        ("linear", [437, 750, 937, 1000]),
+        ("cubic", [578, 875, 984, 1000]),
+        ("cosine", [146, 500, 853, 1000]),
+    ],
+)
+def test_shapes_by_hand(shape, targets):
+    assert [Schedule(shape).target(step, steps=4, budget=1000) for step in range(4)] == targets
+
+
+def test_a_budget_below_the_number_of_steps_is_spread_out():
+    schedule = Schedule()
+    assert [schedule.target(step, steps=10, budget=3) for step in range(10)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
+def test_shares_that_floats_cannot_hold_lose_no_entry():
+    # 0.7 * 10 steps and thirds are exact, so that no floor falls one short
+    assert Schedule(until=0.7).target(6, steps=10, budget=10**15) == 10**15
+    assert Schedule().target(0, steps=3, budget=3 * 10**15) == 10**15
+
+
+def test_until_fills_the_budget_early():
+    assert [Schedule(until=0.5).target(step, steps=4, budget=10) for step in range(4)] == [5, 10, 10, 10]
+
+
+def test_an_unknown_shape_names_the_nearest():
+    with pytest.raises(SparsifyError, match=r"unknown schedule 'cosin'; expected one of uniform, .*mean 'cosine'\?"):
+        Schedule("cosin")
+    with pytest.raises(SparsifyError, match=r"unknown schedule 'zzz'; expected one of [a-z, ]+\.$"):
+        Schedule("zzz")
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "2", True, None])
+def test_every_is_a_whole_number_of_steps(every):
+    with pytest.raises(SparsifyError, match=rf"every={every!r} steps; expected an int of at least 1"):
+        Schedule(every=every)
+
+
+@pytest.mark.parametrize("until", [0, 0.0, -0.5, 1.01, float("nan"), float("inf"), "0.5", None])
+def test_until_is_a_share(until):
+    with pytest.raises(SparsifyError, match=rf"until={until!r}; expected a share of the steps in \(0, 1\]"):
+        Schedule(until=until)
+
+
+def test_a_schedule_or_its_name_is_a_schedule():
+    schedule = Schedule("cubic", every=3)
+    assert resolve_schedule(schedule) is schedule
+    assert resolve_schedule("linear") == Schedule("linear")
+
+
+@pytest.mark.parametrize("other", [None, 3, ["uniform"]])
+def test_anything_else_is_refused(other):
+    with pytest.raises(SparsifyError, match=r"expected a name \(uniform, linear, cubic, cosine\) or a Schedule"):
+        resolve_schedule(other)

@@ -1,0 +1,275 @@
+"""Which tensors are candidates: patterns in PEFT's words, owners, and texts that help with a typo."""
+
+import warnings
+
+import pytest
+import torch
+from models import build
+from torch import nn
+
+from sparsify.errors import SparsifyError
+from sparsify.targets import find_targets
+
+DIM = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(DIM, DIM)
+        self.value = nn.Linear(DIM, DIM, bias=False)
+        self.norm = nn.LayerNorm(DIM)
+
+
+class Model(nn.Module):
+    """Two blocks, a table, a parameter of its own, and a head that may be tied to the table."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.embed = nn.Embedding(6, DIM)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.subquery = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+ALL = [
+    "scale",
+    "embed.weight",
+    "blocks.0.query.weight",
+    "blocks.0.query.bias",
+    "blocks.0.value.weight",
+    "blocks.0.norm.weight",
+    "blocks.0.norm.bias",
+    "blocks.1.query.weight",
+    "blocks.1.query.bias",
+    "blocks.1.value.weight",
+    "blocks.1.norm.weight",
+    "blocks.1.norm.bias",
+    "subquery.weight",
+    "subquery.bias",
+    "head.weight",
+]
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+def names(targets):
+    return [candidate.name for candidate in targets.candidates]
+
+
+def candidates(model, *args, **options):
+    return names(find_targets(model, *args, **options))
+
+
+def test_every_trainable_parameter_is_a_candidate_in_the_models_own_order(model):
+    targets = find_targets(model)
+    assert names(targets) == ALL
+    assert [candidate.parameter for candidate in targets.candidates] == list(model.parameters())
+    assert targets.saved == targets.frozen == {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (["value"], ["blocks.0.value.weight", "blocks.1.value.weight"]),
+        (("1.query",), ["blocks.1.query.weight", "blocks.1.query.bias"]),
+        ({"blocks.0.value", "embed"}, ["embed.weight", "blocks.0.value.weight"]),
+        # a suffix is one of whole components: not subquery
+        (["query"], [name for name in ALL if ".query." in name]),
+        (r".*\.query", [name for name in ALL if ".query." in name]),
+        (r"blocks\.[01]\.(value|norm)", [name for name in ALL if "value" in name or "norm" in name]),
+        (r".*query", [name for name in ALL if "query" in name]),
+        ("head", ["head.weight"]),  # a string is for the whole name
+    ],
+    ids=str,
+)
+def test_a_list_matches_ends_of_names_and_a_string_whole_names(model, pattern, expected):
+    targets = find_targets(model, target_modules=pattern)
+    assert names(targets) == expected
+    assert set(targets.frozen) == set(ALL) - set(expected)
+    assert candidates(model, exclude_modules=pattern) == [name for name in ALL if name not in expected]
+
+
+def test_exclusions_are_taken_from_the_targets(model):
+    assert candidates(model, ["query", "value"], ["1.query"]) == [
+        "blocks.0.query.weight",
+        "blocks.0.query.bias",
+        "blocks.0.value.weight",
+        "blocks.1.value.weight",
+    ]
+
+
+def test_all_linear_is_every_linear_layer_but_the_output_head(model):
+    linear = [name for name in ALL if "query" in name or "value" in name]
+    assert candidates(model, "all-linear") == linear
+
+
+def test_all_linear_of_a_model_that_knows_no_head():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2, bias=False))
+    assert candidates(plain, "all-linear") == ["0.weight", "0.bias", "2.weight"]
+
+
+def test_all_linear_includes_gpt2s_transposed_layers_and_not_its_tied_head():
+    model, _ = build("gpt2")
+    found = candidates(model, "all-linear")
+    assert len(found) == 2 * 4 * 2  # layers, linear layers in each, weight and bias
+    assert all(name.split(".")[-2] in {"c_attn", "c_proj", "c_fc"} for name in found)
+
+
+def test_excluding_all_linear_leaves_the_rest(model):
+    expected = [name for name in ALL if "query" not in name and "value" not in name]
+    assert candidates(model, exclude_modules="all-linear") == expected
+
+
+def test_a_dense_module_is_saved_whole_with_what_is_inside_it(model):
+    targets = find_targets(model, modules_to_save=["head", "blocks.1"])
+    assert set(targets.saved) == {name for name in ALL if name == "head.weight" or name.startswith("blocks.1.")}
+    assert targets.saved["head.weight"] is model.head.weight
+    assert names(targets) == [name for name in ALL if name not in targets.saved]
+
+
+def test_a_dense_module_is_no_candidate_though_it_is_targeted(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it may say is another test's business
+        targets = find_targets(model, target_modules=["query"], modules_to_save=["1.query"])
+    assert names(targets) == ["blocks.0.query.weight", "blocks.0.query.bias"]
+    assert set(targets.saved) == {"blocks.1.query.weight", "blocks.1.query.bias"}
+
+
+def test_a_frozen_parameter_is_neither_a_candidate_nor_dense_nor_to_be_frozen(model):
+    model.blocks[0].requires_grad_(False)
+    model.head.requires_grad_(False)
+    with pytest.warns(UserWarning, match="1 of them hold none"):
+        targets = find_targets(model, target_modules=["query"], modules_to_save=["head"])
+    assert names(targets) == ["blocks.1.query.weight", "blocks.1.query.bias"]
+    assert targets.saved == {}
+    assert not any(name.startswith("blocks.0") for name in targets.frozen)
+
+
+def test_a_tied_tensor_is_one_candidate_with_all_its_owners():
+    model = Model(tied=True)
+    (candidate,) = (c for c in find_targets(model).candidates if c.parameter is model.embed.weight)
+    assert candidate.name == "embed.weight"
+    assert candidate.owners == (("embed", model.embed, "weight"), ("head", model.head, "weight"))
+
+
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_tied_tensor_is_found_by_either_owner(name):
+    model = Model(tied=True)
+    assert candidates(model, target_modules=[name]) == ["embed.weight"]
+    assert list(find_targets(model, modules_to_save=[name]).saved) == ["embed.weight"]
+
+
+@pytest.mark.parametrize("alias", ["first", "second"])
+def test_a_layer_reachable_under_two_names_is_found_by_either(alias):
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    model["second"] = model["first"]
+    assert candidates(model, target_modules=[alias]) == ["first.weight", "first.bias"]
+    assert list(find_targets(model, modules_to_save=[alias]).saved) == ["first.weight", "first.bias"]
+
+
+@pytest.mark.parametrize("argument", ["target_modules", "exclude_modules", "modules_to_save"])
+def test_a_name_that_matches_nothing_brings_up_near_ones(model, argument):
+    with pytest.raises(
+        SparsifyError, match=rf"{argument}: 'qurey' matches no module of the model; .*Near names: query"
+    ):
+        find_targets(model, **{argument: ["value", "qurey"]})
+
+
+def test_a_name_that_is_like_no_other_brings_up_what_there_is(model):
+    with pytest.raises(SparsifyError, match=r"'zzz' matches no module .*Modules here: 0, 1, blocks, embed"):
+        find_targets(model, target_modules="zzz")
+
+
+def test_a_string_for_the_beginning_of_a_name_matches_nothing(model):
+    with pytest.raises(SparsifyError, match=r"'blocks\.0\.que' matches no module .*Near names: query"):
+        find_targets(model, target_modules="blocks.0.que")
+
+
+def test_a_broken_regular_expression_is_called_one(model):
+    with pytest.raises(SparsifyError, match=r"target_modules='\(query' is not a regular expression: missing \)"):
+        find_targets(model, target_modules="(query")
+
+
+def test_a_string_of_dense_modules_is_not_taken_for_its_letters(model):
+    with pytest.raises(SparsifyError, match=r"modules_to_save='head'; expected a list of module names"):
+        find_targets(model, modules_to_save="head")
+
+
+def test_excluding_a_container_does_not_pass_silently(model):
+    """Either its parameters are left out, or somebody is told that none is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = candidates(model, exclude_modules=["blocks"])
+        except SparsifyError:
+            return
+    assert caught or not any(name.startswith("blocks") for name in found)
+
+
+def test_a_model_without_trainable_parameters_says_what_to_do(model):
+    with pytest.raises(SparsifyError, match=r"no parameter of the model requires grad.*requires_grad_\(True\)"):
+        find_targets(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["blocks"]},
+        {"target_modules": []},
+        {"target_modules": ["query"], "exclude_modules": ["query"]},
+        {"target_modules": ["query"], "modules_to_save": ["blocks", "subquery"]},
+    ],
+    ids=str,
+)
+def test_patterns_that_leave_nothing_say_so(model, options):
+    with pytest.raises(SparsifyError, match=r"no trainable parameter is left: target_modules=\[.*linear layers\.$"):
+        find_targets(model, **options)
+
+
+def test_a_partial_match_is_reported_by_count(model):
+    model.blocks[0].query.requires_grad_(False)
+    with pytest.warns(
+        UserWarning,
+        match=r"matched 2 modules with parameters; 1 of them hold none that requires grad .*: blocks\.0\.query\.$",
+    ):
+        found = candidates(model, target_modules=["query"])
+    assert found == ["blocks.1.query.weight", "blocks.1.query.bias"]
+
+
+def test_a_target_that_is_trained_dense_is_not_called_frozen(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_targets(model, target_modules=["query"], modules_to_save=["1.query"])
+
+
+def test_a_full_match_is_not_worth_a_warning(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_targets(model)
+        find_targets(model, target_modules=["query", "value"], exclude_modules=["1.query"])
+        find_targets(model, target_modules="all-linear", modules_to_save=["head"])
+
+
+def test_looking_for_targets_changes_nothing(model):
+    before = {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    find_targets(model, target_modules=["query"], modules_to_save=["head"])
+    assert {name: (id(p), p.requires_grad) for name, p in model.named_parameters()} == before
+
+
+def test_pefts_adapters_are_the_candidates_of_a_peft_model():
+    peft = pytest.importorskip("peft")
+    model, _ = build("bert")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
+    found = candidates(model)
+    assert len(found) == 2 * 2
+    assert all("lora_" in name for name in found)
