@@ -72,7 +72,7 @@ class BackwardPass:
         grad: (budget,) the flat gradient.
         pool: the best masked entries so far; ``None`` when this pass unmasks nothing.
         held: sums over the uses of tensors that are used more than once.
-        settled: the tensors whose gradient is whole and done with.
+        finite: for each tensor that was seen whole, whether its gradient is finite.
     """
 
     def __init__(self, graph: int, values: Tensor, quota: int) -> None:
@@ -80,7 +80,6 @@ class BackwardPass:
         self.grad = torch.zeros_like(values)
         self.pool = Pool(quota, values.dtype, values.device) if quota else None
         self.held: dict[MaskedTensor, Gradient] = {}
-        self.settled: set[MaskedTensor] = set()
         self.finite: list[Tensor] = []
 
 
@@ -189,7 +188,7 @@ class Unmasker:
         if whole:
             self._settle(tensor, gradient)
             return
-        held = self._running_pass().held
+        held, gradient = self._running_pass().held, gradient.dense()
         held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
 
     def finish(self, tensor: MaskedTensor) -> None:
@@ -230,12 +229,6 @@ class Unmasker:
     def _settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
         current = self._running_pass()
-        if tensor in current.settled:
-            raise SparsifyError(
-                f"`{tensor.name}` got two gradients in one backward pass, from a graph that was kept by "
-                "retain_graph=True and from a newer one; call backward on the sum of the losses once, or on each."
-            )
-        current.settled.add(tensor)
         if not gradient.numel:
             return
         if current.pool is not None and not self._screens(current.pool, tensor, gradient):

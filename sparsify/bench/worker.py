@@ -1,7 +1,7 @@
 """One method in one process: builds the model, then does training steps on request and reports their times.
 
-    stdin   one line with the settings (JSON), then a line with a number of steps for each round
-    stdout  one JSON line when ready, then one a round: the seconds of each step, and the peak memory so far
+stdin   one line with the settings (JSON), then a line with a number of steps for each round
+stdout  one JSON line when ready, then one a round: the seconds of each step, and the peak memory so far
 """
 
 from __future__ import annotations

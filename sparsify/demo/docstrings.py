@@ -137,7 +137,7 @@ def _definitions(node: ast.AST, *, is_class_body: bool) -> Iterator[tuple[str, a
             yield "class", child
             yield from _definitions(child, is_class_body=True)
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield "method" if is_class_body else "function", child
+            yield ("method" if is_class_body and "method" in LABELS else "function"), child
             yield from _definitions(child, is_class_body=False)
         elif not isinstance(child, ast.expr):
             yield from _definitions(child, is_class_body=is_class_body)

@@ -47,6 +47,3 @@ class Product(Gradient):
         for left, right in zip(self.left.split(TOKENS_AT_ONCE), self.right.split(TOKENS_AT_ONCE), strict=True):
             total += left.index_select(1, row).mul_(right.index_select(1, col)).sum(0)
         return total
-
-    def add(self, other: Gradient) -> Gradient:
-        return self.dense().add(other)

@@ -1,0 +1,219 @@
+"""Bad input: the named error, before anything has been changed."""
+
+import copy
+
+import pytest
+import torch
+from models import MLP, build
+from torch import nn
+
+from sparsify import (
+    D3,
+    Magnitude,
+    Schedule,
+    SparsifyError,
+    Static,
+    Strategy,
+    base_weights,
+    desparsify,
+    get_unmasker,
+    print_trainable_parameters,
+    sparsify,
+    summary,
+)
+
+ENTRIES = sum(parameter.numel() for parameter in MLP().parameters())
+
+
+def state_of(model):
+    """Everything about a model that a call may change."""
+    return (
+        {name: (type(module), dict(vars(module)).keys()) for name, module in model.named_modules()},
+        {name: (id(p), p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()},
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+        {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()},
+    )
+
+
+def assert_unchanged(model, before):
+    modules, parameters, buffers, hooks = state_of(model)
+    assert modules == before[0]
+    assert parameters.keys() == before[1].keys()
+    for name, (identity, requires_grad, values) in parameters.items():
+        assert (identity, requires_grad) == before[1][name][:2]
+        assert torch.equal(values, before[1][name][2])
+    assert buffers.keys() == before[2].keys()
+    assert hooks == before[3]
+
+
+BAD_CALLS = {
+    "zero budget": (dict(budget=0), r"budget=0 entries; expected 1 to \d+"),
+    "negative budget": (dict(budget=-5), r"budget=-5 entries; expected 1 to"),
+    "budget beyond the candidates": (dict(budget=ENTRIES + 1), rf"budget={ENTRIES + 1} entries; expected 1 to {ENTRIES}"),
+    "share of one": (dict(budget=1.0), r"budget=1\.0 is a float and so a share.*\(0, 1\)"),
+    "negative share": (dict(budget=-0.5), r"budget=-0\.5 is a float and so a share"),
+    "share of less than one entry": (dict(budget=1e-6), r"budget=0 entries"),
+    "bool budget": (dict(budget=True), r"budget=True; expected an int"),
+    "text budget": (dict(budget="320k"), r"budget='320k'; expected an int"),
+    "no budget": (dict(budget=None), r"budget=None with D3.*Only bitfit and full"),
+    "budget for full": (dict(budget=10, strategy="full"), r"budget=10 with a strategy that trains every candidate"),
+    "bitfit beyond the biases": (dict(budget=ENTRIES, strategy="bitfit"), r"expected 1 to 31, the number of candidates"),
+    "unknown strategy": (dict(budget=10, strategy="id4"), r"unknown strategy 'id4'.*Did you mean 'id3'"),
+    "unknown schedule": (dict(budget=10, schedule="cosin"), r"unknown schedule 'cosin'.*Did you mean 'cosine'"),
+    "wrong schedule type": (dict(budget=10, schedule=3), r"schedule=3; expected a name"),
+    "zero steps": (dict(budget=10, steps=0), r"steps=0; expected the planned number"),
+    "fractional steps": (dict(budget=10, steps=2.5), r"steps=2\.5; expected"),
+    "unknown target": (dict(budget=10, target_modules=["secnd"]), r"target_modules: 'secnd' matches no module.*second"),
+    "unknown regex": (dict(budget=10, target_modules=r"layer\.\d+"), r"matches no module of the model"),
+    "broken regex": (dict(budget=10, target_modules="("), r"target_modules='\(' is not a regular expression"),
+    "unknown exclusion": (dict(budget=10, exclude_modules=["heads"]), r"exclude_modules: 'heads' matches no module.*head"),
+    "unknown dense module": (dict(budget=10, modules_to_save=["hed"]), r"modules_to_save: 'hed' matches no module"),
+    "nothing left": (dict(budget=10, target_modules=["head"], exclude_modules=["head"]), r"no trainable parameter is left"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_call_says_what_is_wrong_and_changes_nothing(case):
+    arguments, message = BAD_CALLS[case]
+    model = MLP()
+    before = state_of(model)
+    with pytest.raises(SparsifyError, match=message):
+        sparsify(model, **{"steps": 5, **arguments})
+    assert_unchanged(model, before)
+
+
+def test_a_model_with_nothing_trainable_is_refused():
+    model = MLP().requires_grad_(False)
+    before = state_of(model)
+    with pytest.raises(SparsifyError, match=r"no parameter of the model requires grad.*requires_grad_\(True\)"):
+        sparsify(model, 10, steps=5)
+    assert_unchanged(model, before)
+
+
+def test_a_model_is_sparsified_once():
+    model = sparsify(MLP(), 10, steps=5)
+    before = state_of(model)
+    for again in (model, nn.ModuleDict({"inner": model})):
+        with pytest.raises(SparsifyError, match=r"is already sparsified; call desparsify"):
+            sparsify(again, 10, steps=5)
+    assert_unchanged(model, before)
+
+
+def test_data_parallel_is_refused_before_and_after():
+    model = MLP()
+    with pytest.raises(SparsifyError, match=r"wrapped in DataParallel.*DistributedDataParallel"):
+        sparsify(nn.DataParallel(model), 10, steps=5)
+    sparsify(model, 10, steps=5)
+    replica = copy.copy(model)
+    replica._is_replica = True  # what nn.DataParallel's replicate() sets
+    with pytest.raises(SparsifyError, match=r"replicated by nn\.DataParallel"):
+        replica(torch.randn(2, 6), torch.zeros(2, dtype=torch.long))
+
+
+def test_deepspeed_zero_3_is_refused():
+    model = MLP()
+    model.head.weight.ds_id = 7
+    with pytest.raises(SparsifyError, match=r"`head\.weight` is partitioned by DeepSpeed"):
+        sparsify(model, 10, steps=5)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module, got dict"):
+        sparsify({}, 10)
+    with pytest.raises(SparsifyError, match="TorchScript"):
+        sparsify(torch.jit.script(nn.Linear(2, 2)), 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (
+            lambda: nn.MultiheadAttention(8, 2),
+            r"`attention\.out_proj\.(weight|bias)` cannot be masked.*exclude_modules",
+        ),
+        (lambda: nn.LSTM(4, 4), r"`attention\.weight_ih_l0` cannot be masked.*\(LSTM\)"),
+        (lambda: nn.Embedding(5, 4, max_norm=1.0), r"`attention\.weight` cannot be masked.*max_norm"),
+        (lambda: nn.Linear(2, 2, device="meta"), r"`attention\.weight` cannot be masked.*meta device"),
+    ],
+)
+def test_modules_that_would_silently_go_wrong_are_refused_by_name(module, name):
+    model = nn.ModuleDict({"attention": module(), "head": nn.Linear(2, 2)})
+    with pytest.raises(SparsifyError, match=name):
+        sparsify(model, 3, steps=5)
+    assert type(model["head"]) is nn.Linear
+    sparsify(model, 3, steps=5, target_modules=["head"])
+
+
+def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_later():
+    model, batches = build("mlp")
+    sparsify(model, 10)
+    with pytest.raises(SparsifyError, match=r"number of training steps is not known.*steps="):
+        model(**batches[0]).backward()
+    get_unmasker(model).steps = 2
+    model(**batches[0]).backward()
+    assert summary(model).unmasked == 5
+
+
+def test_strategies_that_need_what_is_not_there_are_refused():
+    with pytest.raises(SparsifyError, match=r"Static\(\) with D3.*needs gradients before training"):
+        Strategy(D3(), Static())
+
+
+@pytest.mark.parametrize("verb", [desparsify, summary, get_unmasker, lambda model: base_weights(model).__enter__()])
+def test_verbs_on_a_plain_model_say_so(verb):
+    with pytest.raises(SparsifyError, match="this MLP is not sparsified"):
+        verb(MLP())
+
+
+def test_a_share_is_of_the_candidates():
+    model = sparsify(MLP(), 0.1, steps=5, target_modules=["second"])
+    assert get_unmasker(model).budget == int(0.1 * (8 * 10 + 8))
+
+
+def test_what_is_not_targeted_is_frozen_and_what_is_saved_trains_dense(capsys):
+    model = sparsify(MLP(), 20, steps=5, target_modules=["first", "second"], modules_to_save=["head"])
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trainable == ["sparse_values", "head.weight", "head.bias"]
+    assert {tensor.name for tensor in get_unmasker(model).tensors} == {
+        "first.weight", "first.bias", "second.weight", "second.bias",
+    }  # fmt: skip
+    assert summary(model).num_dense == 27
+    print_trainable_parameters(model)
+    assert f"trainable params: 47 || all params: {ENTRIES} ||" in capsys.readouterr().out
+
+
+def test_bitfit_says_itself_how_many():
+    assert get_unmasker(sparsify(MLP(), None, "bitfit")).budget == 10 + 10 + 8 + 3
+
+
+def test_random_entries_depend_on_the_seed_and_the_name_alone():
+    def drawn(seed):
+        model = nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.Linear(9, 9)})
+        sparsify(model, 40, "random", seed=seed)
+        return [sorted(model[name].indices.tolist()) for name in "ab"]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert drawn(1)[0] != drawn(1)[1], "equal shapes do not get equal masks"
+
+
+def test_a_padding_row_is_no_candidate():
+    model = sparsify(nn.Embedding(6, 4, padding_idx=2), 20, "pafi")
+    assert not set(range(8, 12)) & set(model.indices.tolist())
+    with pytest.raises(SparsifyError, match="expected 1 to 20"):
+        sparsify(nn.Embedding(6, 4, padding_idx=2), 21, "pafi")
+
+
+def test_frozen_parameters_are_no_candidates():
+    model = MLP()
+    model.first.requires_grad_(False)
+    sparsify(model, 10, steps=5)
+    assert not any(tensor.name.startswith("first") for tensor in get_unmasker(model).tensors)
+    desparsify(model)
+    assert not model.first.weight.requires_grad
+    assert model.head.weight.requires_grad
+
+
+def test_a_strategy_object_and_a_schedule_object_are_taken_as_they_are():
+    model = sparsify(MLP(), 10, Strategy(Magnitude(), Static()), schedule=Schedule("cubic", every=2))
+    assert summary(model).unmasked == 10

@@ -1,0 +1,146 @@
+"""The bfloat16 screen shows the pool exactly what the full float32 product would have."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsify import D3, screen
+from sparsify.masked.product import Product
+from sparsify.masked.tensor import Gradient
+from sparsify.selection import Pool, offer_gradient
+
+ROWS, COLS, TOKENS = 48, 40, 24
+
+
+def winners(offer, size, seed_scores):
+    """Global ids of the winners in a pool that already holds other tensors' entries, so that it has a floor."""
+    pool = Pool(size, torch.float32, "cpu")
+    ids = torch.arange(size)
+    pool.add(ids, seed_scores, seed_scores)
+    offer(pool)
+    return pool.winners()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    exp=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
+    eps=st.sampled_from([1.0, 1e-3]),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
+    shape=st.sampled_from(["normal", "one huge row", "low rank", "equal"]),
+)
+def test_the_screen_finds_the_winners_of_the_full_product(seed, exp, eps, scale, shape):
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(TOKENS, ROWS, generator=generator) * scale
+    right = torch.randn(TOKENS, COLS, generator=generator)
+    if shape == "one huge row":
+        left[:, 3] *= 1e3
+    if shape == "low rank":
+        left = left[:, :1].expand(-1, ROWS).contiguous()
+    if shape == "equal":
+        left, right = torch.full_like(left, scale), torch.ones_like(right)
+    weight = torch.randn(ROWS, COLS, generator=generator)
+    unmasked = torch.randperm(ROWS * COLS, generator=generator)[:15]
+    importance, product = D3(exp=exp, eps=eps), Product(left, right)
+    gradient = product.dense()
+    scores = importance.score(weight, gradient.values).flatten()
+    # the other tensors' entries beat most of this one's: only a few are left to find
+    others = torch.full((20,), scores.kthvalue(scores.numel() - 12).values.item())
+
+    def screened(pool):
+        assert screen.offer_screened(pool, importance, weight, product, unmasked, offset=100)
+
+    def dense(pool):
+        gradient.clear(unmasked)
+        offer_gradient(pool, importance, weight, gradient.values, None, 100)
+
+    found, expected = winners(screened, 20, others), winners(dense, 20, others)
+
+    def score_of(index):
+        return scores[index - 100].item() if index >= 100 else others[0].item()
+
+    cut = min(score_of(index) for index in expected.ids.tolist())
+    for index in set(found.ids.tolist()) ^ set(expected.ids.tolist()):
+        # a dot product and a matrix product round differently: at the cut either entry is right
+        assert score_of(index) == pytest.approx(cut, rel=1e-5)
+    assert not set(found.ids.tolist()) & set((unmasked + 100).tolist())
+
+
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch):
+    monkeypatch.setattr(screen, "DOT_COST", 0)
+
+
+def test_an_overflow_is_left_to_the_full_product():
+    left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
+    left[0, 0] = torch.inf
+    pool = Pool(1, torch.float32, "cpu")
+    assert not screen.offer_screened(
+        pool, D3(), torch.zeros(ROWS, COLS), Product(left, right), torch.empty(0, dtype=torch.int64), 0
+    )
+    assert pool.winners().ids.numel() == 0
+
+
+def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
+    monkeypatch.setattr(screen, "DOT_COST", 70)
+    left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
+    pool = Pool(1, torch.float32, "cpu")
+    assert not screen.offer_screened(
+        pool, D3(), torch.zeros(ROWS, COLS), Product(left, right), torch.empty(0, dtype=torch.int64), 0
+    )
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_only_a_cpu_with_bfloat16_units_screens(monkeypatch, units):
+    monkeypatch.setattr(screen, "_has_bfloat16_units", lambda: units)
+    pool = Pool(1, torch.float32, "cpu")
+    pool.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
+    product = Product(torch.randn(4, 300), torch.randn(4, 300))
+    assert screen.can_screen(product, D3(), pool, 0) is units
+    assert not screen.can_screen(Product(product.left.double(), product.right.double()), D3(), pool, 0)
+    assert not screen.can_screen(product, D3(), Pool(1, torch.float32, "cpu"), 0), "an empty pool has no floor"
+
+
+def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
+    import copy
+
+    from oracle import unmasked_sets
+    from torch import nn
+
+    from sparsify import sparsify
+
+    monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+    screened_products = []
+    original = screen.offer_screened
+
+    def counting(*args):
+        screened_products.append(original(*args))
+        return screened_products[-1]
+
+    monkeypatch.setattr("sparsify.unmasker.offer_screened", counting)
+    sets = []
+    for units in (True, False):
+        monkeypatch.setattr(screen, "_has_bfloat16_units", lambda units=units: units)
+        model = sparsify(copy.deepcopy(plain), 60, steps=6)
+        optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            model(torch.randn(16, 32, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sets.append(unmasked_sets(model))
+    assert sets[0] == sets[1]
+    assert sum(screened_products) >= 6
+
+
+def test_dot_products_are_the_entries_of_the_product():
+    product = Product(torch.randn(70, ROWS), torch.randn(70, COLS))
+    indices = torch.randperm(ROWS * COLS)[:20]
+    assert indices.numel() * 70 < ROWS * COLS, "few enough for dot products"
+    torch.testing.assert_close(product.take(indices), product.dense().take(indices), rtol=1e-5, atol=1e-5)
+    many = torch.arange(ROWS * COLS)
+    assert torch.equal(product.take(many), product.dense().values.flatten())
+    assert isinstance(product.dense(), Gradient)

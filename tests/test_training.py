@@ -1,0 +1,633 @@
+"""What went wrong in other implementations, or nearly in this one: each test is named after it."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from models import MLP, build, loss_of
+from oracle import DenseOracle, unmasked_sets
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sparsify import (
+    MaskedEmbedding,
+    MaskedLinear,
+    SparsifyError,
+    base_weights,
+    desparsify,
+    get_unmasker,
+    sparsify,
+    summary,
+    sync,
+)
+
+BUDGET, STEPS = 40, 8
+
+
+def train(model, batches, optimizer=None, steps=STEPS):
+    optimizer = optimizer or torch.optim.AdamW([model.sparse_values], lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, batches[step % len(batches)])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_weights(model):
+    """Every tensor of the model under its own name, without the library's buffers."""
+    ours = ("sparse_values", "_indices", "_slots", "_base", "sparse_position")
+    return {name: value.clone() for name, value in model.state_dict().items() if not name.endswith(ours)}
+
+
+def assert_weights_follow_the_delta(model):
+    engine = get_unmasker(model)
+    for tensor in engine.tensors:
+        expected = (tensor.base.float() + engine.values.detach()[tensor.slots].float()).to(tensor.parameter.dtype)
+        assert torch.equal(tensor.parameter.detach().take(tensor.indices), expected), tensor.name
+
+
+@pytest.fixture
+def mlp():
+    model, batches = build("mlp")
+    return sparsify(model, BUDGET, steps=STEPS), batches
+
+
+# --------------------------------------------------------------------------------------------------- frozen entries
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_weight_decay_never_moves_a_frozen_entry(optimizer):
+    model, batches = build("bert")
+    before = copy.deepcopy(model.state_dict())
+    sparsify(model, BUDGET, steps=STEPS)
+    train(model, batches, optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.5))
+    unmasked = unmasked_sets(desparsified_copy := copy.deepcopy(model))
+    after = desparsify(desparsified_copy).state_dict()
+    moved = 0
+    for name, values in before.items():
+        changed = (after[name] != values).flatten().nonzero().flatten().tolist()
+        assert set(changed) <= set(unmasked.get(name, [])), name
+        moved += len(changed)
+    assert moved > BUDGET / 2
+
+
+def test_weight_decay_pulls_towards_the_pretrained_weight():
+    model = sparsify(nn.Linear(4, 4), 16, "pafi")
+    with torch.no_grad():
+        model.sparse_values.fill_(1.0)
+    model.sparse_values.grad = torch.zeros(16)
+    torch.optim.SGD([model.sparse_values], lr=0.1, weight_decay=1.0).step()
+    assert torch.allclose(model.sparse_values, torch.full((16,), 0.9))
+    assert_weights_follow_the_delta(model)
+
+
+# --------------------------------------------------------------------------------------------------- the count
+
+
+def test_ties_at_the_cut_keep_the_budget_exact():
+    model = nn.Linear(8, 8, bias=False)
+    nn.init.ones_(model.weight)
+    sparsify(model, 10, steps=2)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for expected in (5, 10, 10):
+        model(torch.ones(3, 8)).sum().backward()  # every entry has the same gradient and the same score
+        optimizer.step()
+        assert summary(model).unmasked == expected
+    assert sorted(model.indices.tolist()) == list(range(10))
+
+
+def test_a_budget_smaller_than_the_number_of_steps_is_met():
+    model, batches = build("mlp")
+    sparsify(model, 3, steps=STEPS)
+    train(model, batches)
+    assert summary(model).unmasked == 3
+
+
+def test_steps_beyond_the_plan_unmask_nothing_more(mlp):
+    model, batches = mlp
+    train(model, batches)
+    at_the_end = unmasked_sets(model)
+    train(model, batches, steps=5)
+    assert unmasked_sets(model) == at_the_end
+    assert summary(model).step == STEPS + 5
+
+
+def test_places_that_found_no_gradient_are_caught_up():
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 1, bias=False))
+    nn.init.zeros_(model[1].weight)  # as LoRA starts: the first layer has no gradient yet
+    sparsify(model, 20, steps=4)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=1.0)
+    counts = []
+    for _ in range(4):
+        model(torch.randn(5, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(summary(model).unmasked)
+    assert counts == [4, 10, 15, 20]
+
+
+# --------------------------------------------------------------------------------------------------- the graph
+
+
+def test_a_validation_pass_before_training_changes_nothing(mlp):
+    model, batches = mlp
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        loss_of(model, batches[3])
+    loss_of(model, batches[4])  # with a graph that never sees a backward
+    assert train(model, batches) == train(twin, batches)
+    assert unmasked_sets(model) == unmasked_sets(twin)
+
+
+def test_outputs_that_are_kept_alive_change_nothing(mlp):
+    model, batches = mlp
+    twin = copy.deepcopy(model)
+    kept = [loss_of(model, batch) for batch in batches[:3]]
+    assert train(model, batches) == train(twin, batches)
+    assert len(kept) == 3
+
+
+def test_two_forwards_then_one_backward_is_the_oracle():
+    dense, batches = build("t5", dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=3)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, 3)
+    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
+    for step in range(3):
+        oracle.step(loss_of(dense, batches[step]) + 2 * loss_of(dense, batches[step + 1]))
+        optimizer.zero_grad()
+        (loss_of(sparse, batches[step]) + 2 * loss_of(sparse, batches[step + 1])).backward()
+        optimizer.step()
+        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+
+
+def test_two_forwards_then_two_backwards_add_up():
+    dense, batches = build("bert", dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(dense), BUDGET, "pafi")
+    losses = [loss_of(sparse, batch) for batch in batches[:2]]
+    for loss in losses:
+        loss.backward()
+    together = sparse.sparse_values.grad.clone()
+    sparse.zero_grad()
+    sum(loss_of(sparse, batch) for batch in batches[:2]).backward()
+    torch.testing.assert_close(together, sparse.sparse_values.grad)
+    assert together.count_nonzero() > 0
+
+
+def test_the_second_backward_of_a_step_unmasks_nothing(mlp):
+    model, batches = mlp
+    losses = [loss_of(model, batch) for batch in batches[:2]]
+    losses[0].backward()
+    after_first = unmasked_sets(model)
+    losses[1].backward()
+    assert unmasked_sets(model) == after_first
+    assert summary(model).unmasked == BUDGET // STEPS
+
+
+class BiEncoder(nn.Module):
+    """One tower, used for both sides of a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.tower = nn.Linear(8, 6)
+
+    def forward(self, left, right):
+        left, right = (torch.tanh(self.tower(self.embedding(ids).mean(1))) for ids in (left, right))
+        return ((left - right) ** 2).sum()
+
+
+def test_a_weight_used_twice_in_one_forward_gets_both_gradients():
+    torch.manual_seed(0)
+    dense = BiEncoder().double()
+    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=4)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, 4)
+    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
+    for _ in range(4):
+        pair = torch.randint(30, (2, 5, 3))
+        oracle.step(dense(*pair))
+        optimizer.zero_grad()
+        sparse(*pair).backward()
+        optimizer.step()
+        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+        for name, weight in dense.named_parameters():
+            torch.testing.assert_close(sparse.get_parameter(name), weight)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_non_reentrant_checkpointing_changes_nothing(name):
+    model, batches = build(name, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        sparsify(each, BUDGET, steps=STEPS)
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert train(model, batches) == pytest.approx(train(twin, batches), rel=1e-12)
+    assert unmasked_sets(model) == unmasked_sets(twin)
+
+
+def test_reentrant_checkpointing_is_refused_by_name(mlp):
+    model, _ = mlp
+    x = torch.randn(2, 6, requires_grad=True)
+    output = checkpoint(model.first, x, use_reentrant=True)
+    with pytest.raises(SparsifyError, match=r"`first\.(weight|bias)` was recomputed.*use_reentrant"):
+        output.sum().backward()
+
+
+def test_a_kept_graph_and_a_newer_one_in_one_backward_add_up():
+    model, batches = build("bert", dtype=torch.float64)
+    sparsify(model, BUDGET, "pafi")
+    kept = loss_of(model, batches[0])
+    kept.backward(retain_graph=True)
+    once = model.sparse_values.grad.clone()
+    model.zero_grad()
+    newer = loss_of(model, batches[1])
+    (kept + newer).backward()
+    both = model.sparse_values.grad.clone()
+    model.zero_grad()
+    loss_of(model, batches[1]).backward()
+    torch.testing.assert_close(both, once + model.sparse_values.grad)
+
+
+def test_a_backward_that_failed_leaves_nothing_behind(mlp):
+    model, batches = mlp
+    twin = copy.deepcopy(model)
+
+    def fail(grad):
+        raise RuntimeError("interrupted")
+
+    hidden = model.norm(torch.tanh(model.first(batches[0]["x"])))
+    hidden.register_hook(fail)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        model.head(model.second(hidden)).sum().backward()
+    assert train(model, batches) == train(twin, batches)
+    assert unmasked_sets(model) == unmasked_sets(twin)
+
+
+# --------------------------------------------------------------------------------------------------- the root
+
+
+def test_a_sequential_root_stays_a_sequence():
+    model = sparsify(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 10, steps=1)
+    assert len(model) == 3
+    model(torch.randn(3, 4)).sum().backward()
+    assert model.sparse_values.grad.count_nonzero() == 10
+
+
+def test_a_root_that_is_a_linear_is_swapped_itself():
+    model = nn.Linear(4, 4)
+    assert sparsify(model, 5, steps=1) is model
+    assert isinstance(model, MaskedLinear)
+    model(torch.randn(3, 4)).square().sum().backward()
+    assert model.indices.numel() + model.bias_indices.numel() == 5
+    assert type(desparsify(model)) is nn.Linear
+
+
+def test_a_tied_head_is_one_tensor():
+    model, batches = build("gpt2")
+    sparsify(model, BUDGET, steps=STEPS)
+    assert isinstance(model.transformer.wte, MaskedEmbedding)
+    assert isinstance(model.lm_head, MaskedLinear)
+    train(model, batches)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model.lm_head.indices, model.transformer.wte.indices)
+
+
+# --------------------------------------------------------------------------------------------------- copies and casts
+
+
+def test_a_deep_copy_trains_on_by_itself(mlp):
+    model, batches = mlp
+    train(model, batches, steps=3)
+    twin = copy.deepcopy(model)
+    before = plain_weights(model)
+    losses = train(twin, batches, steps=3)
+    assert_weights_follow_the_delta(twin)
+    assert all(torch.equal(value, before[name]) for name, value in plain_weights(model).items())
+    assert train(model, batches, steps=3) == losses
+    assert unmasked_sets(twin) == unmasked_sets(model)
+
+
+def test_a_pickle_trains_on_by_itself(mlp):
+    model, batches = mlp
+    train(model, batches, steps=3)
+    twin = pickle.loads(pickle.dumps(model))
+    assert train(twin, batches, steps=3) == train(model, batches, steps=3)
+    assert_weights_follow_the_delta(twin)
+    assert unmasked_sets(twin) == unmasked_sets(model)
+
+
+def test_a_copy_made_in_the_middle_of_a_graph_works(mlp):
+    model, batches = mlp
+    loss = loss_of(model, batches[0])
+    twin = copy.deepcopy(model)
+    loss.backward()
+    assert summary(model).unmasked == 5
+    assert summary(twin).unmasked == 0
+    train(twin, batches, steps=1)
+    assert summary(twin).unmasked == 5
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half()])
+def test_a_cast_leaves_the_delta_in_float32(mlp, cast):
+    model, batches = mlp
+    train(model, batches, steps=4)
+    delta = model.sparse_values.detach().clone()
+    cast(model)
+    assert model.sparse_values.dtype == torch.float32
+    assert torch.equal(model.sparse_values.detach(), delta)
+    dtype = model.first.weight.dtype
+    train(model, [{**batch, "x": batch["x"].to(dtype)} for batch in batches], steps=4)
+    assert_weights_follow_the_delta(model)
+    assert summary(model).unmasked == BUDGET
+
+
+def test_a_move_to_a_device_takes_everything_along(mlp):
+    model, batches = mlp
+    train(model, batches, steps=2)
+    on_meta = copy.deepcopy(model).to("meta")  # any second device will do to see what moves
+    assert {tensor.device.type for tensor in [*on_meta.parameters(), *on_meta.buffers()]} == {"meta"}
+    assert {tensor.device.type for tensor in model.to("cpu").state_dict().values()} == {"cpu"}
+    train(model, batches, steps=2)
+    assert_weights_follow_the_delta(model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_unmasks_what_the_cpu_does():
+    model, batches = build("bert", dtype=torch.float64)
+    sparsify(model, BUDGET, steps=STEPS)
+    on_gpu = copy.deepcopy(model).to("cuda")
+    train(model, batches)
+    train(on_gpu, [{name: value.to("cuda") for name, value in batch.items()} for batch in batches])
+    assert unmasked_sets(on_gpu) == unmasked_sets(model)
+
+
+# --------------------------------------------------------------------------------------------------- mixed precision
+
+
+def test_an_overflow_unmasks_nothing_and_the_scaler_skips_the_step(mlp):
+    model, batches = mlp
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    scaler.scale(1e3 * loss_of(model, batches[0])).backward()
+    assert not model.sparse_values.grad.isfinite().any()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2.0**127
+    assert (summary(model).unmasked, summary(model).step) == (0, 0)
+    assert model.sparse_values.count_nonzero() == 0
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(loss_of(model, batches[0])).backward()
+    scaler.step(optimizer)
+    assert (summary(model).unmasked, summary(model).step) == (BUDGET // STEPS, 1)
+
+
+def test_a_fused_optimizer_that_the_scaler_told_to_skip_counts_no_step(mlp):
+    model, batches = mlp
+    optimizer = torch.optim.AdamW([model.sparse_values], fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scaler.scale(1e3 * loss_of(model, batches[0])).backward()
+    scaler.step(optimizer)
+    assert (summary(model).unmasked, summary(model).step) == (0, 0)
+
+
+def test_autocast_in_bfloat16_computes_what_the_plain_model_does():
+    model, batches = build("bert")
+    sparse = sparsify(copy.deepcopy(model), BUDGET, steps=STEPS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss_of(sparse, batches[0]), loss_of(model, batches[0]))
+    optimizer = torch.optim.AdamW([sparse.sparse_values], lr=1e-2)
+    for batch in batches[:4]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(sparse, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sparse.sparse_values.count_nonzero() == BUDGET // 2
+    assert_weights_follow_the_delta(sparse)
+
+
+def test_autocast_unmasks_what_the_dense_gradients_of_autocast_say():
+    model, batches = build("mlp")
+    sparse = sparsify(copy.deepcopy(model), BUDGET, steps=1)
+    for each in (model, sparse):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(each, batches[0])
+        loss.backward()
+    scores = {name: p.grad.abs() / (p.detach().abs() + 1) ** 2 for name, p in model.named_parameters()}
+    floor = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
+    for name, indices in unmasked_sets(sparse).items():
+        assert all(scores[name].flatten()[index] >= 0.99 * floor for index in indices), name
+
+
+# --------------------------------------------------------------------------------------------------- the optimizer
+
+
+def test_gradients_that_are_zeroed_in_place_work_too(mlp):
+    model, batches = mlp
+    twin = copy.deepcopy(model)
+    losses = train(twin, batches)
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2, weight_decay=0.0)
+    for step, expected in enumerate(losses):
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, batches[step])
+        assert loss.item() == expected
+        loss.backward()
+        optimizer.step()
+    assert unmasked_sets(model) == unmasked_sets(twin)
+
+
+def test_a_step_without_a_gradient_is_no_step(mlp):
+    model, _ = mlp
+    torch.optim.AdamW([model.sparse_values]).step()
+    assert summary(model).step == 0
+
+
+def test_the_step_of_another_models_optimizer_is_no_step(mlp):
+    model, batches = mlp
+    other, _ = build("mlp", seed=1)
+    loss_of(model, batches[0]).backward()
+    loss_of(other, batches[0]).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert summary(model).step == 0
+
+
+def test_writes_through_data_are_seen_by_the_next_forward(mlp):
+    model, batches = mlp
+    train(model, batches, steps=4)
+    before = loss_of(model, batches[0]).item()
+    model.sparse_values.data.mul_(100.0)  # moves no version counter
+    assert loss_of(model, batches[0]).item() != before
+    assert_weights_follow_the_delta(model)
+
+
+def test_writes_through_data_are_seen_by_the_next_state_dict_and_by_sync(mlp):
+    model, batches = mlp
+    train(model, batches, steps=4)
+    model.sparse_values.data.mul_(3.0)
+    model.state_dict()
+    assert_weights_follow_the_delta(model)
+    model.sparse_values.data.mul_(3.0)
+    sync(model)
+    assert_weights_follow_the_delta(model)
+
+
+# --------------------------------------------------------------------------------------------------- state
+
+
+def test_a_state_dict_resumes_exactly():
+    model, batches = build("bert")
+    pretrained = copy.deepcopy(model)
+    sparsify(model, BUDGET, steps=STEPS)
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
+    train(model, batches, optimizer, steps=4)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    stored = torch.load(file, weights_only=True)
+    resumed = sparsify(pretrained, BUDGET, steps=STEPS)
+    resumed.load_state_dict(stored["model"])
+    resumed_optimizer = torch.optim.AdamW([resumed.sparse_values], lr=1e-2)
+    resumed_optimizer.load_state_dict(stored["optimizer"])
+    assert summary(resumed).step == 4
+    assert train(resumed, batches[4:], resumed_optimizer, 4) == train(model, batches[4:], optimizer, 4)
+    assert unmasked_sets(resumed) == unmasked_sets(model)
+    assert summary(resumed).updates == summary(model).updates
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_state_dict_is_what_the_next_forward_runs(mlp, assign):
+    model, batches = mlp
+    fresh = copy.deepcopy(model)
+    train(model, batches)
+    fresh.load_state_dict(model.state_dict(), assign=assign)
+    assert loss_of(fresh, batches[0]).item() == loss_of(model, batches[0]).item()
+    assert unmasked_sets(fresh) == unmasked_sets(model)
+    if not assign:  # with assign the two share their tensors, as in plain torch
+        train(fresh, batches, steps=2)
+        assert_weights_follow_the_delta(fresh)
+
+
+def test_the_flat_delta_alone_can_be_loaded(mlp):
+    model, batches = mlp
+    train(model, batches)
+    model.load_state_dict({"sparse_values": torch.zeros(BUDGET)}, strict=False)
+    with base_weights(model):
+        base = loss_of(model, batches[0]).item()
+    assert loss_of(model, batches[0]).item() == base
+
+
+def test_a_merged_checkpoint_loaded_into_a_sparsified_model_is_what_runs(mlp):
+    model, batches = mlp
+    train(model, batches, steps=4)
+    best, best_loss = plain_weights(model), loss_of(model, batches[0]).item()
+    train(model, batches, steps=4)
+    assert loss_of(model, batches[0]).item() != best_loss
+    model.load_state_dict(best, strict=False)
+    assert loss_of(model, batches[0]).item() == best_loss
+    train(model, batches, steps=1)
+    assert_weights_follow_the_delta(model)
+
+
+def test_a_state_dict_of_a_larger_budget_is_refused(mlp):
+    model, batches = mlp
+    train(model, batches)
+    smaller = sparsify(MLP(), BUDGET - 1, steps=STEPS)
+    with pytest.raises(RuntimeError, match="more than 39 unmasked entries"):
+        smaller.load_state_dict(model.state_dict())
+
+
+def test_index_buffers_that_do_not_agree_are_refused(mlp):
+    model, batches = mlp
+    train(model, batches)
+    state = model.state_dict()
+    state["second.weight_slots"] = state["second.weight_slots"][:-1]
+    with pytest.raises(RuntimeError, match=r"index buffers of `second\.weight` do not agree"):
+        sparsify(MLP(), BUDGET, steps=STEPS).load_state_dict(state)
+
+
+# --------------------------------------------------------------------------------------------------- the base
+
+
+def test_base_weights_are_the_pretrained_ones_and_leave_no_trace():
+    model, batches = build("bert")
+    pretrained = copy.deepcopy(model)
+    sparsify(model, BUDGET, steps=STEPS)
+    train(model, batches)
+    trained = plain_weights(model)
+    policy = loss_of(model, batches[0])
+    with base_weights(model), torch.no_grad():
+        assert torch.equal(loss_of(model, batches[0]), loss_of(pretrained, batches[0]))
+    policy.backward()  # the graph of before is undisturbed
+    assert all(torch.equal(value, trained[name]) for name, value in plain_weights(model).items())
+
+
+def test_base_weights_come_back_after_an_error(mlp):
+    model, batches = mlp
+    train(model, batches)
+    trained = plain_weights(model)
+    with pytest.raises(RuntimeError, match="boom"), base_weights(model):
+        raise RuntimeError("boom")
+    assert all(torch.equal(value, trained[name]) for name, value in plain_weights(model).items())
+
+
+def test_desparsify_gives_the_trained_plain_model_back():
+    model, batches = build("gpt2")
+    plain_types = {name: type(module) for name, module in model.named_modules()}
+    plain_keys = list(model.state_dict())
+    sparsify(model, BUDGET, steps=STEPS)
+    train(model, batches)
+    loss = loss_of(model, batches[0]).item()
+    assert desparsify(model) is model
+    assert {name: type(module) for name, module in model.named_modules()} == plain_types
+    assert list(model.state_dict()) == plain_keys
+    assert loss_of(model, batches[0]).item() == loss
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    sparsify(model, BUDGET, steps=STEPS)  # and it can be sparsified afresh
+
+
+# --------------------------------------------------------------------------------------------------- memory and warnings
+
+
+def largest_new_tensor(known):
+    """Bytes of the largest live tensor that is none of the known storages."""
+    gc.collect()
+    sizes = [
+        thing.untyped_storage().nbytes()
+        for thing in gc.get_objects()
+        if isinstance(thing, torch.Tensor) and thing.untyped_storage().data_ptr() not in known
+    ]
+    return max(sizes, default=0)
+
+
+def test_after_a_step_nothing_as_large_as_a_weight_lives_beyond_the_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(500, 128), nn.Linear(128, 256), nn.LayerNorm(256), nn.Linear(256, 128))
+    sparsify(model, 100, steps=5)
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-3)
+    gc.collect()
+    known = {thing.untyped_storage().data_ptr() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)}
+    for _ in range(3):
+        model(torch.randint(500, (4, 7))).square().mean().backward()
+        optimizer.step()
+    assert summary(model).unmasked == 60
+    assert largest_new_tensor(known) <= 8 * 100  # the smallest weight matrix has 8 bytes x 16,000
+
+
+def test_a_module_that_got_no_gradient_is_named_once():
+    model = MLP()
+    model.unused = nn.Linear(3, 3)
+    sparsify(model, BUDGET, steps=STEPS)
+    _, batches = build("mlp")
+    with pytest.warns(UserWarning, match=r"2 of 10 tensors got no gradient.*unused\.weight, unused\.bias"):
+        train(model, batches, steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, batches, steps=2)
