@@ -90,7 +90,7 @@ class D3:
             smallest = self.eps**self.exp
         else:
             smallest = (weight.abs().amax(dim=1).to(grad_max.dtype) + self.eps) ** self.exp
-        return grad_max / smallest * ROUNDING_SLACK
+        return grad_max / smallest * ROUNDING_SLACK + torch.finfo(grad_max.dtype).tiny
 
 
 @dataclass(frozen=True)

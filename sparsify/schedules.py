@@ -59,7 +59,7 @@ class Schedule:
             raise SparsifyError(f"unknown schedule {self.shape!r}; expected one of {', '.join(SHAPES)}.{hint}")
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise SparsifyError(f"every={self.every!r} steps; expected an int of at least 1 (1 unmasks at each step).")
-        if not 0 < self.until <= 1:
+        if isinstance(self.until, bool) or not isinstance(self.until, (int, float)) or not 0 < self.until <= 1:
             raise SparsifyError(
                 f"until={self.until!r}; expected a share of the steps in (0, 1], 1.0 to unmask until the last step."
             )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -60,10 +60,14 @@ class Strategy:
     selection: Selection
 
     def __post_init__(self) -> None:
+        if not isinstance(self.selection, Selection):
+            raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
         if isinstance(self.selection, Dense):
             return
         if self.importance is None:
             raise SparsifyError(f"{self.selection} without an importance; expected one, such as D3().")
+        if isinstance(self.importance, type) or not callable(getattr(self.importance, "score", None)):
+            raise SparsifyError(f"importance={self.importance!r}; expected an object such as D3() or Magnitude().")
         if isinstance(self.selection, Increment) and not self.importance.uses_gradient:
             raise SparsifyError(
                 f"Increment() with {self.importance} is not supported; it needs an importance that uses the "
@@ -86,16 +90,26 @@ class Strategy:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Strategy:
         """The strategy that :meth:`to_dict` described."""
-        importance = data["importance"] and _named(IMPORTANCES, data["importance"], "importance")
-        return cls(importance, _named(SELECTIONS, data["selection"], "selection"))
+        if not isinstance(data, dict) or not {"importance", "selection"} <= data.keys():
+            raise SparsifyError(f"{data!r} describes no strategy; expected a dict with `importance` and `selection`.")
+        importance = data["importance"]
+        return cls(
+            None if importance is None else _named(IMPORTANCES, importance, "importance"),
+            _named(SELECTIONS, data["selection"], "selection"),
+        )
 
 
 def _named(kinds: dict[str, Any], data: dict[str, Any], what: str) -> Any:
-    settings = dict(data)
-    name = settings.pop("name", None)
-    if name not in kinds:
+    if not isinstance(data, dict) or data.get("name") not in kinds:
+        name = data.get("name") if isinstance(data, dict) else data
         raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(kinds)}.")
-    return kinds[name](**settings)
+    kind = kinds[data["name"]]
+    settings = {key: value for key, value in data.items() if key != "name"}
+    try:
+        return kind(**settings)
+    except TypeError:
+        expected = ", ".join(field.name for field in fields(kind)) or "none"
+        raise SparsifyError(f"{what} {kind.name!r} with settings {settings!r}; it has these: {expected}.") from None
 
 
 PRESETS: dict[str, Strategy] = {
@@ -115,7 +129,7 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
     """
     if isinstance(strategy, Strategy):
         return strategy
-    if strategy in PRESETS:
+    if isinstance(strategy, str) and strategy in PRESETS:
         return PRESETS[strategy]
     near = get_close_matches(str(strategy), PRESETS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -62,10 +62,14 @@ def find_targets(
     Raises:
         SparsifyError: when a pattern matches no module, or nothing trainable is left.
     """
+    if isinstance(modules_to_save, str):
+        raise SparsifyError(
+            f"modules_to_save={modules_to_save!r}; expected a list of module names, such as [{modules_to_save!r}]."
+        )
     modules = dict(model.named_modules())
-    saved_modules = _match(modules, list(modules_to_save) if modules_to_save else None, "modules_to_save")
-    excluded = _match(modules, exclude_modules, "exclude_modules")
-    targeted = set(modules) if target_modules is None else _match(modules, target_modules, "target_modules", model)
+    saved_modules = _match(model, modules_to_save or None, "modules_to_save")
+    excluded = _match(model, exclude_modules, "exclude_modules")
+    targeted = set(modules) if target_modules is None else _match(model, target_modules, "target_modules")
 
     owners = _owners(modules)
     candidates: list[Candidate] = []
@@ -77,7 +81,7 @@ def find_targets(
         places = owners[id(parameter)]
         if any(_inside(owner, saved_modules) for owner, _, _ in places):
             saved[name] = parameter
-        elif any(owner in targeted and owner not in excluded for owner, _, _ in places):
+        elif any(owner in targeted and not _inside(owner, excluded) for owner, _, _ in places):
             candidates.append(Candidate(name, parameter, places))
         else:
             frozen[name] = parameter
@@ -85,7 +89,8 @@ def find_targets(
     if not candidates:
         raise SparsifyError(_nothing_left(model, target_modules))
     if target_modules is not None:
-        _report_partial_match(targeted - excluded, modules, candidates)
+        left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
+        _report_partial_match(targeted - left_out, modules, candidates)
     return Targets(tuple(candidates), saved, frozen)
 
 
@@ -98,34 +103,36 @@ def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Modu
     return {key: tuple(places) for key, places in owners.items()}
 
 
-def _match(modules: dict[str, nn.Module], pattern: Pattern, argument: str, model: nn.Module | None = None) -> set[str]:
-    """Names of the modules that a pattern in PEFT's words matches."""
+def _match(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
+    """First names of the modules that a pattern in PEFT's words matches; a module may have several names."""
+    first_names = {module: name for name, module in model.named_modules()}
+    names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
     if pattern is None:
         return set()
+    if pattern == ALL_LINEAR:
+        return set(_linear_names(model))
     if isinstance(pattern, str):
-        if pattern == ALL_LINEAR and model is not None:
-            return set(_linear_names(modules, model))
         try:
-            found = {name for name in modules if re.fullmatch(pattern, name)}
+            found = {first for name, first in names.items() if re.fullmatch(pattern, name)}
         except re.error as error:
             raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
         if not found:
-            raise SparsifyError(_no_match(argument, pattern, modules))
+            raise SparsifyError(_no_match(argument, pattern, names))
         return found
     found = set()
     for suffix in pattern:
-        hits = {name for name in modules if name == suffix or name.endswith(f".{suffix}")}
+        hits = {first for name, first in names.items() if name == suffix or name.endswith(f".{suffix}")}
         if not hits:
-            raise SparsifyError(_no_match(argument, suffix, modules))
+            raise SparsifyError(_no_match(argument, suffix, names))
         found |= hits
     return found
 
 
-def _linear_names(modules: dict[str, nn.Module], model: nn.Module) -> Iterator[str]:
+def _linear_names(model: nn.Module) -> Iterator[str]:
     """Linear layers but the output head, as PEFT's "all-linear" has it."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
         if is_linear and module is not head:
             yield name
@@ -135,8 +142,8 @@ def _inside(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 
-def _no_match(argument: str, pattern: str, modules: dict[str, nn.Module]) -> str:
-    last_parts = {name.rsplit(".", 1)[-1] for name in modules if name}
+def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:
+    last_parts = {name.rsplit(".", 1)[-1] for name in names if name}
     near = get_close_matches(pattern.rsplit(".", 1)[-1], last_parts, n=3, cutoff=0.5)
     hint = f" Near names: {', '.join(near)}." if near else f" Modules here: {', '.join(sorted(last_parts)[:12])}."
     return f"{argument}: {pattern!r} matches no module of the model; expected (the end of) a module's name.{hint}"

@@ -21,7 +21,7 @@ class Recorder:
     def dense(self, tensor):
         """The sum of the gradients of a tensor, in its own shape."""
         total = torch.zeros_like(tensor.matrix)
-        for gradient in self.gradients[tensor.name]:
+        for gradient in [gradient.dense() for gradient in self.gradients[tensor.name]]:
             rows = slice(None) if gradient.rows is None else gradient.rows
             total[rows] += gradient.values.to(total.dtype)
         return total.view(tensor.parameter.shape)

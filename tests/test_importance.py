@@ -25,6 +25,11 @@ ROWS, COLS = 2, 3
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 def d3_as_in_the_paper(weight, grad, exp, eps):
     return abs(grad) / (abs(weight) + eps) ** exp
 

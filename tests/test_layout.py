@@ -13,23 +13,25 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"importance", "schedules", "names", "kernels"},
+    {"importance", "schedules", "names", "extras", "kernels"},
     {"strategies", "targets", "format"},
     {"delta", "selection"},
     {"masked.tensor"},
-    {"masked.module"},
+    {"masked.module", "masked.product"},
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
     {"masked.conv1d"},
     {"masked.swap", "masked"},
-    {"anchors", "export"},
+    {"anchors", "export", "screen"},
     {"unmasker"},
     {"state", "report"},
     {"api"},
     {""},  # the package itself: the public names
     {"analysis", "hub", "integrations"},
-    {"cli", "demo", "bench", "extras"},
+    {"cli", "demo", "bench"},
 ]
-TRAINING = {"anchors", "api", "export", "importance", "masked", "report", "schedules", "selection", "state"} | {
+TRAINING = {"anchors", "api", "export", "importance", "masked", "report", "schedules", "screen"} | {
+    "selection",
+    "state",
     "strategies",
     "targets",
     "unmasker",
@@ -111,7 +113,7 @@ def test_loading_a_delta_needs_no_training_code(name):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("masked")])
 def test_a_masked_module_does_not_know_who_selects(name):
-    assert not reachable(name) & {"selection", "unmasker", "strategies", "importance", "schedules", "anchors"}
+    assert not reachable(name) & {"selection", "screen", "unmasker", "strategies", "importance", "schedules", "anchors"}
 
 
 def test_every_public_name_is_there_and_they_are_sorted_out():

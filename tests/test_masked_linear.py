@@ -20,9 +20,13 @@ LAYERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=LAYERS)
 def plain(request):
-    torch.manual_seed(0)
     layer = LAYERS[request.param]()
     with torch.no_grad():
         for parameter in layer.parameters():

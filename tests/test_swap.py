@@ -27,9 +27,13 @@ MODULES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=MODULES)
 def case(request):
-    torch.manual_seed(0)
     make, masked_class = MODULES[request.param]
     return make(), masked_class
 

@@ -27,7 +27,14 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.use.collect(Gradient(as_matrix(grad), owned=False) if ctx.use.wanted() else None)
+        gradient = None
+        if ctx.use.wanted():
+            if grad.is_sparse:  # an embedding's, where the user asked for it
+                grad = grad.coalesce()
+                gradient = Gradient(grad.values(), grad.indices()[0], owned=False)
+            else:
+                gradient = Gradient(as_matrix(grad), owned=False)
+        ctx.use.collect(gradient)
         return None, None, None
 
 

@@ -28,13 +28,15 @@ def check_maskable(name: str, module: nn.Module, attribute: str) -> None:
     kind = type(module).__name__
     if module._parameters[attribute].is_meta:  # type: ignore[union-attr]
         problem = "is on the meta device (offloaded or not yet loaded); load its weights before sparsify()"
+    elif module._parameters[attribute].is_complex():  # type: ignore[union-attr]
+        problem = f"({kind}) holds complex numbers, and deltas are real"
     elif isinstance(module, nn.RNNBase):
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"
     elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         problem = f"({kind}) is never called; the module above it reads its parameters directly"
     elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         problem = "is the output projection of nn.MultiheadAttention, which reads its weight without calling it"
-    elif isinstance(module, nn.Embedding) and module.max_norm is not None:
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         problem = f"({kind}) renormalises its table in forward (max_norm={module.max_norm})"
     else:
         return

