@@ -13,21 +13,19 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from sparsify import format as delta_format
-from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.format import CONFIG_NAME, DTYPES, FILE_NAME, TensorDelta, digest
-from sparsify.names import named_tensors
+from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, plan_whole, write_all
+from sparsify.entries import TensorDelta, digest
+from sparsify.errors import SparsifyError
+from sparsify.format import CONFIG_NAME, FILE_NAME
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
@@ -74,7 +72,7 @@ class SparseDelta:
         self.tensors: dict[str, TensorDelta] = dict(tensors)
         self.whole: dict[str, Tensor] = dict(whole or {})
         self.config: dict[str, Any] = dict(config or {})
-        self._applied: WeakKeyDictionary[nn.Module, list[_Edit]] = WeakKeyDictionary()
+        self._applied: WeakKeyDictionary[nn.Module, list[Edit]] = WeakKeyDictionary()
 
     @classmethod
     def from_model(cls, model: nn.Module, budget: int | None = None) -> SparseDelta:
@@ -97,7 +95,7 @@ class SparseDelta:
                 raise SparsifyError(f"two trained tensors are called `{item.name}`: rename one of the modules.")
             if item.indices.numel():
                 tensors[item.name] = _tensor_delta(item)
-        whole = {name: _own_copy(tensor) for name, tensor in export.whole.items()}
+        whole = {name: own_copy(tensor) for name, tensor in export.whole.items()}
         return cls(tensors, whole, {**copy.deepcopy(dict(export.config)), "versions": _library_versions()})
 
     @classmethod
@@ -162,11 +160,11 @@ class SparseDelta:
                 "call `revert(model)` first."
             )
         delta_format.check_names(self.tensors, self.whole)
-        targets = _find_targets([*self.tensors, *self.whole], model, self.whole)
-        edits = [_plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
-        edits += [_plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
+        targets = find_targets([*self.tensors, *self.whole], model, self.whole)
+        edits = [plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
+        edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
         self._warn_of_casts(targets)
-        _write_all(edits, targets)
+        write_all(edits, targets)
         self._applied[model] = edits
         return model
 
@@ -189,10 +187,10 @@ class SparseDelta:
             )
         _check_plain(model)
         edits = self._applied[model]
-        targets = _find_targets([edit.name for edit in edits], model, self.whole)
+        targets = find_targets([edit.name for edit in edits], model, self.whole)
         for edit in edits:
             edit.check_written(targets[edit.name])
-        _write_all([edit.inverse() for edit in edits], targets)
+        write_all([edit.inverse() for edit in edits], targets)
         del self._applied[model]
         return model
 
@@ -211,8 +209,8 @@ class SparseDelta:
         return sum(tensor.count for tensor in self.tensors.values())
 
     def __repr__(self) -> str:
-        entries = f"{_count(self.num_entries, 'entry', 'entries')} in {_count(len(self.tensors), 'tensor')}"
-        return f"SparseDelta({entries}, {_count(len(self.whole), 'tensor')} stored whole)"
+        entries = f"{counted(self.num_entries, 'entry', 'entries')} in {counted(len(self.tensors), 'tensor')}"
+        return f"SparseDelta({entries}, {counted(len(self.whole), 'tensor')} stored whole)"
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave behind which models the delta is applied to."""
@@ -228,51 +226,10 @@ class SparseDelta:
         if cast:
             warnings.warn(
                 f"the model holds {targets[cast[0]].dtype} where the delta was trained on {dtypes[cast[0]]} "
-                f"(`{cast[0]}`; {_count(len(cast), 'tensor')} in all): whether it is the right base cannot be checked, "
-                "and the trained values are cast. Load the base in the delta's dtype for an exact result.",
+                f"(`{cast[0]}`; {counted(len(cast), 'tensor')} in all): whether it is the right base cannot be "
+                "checked, and the trained values are cast. Load the base in the delta's dtype for an exact result.",
                 stacklevel=3,
             )
-
-
-@dataclass(frozen=True, eq=False)
-class _Edit:
-    """A change of one tensor that can be undone: at ``indices`` (count,), or everywhere where that is None.
-
-    ``old`` and ``new`` are what was there and what comes there, on the CPU, in the tensor's dtype at planning: of
-    shape (count,), or ``shape``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    indices: Tensor | None
-    old: Tensor
-    new: Tensor
-
-    def write(self, target: Tensor) -> None:
-        """Writes into the tensor's own storage, so that ties and autograd's version counter see it."""
-        # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
-        with torch.inference_mode():
-            new = self.new.to(target.device, target.dtype)
-            if self.indices is None:
-                target.copy_(new)
-            else:
-                target.put_(self.indices.to(target.device), new)
-
-    def check_written(self, target: Tensor) -> None:
-        """Raises unless the tensor still holds ``new``, in its present dtype."""
-        held = tuple(target.shape) == self.shape and _same_bits(
-            _own_copy(target) if self.indices is None else _take(target, self.indices), self.new.to(target.dtype)
-        )
-        if not held:
-            raise SparsifyError(
-                f"tensor `{self.name}` no longer holds the delta's values, so reverting would undo what came after "
-                "(another delta, training, or two casts); nothing was changed: revert deltas in the reverse order of "
-                "their application, or load the base afresh."
-            )
-
-    def inverse(self) -> _Edit:
-        """The edit that undoes this one."""
-        return replace(self, old=self.new, new=self.old)
 
 
 def _find_engine(model: nn.Module) -> Any:
@@ -292,8 +249,8 @@ def _tensor_delta(item: Any) -> TensorDelta:
     """One tensor's entries as the engine exports them."""
     try:
         return TensorDelta(
-            indices=_own_copy(item.indices),
-            values=_own_copy(item.values),
+            indices=own_copy(item.indices),
+            values=own_copy(item.values),
             shape=tuple(item.shape),
             dtype=item.base_values.dtype,
             kind="replace",
@@ -316,122 +273,3 @@ def _check_plain(model: nn.Module) -> None:
             "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
             "learn on top of what a delta writes. Call `desparsify(model)` first, or use another copy of the base."
         )
-
-
-def _find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -> dict[str, Tensor]:
-    """The model's tensors by the delta's names, each there, with data, and under one of these names only.
-
-    Args:
-        names: plain names.
-        model: the model.
-        whole: those of the names whose tensors a delta may bring along with its own modules.
-    """
-    available = named_tensors(model)
-    names = list(names)
-    if missing := [name for name in names if name not in available]:
-        raise BaseMismatchError(_missing_text(missing, available, missing[0] in set(whole)))
-    targets = {name: available[name] for name in names}
-    first_names: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in targets.items():
-        if tensor.is_meta:
-            raise SparsifyError(
-                f"tensor `{name}` is on the meta device and has no values to change: load the model's weights first."
-            )
-        # Two parameters over one storage count as one tensor, too; a tensor without storage is only itself.
-        first = first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)
-        if first != name:
-            raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this model and two in the delta, so one would overwrite "
-                "the other: load the base with these weights untied, as it was in training."
-            )
-    return targets
-
-
-def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) -> str:
-    """Says that the first of the missing names is not in the model, what is near, and what to do."""
-    near = get_close_matches(missing[0], list(available), n=3, cutoff=0.7)
-    hint = f" (near: {', '.join(f'`{name}`' for name in near)})" if near else ""
-    remedy = (
-        "The delta stores it whole: build the model with that head or module first, as it was in training."
-        if is_whole
-        else "Load the base that the delta was trained on."
-    )
-    return f"the model has no tensor `{missing[0]}`{hint}; {_count(len(missing), 'name')} missing in all. {remedy}"
-
-
-def _plan_entries(name: str, delta: TensorDelta, target: Tensor) -> _Edit:
-    """The edit of a tensor at a delta's entries; raises where the tensor is not the delta's base."""
-    _check_shape(name, delta.shape, target, "Load the base that the delta was trained on.")
-    if target.dtype not in DTYPES.values():
-        raise BaseMismatchError(
-            f"tensor `{name}` is {target.dtype} in the model, which cannot take trained values of {delta.dtype}: "
-            "load the base unquantized."
-        )
-    old = _take(target, delta.indices)
-    if target.dtype == delta.dtype and digest(old) != delta.base_sha256:
-        raise BaseMismatchError(
-            f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be a "
-            "model that nobody trained: load the exact base, and revert any other delta first."
-        )
-    new = _added(old, delta.values) if delta.kind == "add" else delta.values.to(target.dtype)
-    if bad := int((~new.isfinite()).sum()):
-        raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in the model's {target.dtype}: "
-            f"load the base in {delta.dtype}."
-        )
-    return _Edit(name, delta.shape, delta.indices, old, new)
-
-
-def _plan_whole(name: str, tensor: Tensor, target: Tensor) -> _Edit:
-    """The edit that replaces a tensor as a whole; raises where the model's has another shape or sort of dtype."""
-    remedy = "The delta stores it whole: build the model with that head or module as it was in training."
-    _check_shape(name, tuple(tensor.shape), target, remedy)
-    if target.dtype != tensor.dtype and not (target.is_floating_point() and tensor.is_floating_point()):
-        raise BaseMismatchError(
-            f"tensor `{name}` is {target.dtype} in the model, {tensor.dtype} in the delta. {remedy}"
-        )
-    return _Edit(name, tuple(tensor.shape), None, _own_copy(target), tensor.detach().cpu().to(target.dtype))
-
-
-def _check_shape(name: str, shape: tuple[int, ...], target: Tensor, remedy: str) -> None:
-    if tuple(target.shape) != shape:
-        raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(target.shape)} in the model, {shape} in the delta. {remedy}"
-        )
-
-
-def _added(base: Tensor, difference: Tensor) -> Tensor:
-    """base (count,) + difference (count,), computed in at least float32, in the base's dtype."""
-    wide = torch.promote_types(base.dtype, torch.float32)
-    return (base.to(wide) + difference.to(wide)).to(base.dtype)
-
-
-def _write_all(edits: list[_Edit], targets: Mapping[str, Tensor]) -> None:
-    """Writes all edits or, where one fails, none."""
-    done: list[_Edit] = []
-    try:
-        for edit in edits:
-            done.append(edit)  # before the write, which may fail halfway
-            edit.write(targets[edit.name])
-    except BaseException:
-        for edit in done:
-            edit.inverse().write(targets[edit.name])
-        raise
-
-
-def _take(tensor: Tensor, indices: Tensor) -> Tensor:
-    """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    return tensor.detach().take(indices.to(tensor.device)).cpu()
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal in every bit: -0.0 is not 0.0, and NaN is itself."""
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from sparsify.entries import digest
 from sparsify.errors import SparsifyError
-from sparsify.format import digest
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import plain_name
 from sparsify.schedules import Schedule

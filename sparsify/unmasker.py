@@ -131,7 +131,7 @@ class Unmasker:
         self._written: tuple[int, torch.dtype] | None = None
         _watch_optimizers(self)
 
-    # ------------------------------------------------------------------------------------------------ state
+    # -------------------------------------------------------------------------------- state
 
     @property
     def values(self) -> SparseValues:
@@ -164,7 +164,7 @@ class Unmasker:
         self.__dict__.update(state)
         _watch_optimizers(self)
 
-    # ------------------------------------------------------------------------------------------------ forward
+    # -------------------------------------------------------------------------------- forward
 
     def use(self, tensor: MaskedTensor) -> AnchoredUse | None:
         """Announces a use of a tensor in a forward pass; ``None`` where no gradient will be collected."""
@@ -175,7 +175,7 @@ class Unmasker:
             return None
         return self._anchors.use(tensor, values)
 
-    # ------------------------------------------------------------------------------------------------ backward
+    # -------------------------------------------------------------------------------- backward
 
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether the running backward pass needs this tensor's gradient."""
@@ -272,7 +272,7 @@ class Unmasker:
             if own_ids.numel():
                 tensor.append((own_ids - tensor.offset).to(tensor.parameter.device), own_slots)
 
-    # ------------------------------------------------------------------------------------------------ step
+    # -------------------------------------------------------------------------------- step
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""

@@ -47,29 +47,44 @@ def assert_unchanged(model, before):
 
 
 BAD_CALLS = {
-    "zero budget": (dict(budget=0), r"budget=0 entries; expected 1 to \d+"),
-    "negative budget": (dict(budget=-5), r"budget=-5 entries; expected 1 to"),
-    "budget beyond the candidates": (dict(budget=ENTRIES + 1), rf"budget={ENTRIES + 1} entries; expected 1 to {ENTRIES}"),
-    "share of one": (dict(budget=1.0), r"budget=1\.0 is a float and so a share.*\(0, 1\)"),
-    "negative share": (dict(budget=-0.5), r"budget=-0\.5 is a float and so a share"),
-    "share of less than one entry": (dict(budget=1e-6), r"budget=0 entries"),
-    "bool budget": (dict(budget=True), r"budget=True; expected an int"),
-    "text budget": (dict(budget="320k"), r"budget='320k'; expected an int"),
-    "no budget": (dict(budget=None), r"budget=None with D3.*Only bitfit and full"),
-    "budget for full": (dict(budget=10, strategy="full"), r"budget=10 with a strategy that trains every candidate"),
-    "bitfit beyond the biases": (dict(budget=ENTRIES, strategy="bitfit"), r"expected 1 to 31, the number of candidates"),
-    "unknown strategy": (dict(budget=10, strategy="id4"), r"unknown strategy 'id4'.*Did you mean 'id3'"),
-    "unknown schedule": (dict(budget=10, schedule="cosin"), r"unknown schedule 'cosin'.*Did you mean 'cosine'"),
-    "wrong schedule type": (dict(budget=10, schedule=3), r"schedule=3; expected a name"),
-    "zero steps": (dict(budget=10, steps=0), r"steps=0; expected the planned number"),
-    "fractional steps": (dict(budget=10, steps=2.5), r"steps=2\.5; expected"),
-    "unknown target": (dict(budget=10, target_modules=["secnd"]), r"target_modules: 'secnd' matches no module.*second"),
-    "unknown regex": (dict(budget=10, target_modules=r"layer\.\d+"), r"matches no module of the model"),
-    "broken regex": (dict(budget=10, target_modules="("), r"target_modules='\(' is not a regular expression"),
-    "unknown exclusion": (dict(budget=10, exclude_modules=["heads"]), r"exclude_modules: 'heads' matches no module.*head"),
-    "unknown dense module": (dict(budget=10, modules_to_save=["hed"]), r"modules_to_save: 'hed' matches no module"),
-    "nothing left": (dict(budget=10, target_modules=["head"], exclude_modules=["head"]), r"no trainable parameter is left"),
-}  # fmt: skip
+    "zero budget": ({"budget": 0}, r"budget=0 entries; expected 1 to \d+"),
+    "negative budget": ({"budget": -5}, r"budget=-5 entries; expected 1 to"),
+    "budget beyond the candidates": (
+        {"budget": ENTRIES + 1},
+        rf"budget={ENTRIES + 1} entries; expected 1 to {ENTRIES}",
+    ),
+    "share of one": ({"budget": 1.0}, r"budget=1\.0 is a float and so a share.*\(0, 1\)"),
+    "negative share": ({"budget": -0.5}, r"budget=-0\.5 is a float and so a share"),
+    "share of less than one entry": ({"budget": 1e-6}, r"budget=0 entries"),
+    "bool budget": ({"budget": True}, r"budget=True; expected an int"),
+    "text budget": ({"budget": "320k"}, r"budget='320k'; expected an int"),
+    "no budget": ({"budget": None}, r"budget=None with D3.*Only bitfit and full"),
+    "budget for full": ({"budget": 10, "strategy": "full"}, r"budget=10 with a strategy that trains every candidate"),
+    "bitfit beyond the biases": (
+        {"budget": ENTRIES, "strategy": "bitfit"},
+        r"expected 1 to 31, the number of candidates",
+    ),
+    "unknown strategy": ({"budget": 10, "strategy": "id4"}, r"unknown strategy 'id4'.*Did you mean 'id3'"),
+    "unknown schedule": ({"budget": 10, "schedule": "cosin"}, r"unknown schedule 'cosin'.*Did you mean 'cosine'"),
+    "wrong schedule type": ({"budget": 10, "schedule": 3}, r"schedule=3; expected a name"),
+    "zero steps": ({"budget": 10, "steps": 0}, r"steps=0; expected the planned number"),
+    "fractional steps": ({"budget": 10, "steps": 2.5}, r"steps=2\.5; expected"),
+    "unknown target": (
+        {"budget": 10, "target_modules": ["secnd"]},
+        r"target_modules: 'secnd' matches no module.*second",
+    ),
+    "unknown regex": ({"budget": 10, "target_modules": r"layer\.\d+"}, r"matches no module of the model"),
+    "broken regex": ({"budget": 10, "target_modules": "("}, r"target_modules='\(' is not a regular expression"),
+    "unknown exclusion": (
+        {"budget": 10, "exclude_modules": ["heads"]},
+        r"exclude_modules: 'heads' matches no module.*head",
+    ),
+    "unknown dense module": ({"budget": 10, "modules_to_save": ["hed"]}, r"modules_to_save: 'hed' matches no module"),
+    "nothing left": (
+        {"budget": 10, "target_modules": ["head"], "exclude_modules": ["head"]},
+        r"no trainable parameter is left",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sparsify.delta import SparseDelta, TensorDelta
+from sparsify.entries import digest
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
-from sparsify.format import digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CONFIG = {"base_model": "openai-community/gpt2", "revision": "main", "strategy": "id3", "budget": 9436, "steps": 1000}

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsify import format as delta_format
+from sparsify.entries import TensorDelta, decode_indices, digest, encode_indices
 from sparsify.errors import DeltaFormatError, SparsifyError
-from sparsify.format import TensorDelta, decode_indices, digest, encode_indices, read, write
+from sparsify.format import read, write
 
 ESCAPE = 0xFFFF
 SHA = "0" * 64

@@ -14,7 +14,8 @@ PACKAGE = Path(sparsify.__file__).parent
 LAYERS = [
     {"errors", "version"},
     {"importance", "schedules", "names", "extras", "kernels"},
-    {"strategies", "targets", "format"},
+    {"strategies", "targets", "entries"},
+    {"format", "edits"},
     {"delta", "selection"},
     {"masked.tensor"},
     {"masked.module", "masked.product"},

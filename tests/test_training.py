@@ -59,7 +59,7 @@ def mlp():
     return sparsify(model, BUDGET, steps=STEPS), batches
 
 
-# --------------------------------------------------------------------------------------------------- frozen entries
+# -------------------------------------------------------------------------------- frozen entries
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -88,7 +88,7 @@ def test_weight_decay_pulls_towards_the_pretrained_weight():
     assert_weights_follow_the_delta(model)
 
 
-# --------------------------------------------------------------------------------------------------- the count
+# -------------------------------------------------------------------------------- the count
 
 
 def test_ties_at_the_cut_keep_the_budget_exact():
@@ -133,7 +133,7 @@ def test_places_that_found_no_gradient_are_caught_up():
     assert counts == [4, 10, 15, 20]
 
 
-# --------------------------------------------------------------------------------------------------- the graph
+# -------------------------------------------------------------------------------- the graph
 
 
 def test_a_validation_pass_before_training_changes_nothing(mlp):
@@ -269,7 +269,7 @@ def test_a_backward_that_failed_leaves_nothing_behind(mlp):
     assert unmasked_sets(model) == unmasked_sets(twin)
 
 
-# --------------------------------------------------------------------------------------------------- the root
+# -------------------------------------------------------------------------------- the root
 
 
 def test_a_sequential_root_stays_a_sequence():
@@ -298,7 +298,7 @@ def test_a_tied_head_is_one_tensor():
     assert torch.equal(model.lm_head.indices, model.transformer.wte.indices)
 
 
-# --------------------------------------------------------------------------------------------------- copies and casts
+# -------------------------------------------------------------------------------- copies and casts
 
 
 def test_a_deep_copy_trains_on_by_itself(mlp):
@@ -367,7 +367,7 @@ def test_a_gpu_unmasks_what_the_cpu_does():
     assert unmasked_sets(on_gpu) == unmasked_sets(model)
 
 
-# --------------------------------------------------------------------------------------------------- mixed precision
+# -------------------------------------------------------------------------------- mixed precision
 
 
 def test_an_overflow_unmasks_nothing_and_the_scaler_skips_the_step(mlp):
@@ -426,7 +426,7 @@ def test_autocast_unmasks_what_the_dense_gradients_of_autocast_say():
         assert all(scores[name].flatten()[index] >= 0.99 * floor for index in indices), name
 
 
-# --------------------------------------------------------------------------------------------------- the optimizer
+# -------------------------------------------------------------------------------- the optimizer
 
 
 def test_gradients_that_are_zeroed_in_place_work_too(mlp):
@@ -478,7 +478,7 @@ def test_writes_through_data_are_seen_by_the_next_state_dict_and_by_sync(mlp):
     assert_weights_follow_the_delta(model)
 
 
-# --------------------------------------------------------------------------------------------------- state
+# -------------------------------------------------------------------------------- state
 
 
 def test_a_state_dict_resumes_exactly():
@@ -552,7 +552,7 @@ def test_index_buffers_that_do_not_agree_are_refused(mlp):
         sparsify(MLP(), BUDGET, steps=STEPS).load_state_dict(state)
 
 
-# --------------------------------------------------------------------------------------------------- the base
+# -------------------------------------------------------------------------------- the base
 
 
 def test_base_weights_are_the_pretrained_ones_and_leave_no_trace():
@@ -593,7 +593,7 @@ def test_desparsify_gives_the_trained_plain_model_back():
     sparsify(model, BUDGET, steps=STEPS)  # and it can be sparsified afresh
 
 
-# --------------------------------------------------------------------------------------------------- memory and warnings
+# -------------------------------------------------------------------------------- memory and warnings
 
 
 def largest_new_tensor(known):

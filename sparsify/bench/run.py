@@ -25,7 +25,7 @@ class Measurement:
         initialisation: seconds for everything before the first step.
         unmasked: entries unmasked before the first measured step.
         seconds: of each measured step.
-        peak_bytes: the process's largest resident set.
+        peak_bytes: the process's largest resident set, beyond what the imported libraries take.
     """
 
     settings: Settings

@@ -5,7 +5,6 @@ Whoever collects it decides how much of the product to compute: all of it, or si
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparsify.masked.tensor import Gradient

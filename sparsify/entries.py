@@ -1,0 +1,164 @@
+"""A tensor's changed entries: what they are made of, how their positions are stored, what makes them valid.
+
+In memory, positions are flat int64 indices. Stored, they are the smallest of three encodings; ``format.py`` says in
+prose what those mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsify.errors import DeltaFormatError, SparsifyError
+
+KINDS = ("replace", "add")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+ESCAPE = 0xFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class TensorDelta:
+    """The changed entries of one tensor parameter. What exists is valid: the constructor checks it.
+
+    Args:
+        indices: (count,) int64 on the CPU, count >= 1: flat row-major positions, strictly increasing.
+        values: (count,) on the CPU, finite: the trained values, or what to add.
+        shape: the tensor's shape.
+        dtype: the base's dtype, one of the values of ``DTYPES``.
+        kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
+        base_sha256: :func:`digest` of the base's values at the indices.
+
+    Raises:
+        SparsifyError: when the parts do not fit together.
+    """
+
+    indices: Tensor
+    values: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    base_sha256: str
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_indices(self.indices, math.prod(self.shape))
+        if bad := int((~self.values.isfinite()).sum()):
+            raise SparsifyError(
+                f"{bad} of {self.count} values are not finite, and a model that holds them computes nothing of use: "
+                "take a delta from before the training diverged."
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of entries."""
+        return self.indices.numel()
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256, in hex, of a tensor's values as little-endian bytes in its own dtype.
+
+    Example:
+        >>> digest(torch.tensor([1.0])) == hashlib.sha256(bytes.fromhex("0000803f")).hexdigest()
+        True
+    """
+    values = values.detach().cpu().reshape(-1)
+    as_bytes = values.contiguous().view(torch.uint8)
+    if sys.byteorder == "big":
+        as_bytes = as_bytes.view(-1, values.element_size()).flip(1)
+    return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()
+
+
+def encode_indices(indices: Tensor) -> Tensor:
+    """The smallest stored form of flat positions.
+
+    Args:
+        indices: (count,) int64, strictly increasing, not negative.
+
+    Returns:
+        (count or more,) uint16 gaps, or (count,) uint32 or uint64 positions.
+
+    Example:
+        >>> encode_indices(torch.tensor([2, 3, 70_000])).tolist()
+        [2, 0, 65535, 4461]
+    """
+    previous = torch.cat([indices.new_tensor([-1]), indices[:-1]])
+    gaps = indices - previous - 1
+    escapes = gaps.div(ESCAPE, rounding_mode="floor")
+    stream_length = indices.numel() + int(escapes.sum())
+    wide = torch.uint32 if int(indices[-1:].sum()) < 2**32 else torch.uint64  # [-1:]: there may be no entry
+    if 2 * stream_length > wide.itemsize * indices.numel():
+        return indices.to(wide)
+    stream = torch.full((stream_length,), ESCAPE, dtype=torch.int32)
+    ends = torch.arange(indices.numel()) + escapes.cumsum(0)  # an entry's number comes after its own escapes
+    stream[ends] = (gaps % ESCAPE).int()
+    return stream.to(torch.uint16)
+
+
+def decode_indices(stored: Tensor, count: int) -> Tensor:
+    """The positions that :func:`encode_indices` stored. Their order and range are not checked here.
+
+    Args:
+        stored: (any,) uint16, uint32 or uint64.
+        count: number of entries that there must be.
+
+    Returns:
+        (count,) int64. A position beyond int64 comes out negative.
+
+    Raises:
+        DeltaFormatError: when the dtype is no encoding, a gap stream ends in an escape, or the count is another.
+    """
+    if stored.dtype == torch.uint16:
+        indices = _decode_gaps(stored)
+    elif stored.dtype in (torch.uint32, torch.uint64):
+        indices = stored.to(torch.int64)
+    else:
+        raise DeltaFormatError(f"indices are stored as {stored.dtype}, expected uint16, uint32 or uint64")
+    if indices.numel() != count:
+        raise DeltaFormatError(f"indices hold {indices.numel()} entries, expected {count}")
+    return indices
+
+
+def _decode_gaps(stored: Tensor) -> Tensor:
+    stream = stored.to(torch.int64)
+    if stream.numel() and int(stream[-1]) == ESCAPE:
+        raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
+    is_entry = stream != ESCAPE
+    steps = stream + is_entry  # an escape skips 65535 positions, an entry its gap and itself
+    return steps.cumsum(0)[is_entry] - 1
+
+
+def _check_types(tensor: TensorDelta) -> None:
+    """Raises unless kind, dtypes, devices and counts of a tensor's parts fit together."""
+    indices, values = tensor.indices, tensor.values
+    if tensor.kind not in KINDS:
+        raise SparsifyError(f"kind is {tensor.kind!r}, expected one of {', '.join(KINDS)}")
+    if tensor.dtype not in DTYPES.values():
+        raise SparsifyError(f"dtype is {tensor.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
+    if indices.dtype != torch.int64:
+        raise SparsifyError(f"indices are {indices.dtype}, expected torch.int64")
+    if values.dtype not in DTYPES.values() or (tensor.kind == "replace" and values.dtype != tensor.dtype):
+        raise SparsifyError(f"values are {values.dtype}, expected the base's {tensor.dtype} for kind {tensor.kind!r}")
+    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() == 0:
+        raise SparsifyError(
+            f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}, expected one dimension, "
+            "equally long, with at least one entry"
+        )
+    if not isinstance(tensor.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", tensor.base_sha256):
+        raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r}, expected 64 lower-case hex digits")
+    if indices.device.type != "cpu" or values.device.type != "cpu":
+        raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")
+
+
+def _check_indices(indices: Tensor, numel: int) -> None:
+    """Raises unless positions (count >= 1,) are strictly increasing and lie in a tensor of ``numel`` entries."""
+    if bool((indices[1:] <= indices[:-1]).any()):
+        raise SparsifyError("indices are not strictly increasing")
+    first, last = int(indices[0]), int(indices[-1])
+    if first < 0 or last >= numel:
+        raise SparsifyError(f"indices are out of range: they go from {first} to {last}, in a tensor of {numel} entries")
