@@ -70,7 +70,7 @@ class Root:
     def __init__(self, values: Tensor, sink: Sink) -> None:
         self.values = values
         self.pending = 0
-        self.output: Tensor = _RootNode.apply(values, sink)  # type: ignore[no-untyped-call]
+        self.output: Tensor = _RootNode.apply(values, sink)
 
     def serves(self, values: Tensor) -> bool:
         """Whether a new use may meet pending ones in one backward pass, over the same flat delta."""
@@ -86,7 +86,7 @@ class Anchor:
         self.tensor = tensor
         self.uses = 0
         self.pending = 0
-        self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)  # type: ignore[no-untyped-call]
+        self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)
 
 
 class AnchoredUse:
@@ -136,12 +136,12 @@ class Anchors:
         """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
-        root = self._root and self._root()
+        root = None if self._root is None else self._root()
         if root is None or not root.serves(values):
             root = Root(values, self._sink)
             self._root = weakref.ref(root)
         known = self._anchors.get(tensor)
-        anchor = known and known()
+        anchor = None if known is None else known()
         if anchor is None or anchor.pending == 0 or anchor.root is not root:
             anchor = Anchor(root, self._sink, tensor)
             self._anchors[tensor] = weakref.ref(anchor)

@@ -23,9 +23,8 @@ def make_app() -> typer.Typer:
     Raises:
         MissingExtraError: when typer or rich is not installed.
     """
-    typer = require("typer", extra="demo")
     require("rich", extra="demo")
-    app: typer.Typer = typer.Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+    app = require("typer", extra="demo").Typer(name="sparsify", no_args_is_help=True, add_completion=False)
 
     @app.callback()
     def root() -> None:

@@ -45,11 +45,11 @@ class SparseValues(nn.Parameter):
     A delta is small beside its weight; rounded to bfloat16, most optimizer steps would be lost.
     """
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype in (torch.float16, torch.bfloat16):
-            dtype = None
-        return super().to(device=device or self.device, dtype=dtype or self.dtype, non_blocking=non_blocking)
+        if dtype in (None, torch.float16, torch.bfloat16):
+            dtype = self.dtype
+        return super().to(device=device or self.device, dtype=dtype, non_blocking=non_blocking)
 
     def half(self, *args: Any, **kwargs: Any) -> Tensor:
         return self
@@ -286,10 +286,9 @@ class Unmasker:
     @torch.no_grad()
     def sync(self) -> None:
         """Writes base + delta into the weights at the unmasked entries: O(budget)."""
-        values = self.values.detach()
         for tensor in self.tensors:
             if tensor.count:
-                tensor.write_effective(values)
+                tensor.write_effective()
         self._written = self._fingerprint()
 
     def refresh(self) -> None:
@@ -317,7 +316,7 @@ class Unmasker:
                     values
                 )
             elif tensor.count:
-                tensor.write_effective(values.detach())
+                tensor.write_effective()
         self._written = self._fingerprint()
 
     @contextmanager

@@ -14,6 +14,7 @@ class Recorder:
         self.gradients = {}
         self.listening = True
         self.wanted = True
+        self.values = torch.empty(0)
 
     def use(self, tensor):
         return RecordedUse(self, tensor) if self.listening and torch.is_grad_enabled() else None

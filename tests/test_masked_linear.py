@@ -201,7 +201,8 @@ def test_a_layer_shows_what_of_its_weight_is_trained(plain):
     assert layer.delta.tolist() == layer.base_values.tolist() == []
     assert layer.density == 0
     tensors["weight"].append(torch.tensor([9, 2]), torch.tensor([1, 0]))
-    tensors["weight"].write_effective(torch.tensor([0.5, -0.25]))
+    tensors["weight"].collector.values = torch.tensor([0.5, -0.25])
+    tensors["weight"].write_effective()
     assert layer.indices.tolist() == [9, 2]
     assert torch.equal(layer.base_values, plain.weight.detach().take(torch.tensor([9, 2])))
     torch.testing.assert_close(layer.delta, torch.tensor([-0.25, 0.5]))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorder import Recorder
 from torch import nn
 
 from sparsify.masked.tensor import Gradient, MaskedTensor, as_matrix, sum_rows
@@ -106,7 +107,7 @@ def test_every_shape_is_a_matrix_with_the_last_dimension_kept(shape, matrix):
 @pytest.fixture
 def tensor():
     owner = nn.Linear(COLS, ROWS)
-    masked = MaskedTensor(owner, "weight", "layer.weight", 0, None)
+    masked = MaskedTensor(owner, "weight", "layer.weight", 0, Recorder())
     masked.register_buffers()
     return masked
 
@@ -136,7 +137,8 @@ def test_the_effective_weight_is_base_plus_delta_at_the_indices_and_untouched_el
     weight = tensor.parameter.detach().clone()
     tensor.append(torch.tensor([7, 2]), torch.tensor([1, 0]))
     for delta in (torch.tensor([0.5, -0.25]), torch.tensor([1e-3, 2.0]), torch.zeros(2)):
-        tensor.write_effective(delta)
+        tensor.collector.values = delta
+        tensor.write_effective()
         expected = weight.clone()
         expected.view(-1)[7] += delta[1]
         expected.view(-1)[2] += delta[0]
@@ -147,12 +149,14 @@ def test_a_short_dtype_gets_the_float32_sum_rounded_once():
     owner = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         owner.weight.fill_(1.0)
-    tensor = MaskedTensor(owner, "weight", "weight", 0, None)
+    tensor = MaskedTensor(owner, "weight", "weight", 0, Recorder())
     tensor.register_buffers()
     tensor.append(torch.tensor([0]), torch.tensor([0]))
-    tensor.write_effective(torch.tensor([2.0**-9]))  # lost in bfloat16
+    tensor.collector.values = torch.tensor([2.0**-9])  # lost in bfloat16
+    tensor.write_effective()
     assert owner.weight.item() == 1
-    tensor.write_effective(torch.tensor([2.0**-8 + 2.0**-12]))  # rounds up; 2^-8 alone would be a tie, to even, down
+    tensor.collector.values = torch.tensor([2.0**-8 + 2.0**-12])  # rounds up; 2^-8 alone would be a tie, to even, down
+    tensor.write_effective()
     assert owner.weight.item() == 1 + 2.0**-7
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def _start(settings: Settings) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, float | int | list[float]]:
+def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, Any]:
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write(line + "\n")
@@ -93,5 +94,5 @@ def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, float | int | li
     answer = worker.stdout.readline()
     if not answer:
         raise RuntimeError(f"the worker ended with exit code {worker.wait()}; its error is above.")
-    result: dict[str, float | int | list[float]] = json.loads(answer)
+    result: dict[str, Any] = json.loads(answer)
     return result

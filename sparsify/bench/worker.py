@@ -62,7 +62,7 @@ def build(settings: Settings) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    model: nn.Module = BertForSequenceClassification(BertConfig(**SHAPES[settings.shape]))
+    model = BertForSequenceClassification(BertConfig.from_dict(SHAPES[settings.shape]))
     return model.to(getattr(torch, settings.dtype)).train()
 
 

@@ -130,7 +130,7 @@ def _balanced_without_near_copies(found: list[Example]) -> list[Example]:
     return kept
 
 
-def _definitions(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def _definitions(node: ast.AST) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every class and function under a node, with its label."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):

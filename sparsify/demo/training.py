@@ -44,7 +44,7 @@ def train(
     for step in range(1, steps + 1):
         rows = next(batches)
         loss = F.cross_entropy(model(**data.batch(rows)), data.labels[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -75,7 +75,7 @@ def train_frozen_baseline(model: DocstringClassifier, training: Tokenized, held_
     optimizer = torch.optim.AdamW(head.parameters(), lr=BASELINE_LR)
     for _ in range(BASELINE_STEPS):
         optimizer.zero_grad()
-        F.cross_entropy(head(features), training.labels).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(head(features), training.labels).backward()
         optimizer.step()
     with torch.no_grad():
         logits: Tensor = head(held_out_features)

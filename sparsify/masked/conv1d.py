@@ -10,7 +10,7 @@ from sparsify.masked.linear import masked_linear
 from sparsify.masked.module import MaskedModule
 
 
-class MaskedConv1D(MaskedModule, Conv1D):  # type: ignore[misc]
+class MaskedConv1D(MaskedModule, Conv1D):
     """A transformers ``Conv1D`` whose frozen weight and bias are trained at their unmasked entries."""
 
     plain_class = Conv1D

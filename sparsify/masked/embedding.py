@@ -26,7 +26,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         use = announce_use(self, "weight")
         if use is None:
             return F.embedding(ids, self.weight, self.padding_idx)
-        rows: Tensor = _MaskedEmbedding.apply(ids, self.weight, use.anchor, use, self.padding_idx)  # type: ignore[no-untyped-call]
+        rows: Tensor = _MaskedEmbedding.apply(ids, self.weight, use.anchor, use, self.padding_idx)
         return rows
 
 

@@ -45,7 +45,7 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
         use = announce_use(module, attribute)
         if use is not None:
             plain[attribute] = module._parameters[attribute]
-            tap = _Tap.apply(plain[attribute], use.anchor, use)  # type: ignore[no-untyped-call]
+            tap = _Tap.apply(plain[attribute], use.anchor, use)
             module._parameters[attribute] = tap
     module.__dict__.setdefault(PLAIN, []).append(plain)
 

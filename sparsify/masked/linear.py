@@ -43,7 +43,7 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
     dtype = _autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
-        result: Tensor = _MaskedLinear.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _MaskedLinear.apply(
             x,
             module.weight,
             module.bias,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class MaskedModule(nn.Module):
     """Read-only views of the entries of ``weight`` that are trained."""
 
     plain_class: ClassVar[type[nn.Module]]
-    weight: nn.Parameter
+    weight: Any
 
     @property
     def indices(self) -> Tensor:
@@ -38,14 +38,15 @@ class MaskedModule(nn.Module):
 
     @property
     def base_values(self) -> Tensor:
-        """(k,) the pretrained values of the unmasked entries."""
+        """(k,) the pretrained values of the unmasked entries, in the weight's dtype."""
         tensor = masked_tensors(self).get("weight")
         return self.weight.detach().new_empty(0) if tensor is None else tensor.base
 
     @property
     def delta(self) -> Tensor:
-        """(k,) trained minus pretrained value of the unmasked entries, as the weight has it."""
-        return self.weight.detach().take(self.indices) - self.base_values
+        """(k,) float32: trained minus pretrained value of the unmasked entries."""
+        tensor = masked_tensors(self).get("weight")
+        return torch.empty(0, device=self.weight.device) if tensor is None else tensor.delta
 
     @property
     def density(self) -> float:

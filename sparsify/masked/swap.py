@@ -67,7 +67,7 @@ def unswap(module: nn.Module) -> None:
     if TENSORS not in module.__dict__:
         return
     if isinstance(module, MaskedModule):
-        module.__class__ = module.plain_class
+        module.__class__ = module.plain_class  # type: ignore[assignment]
     for handle in module.__dict__.pop(HOOKS, ()):
         handle.remove()
     module.__dict__.pop(PLAIN, None)
@@ -79,7 +79,7 @@ def frozen_row(module: nn.Module) -> int | None:
     return module.padding_idx if isinstance(module, nn.Embedding) else None
 
 
-def _masked_class(module: nn.Module) -> type[nn.Module] | None:
+def _masked_class(module: nn.Module) -> type[MaskedModule] | None:
     """The masked form of exactly this class; ``None`` where the generic form is the right one."""
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
         return None

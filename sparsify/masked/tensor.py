@@ -62,11 +62,11 @@ class Gradient:
             self._own()
             self.values += other.values
             return self
-        if self.rows is None:
+        if other.rows is not None and self.rows is None:
             self._own()
             self.values.index_add_(0, other.rows, other.values.to(self.values.dtype))
             return self
-        if other.rows is None:
+        if self.rows is None or other.rows is None:
             return other.add(self)
         return sum_rows(torch.cat([self.rows, other.rows]), torch.cat([self.values, other.values]))
 
@@ -105,6 +105,10 @@ class Use(Protocol):
 
 class Collector(Protocol):
     """Whoever trains the tensors. A masked module does not know how entries are selected."""
+
+    @property
+    def values(self) -> Tensor:
+        """(budget,) the flat delta."""
 
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
@@ -161,6 +165,12 @@ class MaskedTensor:
         return self._buffer(2)
 
     @property
+    def delta(self) -> Tensor:
+        """(k,) trained minus pretrained value of the unmasked entries, in the flat delta's dtype."""
+        values = self.collector.values.detach()
+        return values[self.slots.to(values.device)].to(self.base.device)
+
+    @property
     def count(self) -> int:
         """Number of unmasked entries."""
         return self.indices.numel()
@@ -212,9 +222,9 @@ class MaskedTensor:
             self.owner._buffers[name] = torch.cat([old, more.to(old.device)])
 
     @torch.no_grad()
-    def write_effective(self, values: Tensor) -> None:
-        """Puts base + delta into the weight, with ``values`` (budget,) the flat delta."""
-        delta = values[self.slots.to(values.device)].to(self.base.device)
+    def write_effective(self) -> None:
+        """Puts base + delta into the weight."""
+        delta = self.delta
         base = self.base.to(torch.promote_types(self.base.dtype, delta.dtype))
         self.parameter.put_(self.indices, (base + delta).to(self.parameter.dtype))
 
