@@ -36,7 +36,7 @@ METRICS = {
 TASK_METRICS = {"mrpc": ("accuracy", "f1"), "qqp": ("accuracy", "f1"), "cola": ("matthews",)}
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = parser.add_argument_group("data")
     data.add_argument("--task", help="a GLUE task: mrpc, cola, sst2, rte, ...")
@@ -56,11 +56,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, default=3)
+    training.add_argument("--steps", type=int, help="stop after this many; instead of --epochs")
     training.add_argument("--batch-size", type=int, default=16)
     training.add_argument("--lr", type=float, help="default: 1e-3, or 5e-5 for full")
+    training.add_argument("--lr-schedule", choices=("linear", "constant"), default="linear")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--out", type=Path, help="where to save the delta")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments)
     if bool(arguments.task) == bool(arguments.train_file):
         parser.error("give either --task or --train-file with --validation-file")
     if arguments.train_file and not arguments.validation_file:
@@ -144,16 +146,16 @@ def evaluate(model, loader: DataLoader, metrics: tuple[str, ...]) -> dict[str, f
     return {name: round(float(METRICS[name](labels, predictions)), 4) for name in metrics}
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    arguments = parse_arguments(arguments)
     torch.manual_seed(arguments.seed)
     train_rows, validation_rows = load_rows(arguments)
+    num_labels = 1 + max(row["label"] for row in train_rows + validation_rows)
     train_rows = train_rows[: arguments.rows]
     metrics = TASK_METRICS.get(arguments.task, ("accuracy",))
 
     path = model_path(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    num_labels = len({row["label"] for row in train_rows})
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
     train_loader = make_loader(train_rows, tokenizer, arguments, shuffle=True)
     validation_loader = make_loader(validation_rows, tokenizer, arguments, shuffle=False)

@@ -312,9 +312,8 @@ class Unmasker:
         for tensor in self.tensors:
             if tensor in plain:
                 weight = tensor.parameter.take(tensor.indices)
-                values[tensor.slots.to(values.device)] = (weight.to(values.dtype) - tensor.base.to(values.dtype)).to(
-                    values
-                )
+                change = weight.to(values.dtype) - tensor.base.to(values.dtype)
+                values[tensor.slots.to(values.device)] = change.to(values.device)
             elif tensor.count:
                 tensor.write_effective()
         self._written = self._fingerprint()

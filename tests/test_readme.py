@@ -1,0 +1,78 @@
+"""The README's snippets run, its commands are those that CI runs, and its file map is the package's."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sparsify
+from sparsify import SparseDelta, desparsify, get_unmasker
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+class Model(nn.Module):
+    """Has the modules that the snippets name."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.value, self.classifier = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2)
+
+    def forward(self, x):
+        return self.classifier(self.query(x) + self.value(x))
+
+
+def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model, base_model = Model(), Model()
+    base_model.load_state_dict(model.state_dict())
+    train, load = SNIPPETS[0].split("SparseDelta.from_model")
+    names = {"model": model, "base_model": base_model}
+    exec(train, names)
+    assert get_unmasker(model).budget == 38_000
+    x = torch.randn(4, 300)
+    model(x).square().sum().backward()
+    names["optimizer"].step()
+    exec("SparseDelta.from_model" + load, {**names, "SparseDelta": SparseDelta})
+    assert torch.equal(base_model(x), model(x))
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS[1:])
+def test_the_other_snippets_run(snippet):
+    names = {"model": Model(), "sparsify": sparsify.sparsify}
+    for statement in re.findall(r"^(?:from .*|sparsify\(.*)$", snippet, flags=re.MULTILINE):
+        exec(statement, names)
+        if statement.startswith("sparsify("):
+            assert get_unmasker(names["model"]).steps == 1_000
+            desparsify(names["model"])
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) >= 3
+
+
+@pytest.mark.parametrize("extra", ["demo", "test"])
+def test_the_two_commands_are_what_ci_runs(extra):
+    command = f"pip install -c constraints.txt -e '.[{extra}]' && "
+    assert command in README
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert f"-e '.[{extra}]'" in ci
+
+
+def test_every_module_is_on_the_map():
+    text = README[README.index("## Where things are") :]
+    for path in sorted((ROOT / "sparsify").iterdir()):
+        if path.suffix == ".py" and path.stem not in ("__init__", "errors", "extras", "version"):
+            assert path.name in text, f"{path.name} is missing from the README's map"
+        elif path.is_dir() and (path / "__init__.py").exists():
+            assert f"{path.name}/" in text
+
+
+def test_no_link_in_the_readme_is_broken():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
