@@ -14,8 +14,10 @@ import argparse
 import gzip
 import importlib
 import json
+import math
 import os
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -157,9 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
     path = model_path(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
+    if tokenizer.pad_token is None:  # decoders often have none
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
     train_loader = make_loader(train_rows, tokenizer, arguments, shuffle=True)
     validation_loader = make_loader(validation_rows, tokenizer, arguments, shuffle=False)
-    steps = arguments.epochs * len(train_loader)
+    steps = arguments.steps or arguments.epochs * len(train_loader)
+    epochs = math.ceil(steps / len(train_loader))
 
     # 1. Convert: one line. The new head is trained dense, beside the budget.
     heads = [head for head in HEADS if arguments.dense_head and hasattr(model, head)]
@@ -176,12 +182,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 2. Train: any loop will do.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], arguments.lr, weight_decay=0.0)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+    scheduler = get_scheduler(arguments.lr_schedule, optimizer, num_warmup_steps=0, num_training_steps=steps)
     started = time.perf_counter()
     history = []
-    for epoch in range(1, arguments.epochs + 1):
+    for epoch in range(1, epochs + 1):
         model.train()
-        for batch in tqdm(train_loader, desc=f"epoch {epoch}/{arguments.epochs}", leave=False):
+        length = min(len(train_loader), steps - (epoch - 1) * len(train_loader))
+        for batch in tqdm(islice(train_loader, length), total=length, desc=f"epoch {epoch}/{epochs}", leave=False):
             model(**batch).loss.backward()
             torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
             optimizer.step()

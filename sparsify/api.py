@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
+from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.names import find_engine
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.selection import Pool, offer_weight
@@ -72,7 +75,7 @@ def sparsify(
     """
     _check_model(model)
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
@@ -93,6 +96,12 @@ def sparsify(
 
 def desparsify(model: Model) -> Model:
     """Gives back the plain modules, the trained values in their weights; what required grad before does so again.
+
+    Args:
+        model: a sparsified model.
+
+    Returns:
+        The same model object.
 
     Raises:
         SparsifyError: when the model is not sparsified.
@@ -120,27 +129,52 @@ def desparsify(model: Model) -> Model:
 def get_unmasker(model: nn.Module) -> Unmasker:
     """The engine of a sparsified model, found through wrappers such as DDP's or ``torch.compile``'s.
 
+    Args:
+        model: a sparsified model, or one that holds it.
+
+    Returns:
+        The engine; its ``steps`` may be set until the first backward, its ``unmasked`` tells the count.
+
     Raises:
-        SparsifyError: when the model is not sparsified.
+        SparsifyError: when the model is not sparsified, or several of its parts are.
+
+    Example:
+        >>> get_unmasker(sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)).budget
+        3
     """
-    for module in model.modules():
-        engine = engine_of(module)
-        if engine is not None:
-            return engine
-    raise SparsifyError(f"this {type(model).__name__} is not sparsified; call sparsify(model, budget, strategy) first.")
+    engine: Unmasker | None = find_engine(model)
+    if engine is None:
+        raise SparsifyError(
+            f"this {type(model).__name__} is not sparsified; call sparsify(model, budget, strategy) first "
+            '(strategy "full" leaves the model plain).'
+        )
+    return engine
 
 
 def summary(model: nn.Module) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
 
+    Args:
+        model: a sparsified model.
+
+    Returns:
+        The numbers; ``print`` lays them out.
+
     Raises:
         SparsifyError: when the model is not sparsified.
+
+    Example:
+        >>> summary(sparsify(torch.nn.Linear(4, 4), budget=3, strategy="pafi")).unmasked
+        3
     """
     return summarize(get_unmasker(model))
 
 
 def print_trainable_parameters(model: nn.Module) -> None:
     """Prints the number of trainable parameters, in PEFT's words.
+
+    Args:
+        model: any model; the flat delta of a sparsified one counts as trainable, and not again among all.
 
     Example:
         >>> print_trainable_parameters(sparsify(torch.nn.Linear(10, 10), budget=11, steps=1))
@@ -156,6 +190,12 @@ def base_weights(model: Model) -> Iterator[Model]:
 
     ``modules_to_save`` keep their trained weights; they have no base.
 
+    Args:
+        model: a sparsified model; the block may only run it forward.
+
+    Raises:
+        SparsifyError: when the model is not sparsified, or the block trains or exports it.
+
     Example:
         >>> model = sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)
         >>> with base_weights(model):
@@ -169,6 +209,18 @@ def sync(model: nn.Module) -> None:
     """Writes the flat delta into the weights now; needed only by optimizers that are not ``torch.optim``'s.
 
     Every forward pass of the root, ``state_dict()`` and step of a ``torch.optim`` optimizer does so by itself.
+
+    Args:
+        model: a sparsified model.
+
+    Raises:
+        SparsifyError: when the model is not sparsified.
+
+    Example:
+        >>> model = sparsify(torch.nn.Linear(4, 4), budget=16, strategy="pafi", target_modules=None)
+        >>> model.sparse_values.data.add_(1.0)[0].item()
+        1.0
+        >>> sync(model)
     """
     get_unmasker(model).sync()
 
@@ -181,10 +233,10 @@ def _check_model(model: Any) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise SparsifyError(
             f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
-            + (", and use DistributedDataParallel." if isinstance(model, nn.DataParallel) else " before wrapping it.")
+            + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
         )
     for name, module in model.named_modules():
-        if engine_of(module) is not None:
+        if engine_of(module) is not None or masked_tensors(module):
             raise SparsifyError(
                 f"`{name or '(root)'}` is already sparsified; call desparsify(model) first to start afresh."
             )
@@ -192,7 +244,7 @@ def _check_model(model: Any) -> None:
         if hasattr(parameter, "ds_id"):
             raise SparsifyError(
                 f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, which keeps weights away between layers; "
-                "use ZeRO stage 0, or DistributedDataParallel."
+                "use ZeRO stage 0."
             )
 
 
@@ -215,10 +267,10 @@ def _resolve_budget(budget: int | float | None, strategy: Strategy, candidates: 
             f"budget=None with {strategy.importance}; expected a number of entries, 1 to {available:,}, or a share of "
             "the candidates, a float in (0, 1). Only bitfit and full say by themselves how many they train."
         )
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+    if isinstance(budget, bool) or not isinstance(budget, Real):
         raise SparsifyError(f"budget={budget!r}; expected an int (entries), a float in (0, 1) (a share), or None.")
-    if isinstance(budget, float):
-        if not 0 < budget < 1:
+    if not isinstance(budget, Integral):
+        if not 0 < budget < 1:  # a share
             raise SparsifyError(
                 f"budget={budget!r} is a float and so a share of the candidates, which must lie in (0, 1); "
                 "pass an int for a number of entries."
@@ -229,7 +281,7 @@ def _resolve_budget(budget: int | float | None, strategy: Strategy, candidates: 
             f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates. "
             "Lower the budget, or let more parameters require grad."
         )
-    return budget
+    return int(budget)
 
 
 def _num_candidates(candidate: Candidate) -> int:
@@ -299,10 +351,10 @@ def _mask(
             by_module.setdefault(module, {})[name] = tensor
         offset += candidate.parameter.numel()
 
-    model.register_parameter(VALUES, SparseValues(values))
-    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=values.device))
     for module, tensors in by_module.items():
         swap(module, tensors)
+    model.register_parameter(VALUES, SparseValues(values))
+    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=values.device))
     install(engine)
     _freeze([candidate.parameter for candidate in targets.candidates])
     _freeze(targets.frozen.values())

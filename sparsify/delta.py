@@ -26,11 +26,10 @@ from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, 
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
 from sparsify.format import CONFIG_NAME, FILE_NAME
+from sparsify.names import ENGINE, find_engine
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
-_ENGINE = "_sparsify_engine"  # where a model in training keeps its engine
-_WRAPPERS = ("module", "_orig_mod")  # the attribute that holds the model in DDP and in torch.compile
 _RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft")
 
 
@@ -43,6 +42,7 @@ class SparseDelta:
         config: how the delta came about; goes into the file, nothing depends on it.
 
     Example:
+        >>> import torch
         >>> base = nn.Linear(3, 1)
         >>> before = base.weight.detach().clone()
         >>> entry = TensorDelta(
@@ -88,7 +88,13 @@ class SparseDelta:
         Raises:
             SparsifyError: when the model is not sparsified, or holds values that cannot be a delta.
         """
-        export = _find_engine(model).export(budget)
+        engine = find_engine(model)
+        if engine is None:
+            raise SparsifyError(
+                f"this {type(model).__name__} is not sparsified, so there is nothing to take a delta from: pass the "
+                "model that `sparsify(model, ...)` returned, before `desparsify`."
+            )
+        export = engine.export(budget)
         tensors: dict[str, TensorDelta] = {}
         for item in export.tensors:
             if item.name in tensors:
@@ -232,19 +238,6 @@ class SparseDelta:
             )
 
 
-def _find_engine(model: nn.Module) -> Any:
-    """The training engine of a model or of what it wraps; a model that has none is an error."""
-    inner: nn.Module | None = model
-    while inner is not None:
-        if _ENGINE in vars(inner):
-            return vars(inner)[_ENGINE]
-        inner = next((inner._modules[name] for name in _WRAPPERS if name in inner._modules), None)
-    raise SparsifyError(
-        f"this {type(model).__name__} is not sparsified, so there is nothing to take a delta from: pass the model "
-        "that `sparsify(model, ...)` returned, before `desparsify`."
-    )
-
-
 def _tensor_delta(item: Any) -> TensorDelta:
     """One tensor's entries as the engine exports them."""
     try:
@@ -268,7 +261,7 @@ def _library_versions() -> dict[str, str]:
 
 def _check_plain(model: nn.Module) -> None:
     """Raises where a model, or a part of it, is in sparse training."""
-    if any(_ENGINE in vars(module) for module in model.modules()):
+    if any(ENGINE in vars(module) for module in model.modules()):
         raise SparsifyError(
             "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
             "learn on top of what a delta writes. Call `desparsify(model)` first, or use another copy of the base."

@@ -111,7 +111,8 @@ def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> Edit:
     if target.dtype == delta.dtype and digest(old) != delta.base_sha256:
         raise BaseMismatchError(
             f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be a "
-            "model that nobody trained: load the exact base, and revert any other delta first."
+            "model that nobody trained: load the exact base, and revert any other delta first. (A head that is drawn "
+            "at random has no exact base: train it with modules_to_save=[...].)"
         )
     new = _added(old, delta.values) if delta.kind == "add" else delta.values.to(target.dtype)
     if bad := int((~new.isfinite()).sum()):

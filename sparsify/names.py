@@ -7,11 +7,13 @@ dict, so that a delta trained under one wrapper finds its tensors under another,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 
+ENGINE = "_sparsify_engine"  # attribute of a sparsified model: what trains it
 _COMPILED = "_orig_mod"  # torch.compile leaves it wherever a module was compiled, so also in the middle of a name
 _PREFIXES = (("module",), ("base_model", "model"))  # DDP and the like; PEFT
 
@@ -80,3 +82,18 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def find_engine(model: nn.Module) -> Any:
+    """The engine of a sparsified model, also within wrappers; ``None`` for a model that is not sparsified.
+
+    Raises:
+        SparsifyError: when several parts of the model are sparsified, each by itself.
+    """
+    engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}
+    if len(engines) > 1:
+        raise SparsifyError(
+            f"several parts of this {type(model).__name__} are sparsified, each by itself: "
+            f"{', '.join(f'`{name}`' for name in engines)}; pass the one that is meant."
+        )
+    return next(iter(engines.values()), None)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.unmasker import ENGINE, POSITION, VALUES, Unmasker
+from sparsify.names import ENGINE
+from sparsify.unmasker import POSITION, VALUES, Unmasker
 
 HANDLES = "_sparsify_handles"  # attribute of a module: the handles of the hooks placed here
 PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded
@@ -85,7 +86,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
     if getattr(root, "_is_replica", False):
         raise SparsifyError(
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "
-            "use one device or DistributedDataParallel (hide other GPUs with CUDA_VISIBLE_DEVICES)."
+            "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
     _refresh(root)
 

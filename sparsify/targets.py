@@ -17,6 +17,7 @@ from torch import nn
 from sparsify.errors import SparsifyError
 
 ALL_LINEAR = "all-linear"
+PEFT_SAVED = "modules_to_save"  # the part of a module's name under which PEFT keeps its own dense modules
 Pattern = str | list[str] | tuple[str, ...] | set[str] | None
 
 
@@ -79,7 +80,7 @@ def find_targets(
         if not parameter.requires_grad:
             continue
         places = owners[id(parameter)]
-        if any(_inside(owner, saved_modules) for owner, _, _ in places):
+        if any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner, _, _ in places):
             saved[name] = parameter
         elif any(owner in targeted and not _inside(owner, excluded) for owner, _, _ in places):
             candidates.append(Candidate(name, parameter, places))

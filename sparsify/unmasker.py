@@ -34,7 +34,6 @@ from sparsify.screen import can_screen, offer_screened
 from sparsify.selection import Pool, Winners, offer_gradient
 from sparsify.strategies import Increment, Strategy
 
-ENGINE = "_sparsify_engine"  # attribute of the root module
 VALUES = "sparse_values"
 POSITION = "sparse_position"
 
@@ -127,8 +126,10 @@ class Unmasker:
         self._pass: BackwardPass | None = None
         self._selected = False  # whether this optimizer step has had its selection
         self._paused = False
+        self._full = False  # whether the whole budget is unmasked
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
-        self._written: tuple[int, torch.dtype] | None = None
+        self._written: Tensor | None = None  # the flat delta that the weights were written from
+        self._written_dtype: torch.dtype | None = None
         _watch_optimizers(self)
 
     # -------------------------------------------------------------------------------- state
@@ -151,14 +152,14 @@ class Unmasker:
         """Whether entries may still be unmasked."""
         if not isinstance(self.strategy.selection, Increment):
             return False
-        return self.steps is None or self.step < self.steps
+        return not self._full and (self.steps is None or self.step < self.steps)
 
     @property
     def _importance(self) -> GradientImportance:
         return cast(GradientImportance, self.strategy.importance)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pass": None}
+        return {**self.__dict__, "_pass": None, "_written": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -173,6 +174,11 @@ class Unmasker:
         values = self.values
         if not values.requires_grad or not (tensor.count or self.growing):
             return None
+        if tensor.parameter.shape != tensor.shape:
+            raise SparsifyError(
+                f"`{tensor.name}` had shape {tuple(tensor.shape)} at sparsify() and has "
+                f"{tuple(tensor.parameter.shape)} now; resize embeddings and the like before sparsify()."
+            )
         return self._anchors.use(tensor, values)
 
     # -------------------------------------------------------------------------------- backward
@@ -212,6 +218,8 @@ class Unmasker:
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
+            self._check_not_paused("backward()")
+            _check_single_rank()
             self._pass = BackwardPass(graph, self.values.detach(), self._quota())
         return self._pass
 
@@ -261,6 +269,7 @@ class Unmasker:
         slots = torch.arange(first, first + ids.numel(), device=ids.device)
         grad[slots] = winners.grads
         self.append(ids, slots)
+        self._full = first + ids.numel() >= self.budget
 
     def append(self, ids: Tensor, slots: Tensor) -> None:
         """Adds entries (n,) given by global id to their tensors' index buffers."""
@@ -276,12 +285,13 @@ class Unmasker:
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
+        self._check_not_paused("optimizer.step()")
+        self._warn_of_unreached()
         self.step += 1
         self.updates += self.unmasked
         self._selected = False
         self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
         self.sync()
-        self._warn_of_unreached()
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -289,11 +299,22 @@ class Unmasker:
         for tensor in self.tensors:
             if tensor.count:
                 tensor.write_effective()
-        self._written = self._fingerprint()
+        self._remember_written()
 
     def refresh(self) -> None:
-        """Writes the weights if the flat delta, or the weights' dtype, is not the one they were written from."""
-        if not self._paused and self._written != self._fingerprint():
+        """Writes the weights if the flat delta, or the weights' dtype, is not the one they were written from.
+
+        The values themselves are compared: a version counter misses writes through ``.data``.
+        """
+        if self._paused:
+            return
+        written, values = self._written, self.values.detach()
+        if (
+            written is None
+            or (written.device, written.dtype) != (values.device, values.dtype)
+            or self._written_dtype != self.tensors[0].parameter.dtype
+            or not torch.equal(written, values)
+        ):
             self.sync()
 
     @torch.no_grad()
@@ -308,6 +329,13 @@ class Unmasker:
         assert position is not None
         self.step, self.updates = (int(number) for number in position.tolist())
         self._selected = False
+        self._full = self.unmasked >= self.budget
+        if plain and not self.unmasked:
+            warnings.warn(
+                "weights were loaded without index buffers into a sparsified model that has nothing unmasked: they are "
+                "its base now. To go on with an earlier run, load its whole state_dict(), buffers included.",
+                stacklevel=4,
+            )
         values = self.values
         for tensor in self.tensors:
             if tensor in plain:
@@ -316,7 +344,7 @@ class Unmasker:
                 values[tensor.slots.to(values.device)] = change.to(values.device)
             elif tensor.count:
                 tensor.write_effective()
-        self._written = self._fingerprint()
+        self._remember_written()
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
@@ -339,6 +367,7 @@ class Unmasker:
 
     def export(self, budget: int | None = None) -> Export:
         """What was learned: the first ``budget`` unmasked entries, and what is stored whole."""
+        self._check_not_paused("SparseDelta.from_model()")
         self.refresh()
         return export(self, budget)
 
@@ -346,11 +375,13 @@ class Unmasker:
         """No optimizer step is counted any more."""
         _LIVE.discard(self)
 
-    def _fingerprint(self) -> tuple[int, torch.dtype]:
-        """Tells one flat delta from another by its bits: a version counter misses writes through ``.data``."""
-        values = self.values.detach()
-        bits = values.view(torch.int64 if values.dtype == torch.float64 else torch.int32)
-        return int(bits.sum(dtype=torch.int64)), self.tensors[0].parameter.dtype
+    def _remember_written(self) -> None:
+        self._written = self.values.detach().clone()
+        self._written_dtype = self.tensors[0].parameter.dtype
+
+    def _check_not_paused(self, call: str) -> None:
+        if self._paused:
+            raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
     def _warn_of_unreached(self) -> None:
         reached, self._reached = self._reached, None
@@ -365,6 +396,15 @@ class Unmasker:
                 "is well; otherwise their weight is read without their module being called: please report it.",
                 stacklevel=2,
             )
+
+
+def _check_single_rank() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise SparsifyError(
+            f"training on {distributed.get_world_size()} ranks is not supported: each would unmask entries of its own; "
+            "train on one."
+        )
 
 
 _LIVE: weakref.WeakSet[Unmasker] = weakref.WeakSet()

@@ -244,12 +244,14 @@ def test_without_gradients_nothing_is_tapped():
     module = Failing()
     recorder, _ = mask(module)
     inside = []
-    module.register_forward_pre_hook(lambda m, args: inside.append(type(m._parameters["weight"])))
+    module.register_forward_pre_hook(lambda m, args: inside.append(m._parameters["weight"]))
     with torch.no_grad():
         module(torch.randn(2, DIM))
+    assert inside.pop() is module.weight
     recorder.listening = False
-    module(torch.randn(2, DIM))
-    assert inside == [nn.Parameter] * 2
+    module.weight.requires_grad_(True)  # as PEFT does behind our back
+    assert not module(torch.randn(2, DIM)).requires_grad
+    assert not inside.pop().requires_grad
 
 
 def test_an_unwanted_gradient_is_reported_as_a_use():

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from sparsify import (
     MaskedEmbedding,
     MaskedLinear,
+    SparseDelta,
     SparsifyError,
     base_weights,
     desparsify,
@@ -467,6 +468,15 @@ def test_writes_through_data_are_seen_by_the_next_forward(mlp):
     assert_weights_follow_the_delta(model)
 
 
+@pytest.mark.parametrize("write", [lambda v: v.neg_(), lambda v: v.copy_(v.flip(0))], ids=["signs", "order"])
+def test_writes_that_keep_every_sum_are_seen_too(mlp, write):
+    model, batches = mlp
+    train(model, batches)
+    write(model.sparse_values.data)
+    loss_of(model, batches[0])
+    assert_weights_follow_the_delta(model)
+
+
 def test_writes_through_data_are_seen_by_the_next_state_dict_and_by_sync(mlp):
     model, batches = mlp
     train(model, batches, steps=4)
@@ -577,6 +587,42 @@ def test_base_weights_come_back_after_an_error(mlp):
     assert all(torch.equal(value, trained[name]) for name, value in plain_weights(model).items())
 
 
+def test_base_weights_are_for_forward_passes_only(mlp):
+    model, batches = mlp
+    train(model, batches, steps=2)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    loss = loss_of(model, batches[0])
+    with base_weights(model):
+        with pytest.raises(SparsifyError, match=r"backward\(\) inside base_weights\(\)"):
+            loss.backward()
+        with pytest.raises(SparsifyError, match=r"from_model\(\) inside base_weights\(\)"):
+            SparseDelta.from_model(model)
+        model.sparse_values.grad = torch.zeros(BUDGET)
+        with pytest.raises(SparsifyError, match=r"optimizer\.step\(\) inside base_weights\(\)"):
+            optimizer.step()
+
+
+def test_a_flag_that_is_set_back_trains_nothing_beside_the_delta():
+    model, batches = build("bert")
+    sparsify(model, BUDGET, "pafi")
+    for parameter in model.parameters():  # as PEFT does on leaving disable_adapter()
+        parameter.requires_grad_(True)
+    loss_of(model, batches[0]).backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["sparse_values"]
+
+
+def test_a_dense_weight_beside_a_masked_bias_keeps_its_gradient():
+    torch.manual_seed(0)
+    dense = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+    dense["head"].weight = dense["table"].weight
+    sparse = sparsify(copy.deepcopy(dense), 3, steps=1, modules_to_save=["table"])
+    ids = torch.tensor([1, 5, 5])
+    for model in (dense, sparse):
+        nn.functional.cross_entropy(model["head"](model["table"](ids)), ids).backward()
+    assert [tensor.name for tensor in get_unmasker(sparse).tensors] == ["head.bias"]
+    torch.testing.assert_close(sparse["table"].weight.grad, dense["table"].weight.grad)
+
+
 def test_desparsify_gives_the_trained_plain_model_back():
     model, batches = build("gpt2")
     plain_types = {name: type(module) for name, module in model.named_modules()}
@@ -619,6 +665,13 @@ def test_after_a_step_nothing_as_large_as_a_weight_lives_beyond_the_weights():
         optimizer.step()
     assert summary(model).unmasked == 60
     assert largest_new_tensor(known) <= 8 * 100  # the smallest weight matrix has 8 bytes x 16,000
+
+
+def test_a_weight_that_changed_its_shape_is_refused(mlp):
+    model, batches = mlp
+    model.head.weight = nn.Parameter(torch.zeros(5, 8), requires_grad=False)
+    with pytest.raises(SparsifyError, match=r"`head\.weight` had shape \(3, 8\) at sparsify\(\) and has \(5, 8\) now"):
+        loss_of(model, batches[0])
 
 
 def test_a_module_that_got_no_gradient_is_named_once():

@@ -21,12 +21,13 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
 
     plain_class = nn.Embedding
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The rows (..., dim) of the table for ids (...)."""
         use = announce_use(self, "weight")
+        weight = self.weight.detach()
         if use is None:
-            return F.embedding(ids, self.weight, self.padding_idx)
-        rows: Tensor = _MaskedEmbedding.apply(ids, self.weight, use.anchor, use, self.padding_idx)
+            return F.embedding(input, weight, self.padding_idx)
+        rows: Tensor = _MaskedEmbedding.apply(input, weight, use.anchor, use, self.padding_idx)
         return rows
 
 
@@ -43,7 +44,7 @@ class _MaskedEmbedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         gradient = None
         if ctx.use.wanted():
-            rows, values = ids.reshape(-1), grad_y.reshape(-1, grad_y.shape[-1])
+            rows, values = ids.reshape(-1).long(), grad_y.reshape(-1, grad_y.shape[-1])
             if ctx.padding_idx is not None:
                 used = rows != ctx.padding_idx
                 rows, values = rows[used], values[used]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.module import announce_use, masked_tensors
+from sparsify.masked.module import announce_use, frozen_if_masked, masked_tensors
 from sparsify.masked.tensor import Gradient, Use, as_matrix
 
 PLAIN = "_plain_parameters"  # attribute of a module in its forward: what the taps stand for
@@ -41,12 +41,12 @@ class _Tap(torch.autograd.Function):
 def tap_parameters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: the module's forward will read taps instead of its masked parameters."""
     plain: dict[str, nn.Parameter | None] = {}
-    for attribute in masked_tensors(module):
+    for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
         use = announce_use(module, attribute)
-        if use is not None:
-            plain[attribute] = module._parameters[attribute]
-            tap = _Tap.apply(plain[attribute], use.anchor, use)
-            module._parameters[attribute] = tap
+        parameter = plain[attribute] = module._parameters[attribute]
+        frozen = frozen_if_masked(module, attribute)
+        tap = frozen if use is None else _Tap.apply(parameter, use.anchor, use)
+        module._parameters[attribute] = tap
     module.__dict__.setdefault(PLAIN, []).append(plain)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.masked.module import MaskedModule, announce_use
+from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, Use
 
@@ -30,23 +30,24 @@ class MaskedLinear(MaskedModule, nn.Linear):
 
     plain_class = nn.Linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The plain layer's output (..., out_features) for x (..., in_features)."""
-        return masked_linear(self, x, transposed=False)
+    def forward(self, input: Tensor) -> Tensor:
+        """The plain layer's output (..., out_features) for an input (..., in_features)."""
+        return masked_linear(self, input, transposed=False)
 
 
 def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
     """The linear map of a module that has ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
     of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
+    weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     if of_weight is None and of_bias is None:
-        return linear(x, module.weight, module.bias, transposed)
+        return linear(x, weight, bias, transposed)
     dtype = _autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _MaskedLinear.apply(
             x,
-            module.weight,
-            module.bias,
+            weight,
+            bias,
             of_weight and of_weight.anchor,
             of_bias and of_bias.anchor,
             of_weight,
@@ -71,8 +72,9 @@ class _MaskedLinear(torch.autograd.Function):
         transposed: bool,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        ctx.save_for_backward(x if of_weight is not None else None, weight)
-        ctx.of_weight, ctx.of_bias, ctx.transposed = of_weight, of_bias, transposed
+        needs_x = of_weight is not None or weight.requires_grad  # trained dense beside a masked bias
+        ctx.save_for_backward(x if needs_x else None, weight)
+        ctx.of_weight, ctx.of_bias, ctx.transposed, ctx.weight_dtype = of_weight, of_bias, transposed, weight.dtype
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         return linear(x, weight, bias, transposed)
@@ -82,7 +84,7 @@ class _MaskedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
-        grad_x = None
+        grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad_y.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 weight = weight.to(grad_y.dtype)
@@ -93,7 +95,11 @@ class _MaskedLinear(torch.autograd.Function):
                 ctx.of_weight.collect(
                     _weight_gradient(x, grad_rows, ctx.transposed) if ctx.of_weight.wanted() else None
                 )
-        return grad_x, None, None, None, None, None, None, None, None
+            if ctx.needs_input_grad[1]:
+                grad_weight = _weight_gradient(x, grad_rows, ctx.transposed).dense().values.to(ctx.weight_dtype)
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad_rows.sum(0).to(ctx.weight_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -24,6 +24,12 @@ def announce_use(module: nn.Module, attribute: str) -> Use | None:
     return None if tensor is None else tensor.collector.use(tensor)
 
 
+def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
+    """The parameter, cut off from autograd if it is masked: PEFT, for one, sets ``requires_grad`` back on its own."""
+    parameter = module._parameters[attribute]
+    return parameter.detach() if parameter is not None and attribute in masked_tensors(module) else parameter
+
+
 class MaskedModule(nn.Module):
     """Read-only views of the entries of ``weight`` that are trained."""
 

@@ -6,13 +6,14 @@ A linear layer or embedding changes its class; any other module gets the generic
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.generic import PLAIN, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.masked.tensor import MaskedTensor, buffer_names
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 
@@ -26,7 +27,12 @@ def check_maskable(name: str, module: nn.Module, attribute: str) -> None:
         attribute: the parameter's name in the module.
     """
     kind = type(module).__name__
-    if module._parameters[attribute].is_meta:  # type: ignore[union-attr]
+    taken = [buffer for buffer in buffer_names(attribute) if hasattr(module, buffer)]
+    if taken:
+        problem = f"({kind}) has a `{taken[0]}` of its own, the name of one of the buffers that would be added"
+    elif is_lazy(module._parameters[attribute]):  # type: ignore[arg-type]
+        problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
+    elif module._parameters[attribute].is_meta:  # type: ignore[union-attr]
         problem = "is on the meta device (offloaded or not yet loaded); load its weights before sparsify()"
     elif module._parameters[attribute].is_complex():  # type: ignore[union-attr]
         problem = f"({kind}) holds complex numbers, and deltas are real"
@@ -57,7 +63,7 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
         module.__class__ = masked_class
     else:
         module.__dict__[HOOKS] = (
-            module.register_forward_pre_hook(tap_parameters),
+            module.register_forward_pre_hook(tap_parameters, prepend=True),
             module.register_forward_hook(untap_parameters, always_call=True),
         )
 
@@ -83,6 +89,8 @@ def _masked_class(module: nn.Module) -> type[MaskedModule] | None:
     """The masked form of exactly this class; ``None`` where the generic form is the right one."""
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
         return None
+    if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:
+        return None  # reparametrised, as torch.nn.utils.weight_norm does
     if type(module) is nn.Linear:
         return MaskedLinear
     if type(module) is nn.Embedding and not module.scale_grad_by_freq:

@@ -141,6 +141,7 @@ class MaskedTensor:
         self.offset = offset
         self.collector = collector
         self.frozen_row = frozen_row
+        self.shape = self.parameter.shape
 
     @property
     def parameter(self) -> Tensor:
@@ -150,7 +151,7 @@ class MaskedTensor:
 
     @property
     def buffer_names(self) -> tuple[str, str, str]:
-        return f"{self.attribute}_indices", f"{self.attribute}_slots", f"{self.attribute}_base"
+        return buffer_names(self.attribute)
 
     @property
     def indices(self) -> Tensor:
@@ -232,6 +233,11 @@ class MaskedTensor:
         buffer = self.owner._buffers[self.buffer_names[which]]
         assert buffer is not None
         return buffer
+
+
+def buffer_names(attribute: str) -> tuple[str, str, str]:
+    """The names of the buffers that a masked parameter of this name brings along: indices, slots, base values."""
+    return f"{attribute}_indices", f"{attribute}_slots", f"{attribute}_base"
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""The examples run as their README says: on JSON Lines files, and on a GLUE task in a local folder."""
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsify import SparseDelta
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MRPC = Path(os.environ.get("SPARSIFY_DATA", "")) / "mrpc"
+ROWS = [
+    {"text": text, "label": label}
+    for text, label in [("a fine film", 1), ("dull and far too long", 0), ("warm and funny", 1), ("a waste of time", 0)]
+] * 4
+
+
+@pytest.fixture
+def main(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import text_classification
+
+    yield text_classification.main
+    del sys.modules["text_classification"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Options that name a training and a validation file."""
+    train, validation = tmp_path / "train.jsonl.gz", tmp_path / "validation.jsonl"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    with gzip.open(train, "wt") as file:
+        file.write(lines)
+    validation.write_text(lines)
+    return ["--train-file", str(train), "--validation-file", str(validation), "--batch-size", "4"]
+
+
+def result_of(capsys):
+    """The JSON in the last line that was printed."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, capsys):
+    main([*files, "--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")])
+    result = result_of(capsys)
+    assert result["strategy"] == "id3"
+    assert result["entries"] == 200
+    assert len(result["epochs"]) == 2
+    assert 0 <= result["accuracy"] <= 1
+    delta = SparseDelta.load(tmp_path / "delta")
+    assert delta.num_entries == 200
+    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+
+
+def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path, capsys):
+    options = ["--steps", "1", "--rows", "8", "--no-dense-head", "--budget", "0.0001", "--lr-schedule", "constant"]
+    main([*files, *options, "--out", str(tmp_path / "delta")])
+    result = result_of(capsys)
+    assert result["entries"] == 2_271  # of 22,713,602
+    assert len(result["epochs"]) == 1
+    assert not SparseDelta.load(tmp_path / "delta").whole
+
+
+def test_full_fine_tuning_is_a_baseline_with_its_own_learning_rate(main, files, capsys):
+    main([*files, "--steps", "1", "--strategy", "full"])
+    result = result_of(capsys)
+    assert result["lr"] == 5e-5
+    assert "entries" not in result
+
+
+def test_a_task_without_its_files_is_an_error_that_says_where(main, tmp_path):
+    with pytest.raises(SystemExit, match=r"no train\.jsonl and validation\.jsonl"):
+        main(["--task", "mrpc", "--data", str(tmp_path)])
+
+
+def test_without_local_data_it_names_what_to_install(main, monkeypatch):
+    monkeypatch.delenv("SPARSIFY_DATA", raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit, match=r"set SPARSIFY_DATA or --data .* or `pip install datasets`"):
+        main(["--task", "mrpc"])
+
+
+@pytest.mark.skipif(not MRPC.is_dir(), reason="SPARSIFY_DATA names no folder with mrpc")
+def test_it_trains_on_a_local_glue_task(main, capsys):
+    main(["--task", "mrpc", "--rows", "32", "--steps", "2", "--budget", "500"])
+    result = result_of(capsys)
+    assert result["entries"] == 500
+    assert {"accuracy", "f1"} <= result.keys()
