@@ -35,6 +35,7 @@ def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
     names = {"model": model, "base_model": base_model}
     exec(train, names)
     assert get_unmasker(model).budget == 38_000
+    assert model.classifier.weight.requires_grad
     x = torch.randn(4, 300)
     model(x).square().sum().backward()
     names["optimizer"].step()
