@@ -52,6 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method = parser.add_argument_group("method")
     method.add_argument("--strategy", default="id3", help="id3, pafi, random, bitfit or full")
     method.add_argument("--budget", type=number, help="entries, or a share in (0, 1); not for bitfit and full")
+    method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
     method.add_argument("--schedule", default="uniform")
     method.add_argument(
         "--dense-head", action=argparse.BooleanOptionalAction, default=True, help="head beside the budget"
@@ -61,7 +62,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--steps", type=int, help="stop after this many; instead of --epochs")
     training.add_argument("--batch-size", type=int, default=16)
     training.add_argument("--lr", type=float, help="default: 1e-3, or 5e-5 for full")
-    training.add_argument("--lr-schedule", choices=("linear", "constant"), default="linear")
+    # a falling rate starves the entries that ID3 unmasks late
+    training.add_argument("--lr-schedule", choices=("constant", "linear"), default="constant")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--out", type=Path, help="where to save the delta")
     arguments = parser.parse_args(arguments)
@@ -175,6 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments.strategy,
         steps=steps,
         schedule=arguments.schedule,
+        target_modules=arguments.target_modules,
         modules_to_save=heads,
         seed=arguments.seed,
     )
