@@ -55,7 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
     method.add_argument("--schedule", default="uniform")
     method.add_argument(
-        "--dense-head", action=argparse.BooleanOptionalAction, default=True, help="head beside the budget"
+        "--modules-to-save", nargs="*", help="modules to train dense, beside the budget; default: the new head"
     )
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, default=3)
@@ -170,7 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
     epochs = math.ceil(steps / len(train_loader))
 
     # 1. Convert: one line. The new head is trained dense, beside the budget.
-    heads = [head for head in HEADS if arguments.dense_head and hasattr(model, head)]
+    if arguments.modules_to_save is None:
+        arguments.modules_to_save = [head for head in HEADS if hasattr(model, head)]
     sparsify(
         model,
         arguments.budget,
@@ -178,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
         steps=steps,
         schedule=arguments.schedule,
         target_modules=arguments.target_modules,
-        modules_to_save=heads,
+        modules_to_save=arguments.modules_to_save,
         seed=arguments.seed,
     )
     print_trainable_parameters(model)

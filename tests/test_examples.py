@@ -56,7 +56,7 @@ def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, caps
 
 
 def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path, capsys):
-    options = ["--steps", "1", "--rows", "8", "--no-dense-head", "--budget", "0.0001", "--lr-schedule", "constant"]
+    options = ["--steps", "1", "--rows", "8", "--modules-to-save", "--budget", "0.0001", "--lr-schedule", "constant"]
     main([*files, *options, "--out", str(tmp_path / "delta")])
     result = result_of(capsys)
     assert result["entries"] == 2_271  # of 22,713,602
