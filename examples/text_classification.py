@@ -53,6 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method.add_argument("--strategy", default="id3", help="id3, pafi, random, bitfit or full")
     method.add_argument("--budget", type=number, help="entries, or a share in (0, 1); not for bitfit and full")
     method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
+    method.add_argument("--exclude-modules", nargs="*", help="modules to leave frozen")
     method.add_argument("--schedule", default="uniform")
     method.add_argument(
         "--modules-to-save", nargs="*", help="modules to train dense, beside the budget; default: the new head"
@@ -179,6 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
         steps=steps,
         schedule=arguments.schedule,
         target_modules=arguments.target_modules,
+        exclude_modules=arguments.exclude_modules,
         modules_to_save=arguments.modules_to_save,
         seed=arguments.seed,
     )
