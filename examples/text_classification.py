@@ -16,7 +16,9 @@ import importlib
 import json
 import math
 import os
+import random
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +27,6 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from sparsify import SparseDelta, print_trainable_parameters, sparsify, summary
 
@@ -134,11 +135,28 @@ def make_loader(rows: list[dict], tokenizer, arguments: argparse.Namespace, shuf
 
     if not shuffle:
         return DataLoader(rows, arguments.batch_size, collate_fn=collate)
-    # texts of similar length share a batch: less padding, half the time
     lengths = [sum(len(row[text]) for text in texts) for row in rows]
-    generator = torch.Generator().manual_seed(arguments.seed)
-    sampler = LengthGroupedSampler(arguments.batch_size, lengths=lengths, generator=generator)
-    return DataLoader(rows, arguments.batch_size, sampler=sampler, collate_fn=collate)
+    return DataLoader(
+        rows, batch_sampler=LengthBatches(lengths, arguments.batch_size, arguments.seed), collate_fn=collate
+    )
+
+
+class LengthBatches:
+    """Batches of texts of similar length, for less padding, in random order: rows of one length may share a label."""
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int) -> None:
+        self.lengths, self.batch_size, self.random = lengths, batch_size, random.Random(seed)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.lengths) / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = list(range(len(self.lengths)))
+        self.random.shuffle(rows)
+        rows.sort(key=self.lengths.__getitem__)  # stable: rows of equal length stay shuffled
+        batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        self.random.shuffle(batches)
+        yield from batches
 
 
 @torch.no_grad()
