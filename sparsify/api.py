@@ -22,7 +22,8 @@ from sparsify.selection import Pool, offer_weight
 from sparsify.state import engine_of, install, uninstall
 from sparsify.strategies import Dense, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, find_targets
-from sparsify.unmasker import POSITION, VALUES, SparseValues, Unmasker
+from sparsify.unmasker import POSITION, Unmasker
+from sparsify.values import VALUES, SparseValues
 
 Model = TypeVar("Model", bound=nn.Module)
 

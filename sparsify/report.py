@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from sparsify.strategies import PRESETS, Strategy
-from sparsify.unmasker import VALUES, Unmasker
+from sparsify.unmasker import Unmasker
+from sparsify.values import VALUES
 
 TENSORS_SHOWN = 10
 

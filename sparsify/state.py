@@ -17,7 +17,8 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import ENGINE
-from sparsify.unmasker import POSITION, VALUES, Unmasker
+from sparsify.unmasker import POSITION, Unmasker
+from sparsify.values import VALUES
 
 HANDLES = "_sparsify_handles"  # attribute of a module: the handles of the hooks placed here
 PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded

@@ -13,7 +13,7 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"importance", "schedules", "names", "extras", "kernels"},
+    {"importance", "schedules", "names", "extras", "values", "kernels"},
     {"strategies", "targets", "entries"},
     {"format", "edits"},
     {"delta", "selection"},
@@ -36,6 +36,7 @@ TRAINING = {"anchors", "api", "export", "importance", "masked", "report", "sched
     "strategies",
     "targets",
     "unmasker",
+    "values",
 }
 HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "typer", "rich", "sklearn", "pandas", "datasets"]
 FILES = sorted(PACKAGE.rglob("*.py"))
