@@ -18,7 +18,7 @@ LAYERS = [
     {"format", "edits"},
     {"delta", "selection"},
     {"masked.tensor"},
-    {"masked.module", "masked.product"},
+    {"masked.module", "masked.product", "masked.recompute"},
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
     {"masked.conv1d"},
     {"masked.swap", "masked"},

@@ -41,7 +41,7 @@ def bench(
         results = measure(settings, rounds, steps, progress=status.update)
     console.print(
         f"{shape}, {dtype}, batch {batch} x {seq}, budget {budget:,}: medians of {rounds * steps} steps "
-        f"in {rounds} interleaved rounds"
+        f"in {rounds} interleaved rounds; memory beyond the {results[0].library_bytes / MB:,.0f} MB of the libraries"
     )
     console.print(make_table(results))
     if json is not None:

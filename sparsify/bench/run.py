@@ -26,12 +26,14 @@ class Measurement:
         initialisation: seconds for everything before the first step.
         unmasked: entries unmasked before the first measured step.
         seconds: of each measured step.
-        peak_bytes: the process's largest resident set, beyond what the imported libraries take.
+        library_bytes: the resident set after the imports, before there is a model.
+        peak_bytes: the process's largest resident set, beyond ``library_bytes``.
     """
 
     settings: Settings
     initialisation: float = 0.0
     unmasked: int = 0
+    library_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
@@ -60,6 +62,7 @@ def measure(
             stack.callback(worker.kill)
             ready = _ask(worker, result.settings.to_json())
             result.initialisation, result.unmasked = ready["initialisation"], ready["unmasked"]
+            result.library_bytes = ready["library_bytes"]
             workers.append(worker)
         for number in range(1, rounds + 1):
             for worker, result in zip(workers, results, strict=True):

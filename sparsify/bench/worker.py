@@ -122,7 +122,7 @@ def main() -> None:
     initialisation = time.perf_counter() - started
     fill(settings, model, step)
     unmasked = get_unmasker(model).unmasked if settings.method in ("pafi", "id3") else 0
-    _say({"initialisation": initialisation, "unmasked": unmasked})
+    _say({"initialisation": initialisation, "unmasked": unmasked, "library_bytes": libraries})
     for line in sys.stdin:
         seconds = []
         for _ in range(int(line)):

@@ -6,11 +6,12 @@
                grad_b = sum of grad_y               likewise
 
 The weight is saved but never differentiated; its *anchor* (see ``anchors.py``) is the input through which autograd
-reaches the flat vector of deltas.
+reaches the flat vector of deltas. x is saved unless autograd can make it again (see ``recompute.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
 from sparsify.masked.product import Product
+from sparsify.masked.recompute import recomputable
 from sparsify.masked.tensor import Gradient, Use
 
 
@@ -54,6 +56,7 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
             of_bias,
             transposed,
             dtype,
+            recomputable(x),
         )
     return result
 
@@ -71,9 +74,11 @@ class _MaskedLinear(torch.autograd.Function):
         of_bias: Use | None,
         transposed: bool,
         dtype: torch.dtype | None,
+        again: Callable[[], Tensor] | None,
     ) -> Tensor:
         needs_x = of_weight is not None or weight.requires_grad  # trained dense beside a masked bias
-        ctx.save_for_backward(x if needs_x else None, weight)
+        ctx.save_for_backward(x if needs_x and again is None else None, weight)
+        ctx.again = again if needs_x else None
         ctx.of_weight, ctx.of_bias, ctx.transposed, ctx.weight_dtype = of_weight, of_bias, transposed, weight.dtype
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -92,14 +97,12 @@ class _MaskedLinear(torch.autograd.Function):
             if ctx.of_bias is not None:
                 ctx.of_bias.collect(Gradient(grad_rows.sum(0, keepdim=True)) if ctx.of_bias.wanted() else None)
             if ctx.of_weight is not None:
-                ctx.of_weight.collect(
-                    _weight_gradient(x, grad_rows, ctx.transposed) if ctx.of_weight.wanted() else None
-                )
+                ctx.of_weight.collect(_weight_gradient(ctx, x, grad_rows) if ctx.of_weight.wanted() else None)
             if ctx.needs_input_grad[1]:
-                grad_weight = _weight_gradient(x, grad_rows, ctx.transposed).dense().values.to(ctx.weight_dtype)
+                grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = grad_rows.sum(0).to(ctx.weight_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -111,9 +114,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> 
     return rows.view(*x.shape[:-1], weight.shape[1])
 
 
-def _weight_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
+def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:
+    x = ctx.again() if x is None else x
     rows = x.reshape(-1, x.shape[-1])  # (n, in)
-    return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
+    return Product(rows, grad_rows) if ctx.transposed else Product(grad_rows, rows)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

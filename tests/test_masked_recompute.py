@@ -1,0 +1,104 @@
+"""An input that autograd can make again is not kept by the layer, and its gradient is the same to the last bit."""
+
+import pytest
+import torch
+from recorder import mask
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sparsify.masked.recompute import recomputable
+
+ROWS, IN, OUT = 6, 5, 4
+AGAIN = {
+    "gelu": F.gelu,
+    "gelu, tanh form": lambda h: F.gelu(h, approximate="tanh"),
+    "silu": F.silu,
+    "gated": lambda h: F.silu(h) * h.sin(),
+    "broadcast product": lambda h: h * h.sum(0),
+    "squared": lambda h: h * h,
+}
+KEPT = {
+    "relu, whose output is kept anyway": F.relu,
+    "scaled": lambda h: 2 * h,
+    "masked by a constant": lambda h: h * torch.ones(IN),
+    "view": lambda h: F.gelu(h).view(2, ROWS // 2, IN),
+    "changed in place": lambda h: F.gelu(h).add_(1),
+    "detached": lambda h: F.gelu(h).detach(),
+    "leaf": lambda h: h,
+}
+
+
+@pytest.fixture
+def h():
+    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_numbers_come_again(h, name, dtype):
+    x = AGAIN[name](h.to(dtype))
+    again = recomputable(x)()
+    assert torch.equal(again, x)
+    assert not again.requires_grad
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_cannot_be_made_again_is_kept(h, name):
+    assert recomputable(KEPT[name](h)) is None
+
+
+def saved_bytes(layer, activation):
+    """What the layer's own node keeps beyond the weight."""
+    h = torch.randn(64, IN, requires_grad=True)
+    y = layer(activation(h))
+    kept = [t for t in y.grad_fn.saved_tensors if t is not None and t.data_ptr() != layer.weight.data_ptr()]
+    return sum(t.nbytes for t in kept)
+
+
+def test_a_layer_behind_an_activation_keeps_no_input():
+    layer = nn.Linear(IN, OUT)
+    mask(layer)
+    assert saved_bytes(layer, F.gelu) == 0
+    assert saved_bytes(layer, torch.sin) == 64 * IN * 4
+
+
+def gradient_of_weight(h, activation, run=lambda layer, x: layer(x)):
+    torch.manual_seed(0)
+    layer = nn.Linear(IN, OUT)
+    recorder, tensors = mask(layer, "weight")
+    run(layer, activation(h)).sin().sum().backward()
+    return recorder.dense(tensors["weight"]), layer
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_the_weights_gradient_is_the_plain_layers(h, name):
+    ours, layer = gradient_of_weight(h, AGAIN[name])
+    weight = layer.weight.detach().clone().requires_grad_()
+    F.linear(AGAIN[name](h.detach()), weight, layer.bias.detach()).sin().sum().backward()
+    assert torch.equal(ours, weight.grad)
+
+
+def test_under_checkpointing_and_offloading_the_input_is_kept(h):
+    plain, _ = gradient_of_weight(h, F.gelu)
+    block = nn.Sequential(nn.GELU())
+
+    def checkpointed(layer, x):
+        return checkpoint(lambda x: layer(block(x)), x, use_reentrant=False)
+
+    ours, _ = gradient_of_weight(h, lambda h: h, checkpointed)
+    assert torch.equal(ours, plain)
+    with torch.autograd.graph.save_on_cpu():
+        ours, _ = gradient_of_weight(h, F.gelu)
+    assert torch.equal(ours, plain)
+
+
+def test_a_second_backward_over_a_retained_graph_gets_the_input_again(h):
+    layer = nn.Linear(IN, OUT)
+    recorder, tensors = mask(layer, "weight")
+    loss = layer(F.gelu(h)).sum()
+    loss.backward(retain_graph=True)
+    first = recorder.dense(tensors["weight"]).clone()
+    recorder.gradients.clear()
+    loss.backward()
+    assert torch.equal(recorder.dense(tensors["weight"]), first)
