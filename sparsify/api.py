@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
+from sparsify.calibration import Calibration, LossFunction, calibrate
 from sparsify.errors import SparsifyError
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import find_engine
+from sparsify.ranking import find_given, rank_by_gradient, rank_by_weight
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
-from sparsify.selection import Pool, offer_weight
+from sparsify.selection import Pool
 from sparsify.state import engine_of, install, uninstall
-from sparsify.strategies import Dense, Static, Strategy, resolve_strategy
+from sparsify.strategies import Dense, Given, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, find_targets
 from sparsify.unmasker import POSITION, Unmasker
 from sparsify.values import VALUES, SparseValues
@@ -31,13 +33,15 @@ Model = TypeVar("Model", bound=nn.Module)
 def sparsify(
     model: Model,
     budget: int | float | None,
-    strategy: str | Strategy = "id3",
+    strategy: str | Strategy | Mapping[str, Tensor] = "id3",
     *,
     steps: int | None = None,
     schedule: str | Schedule = "uniform",
     target_modules: Pattern = None,
     exclude_modules: Pattern = None,
     modules_to_save: list[str] | None = None,
+    calibration: Calibration | None = None,
+    loss_fn: LossFunction | None = None,
     seed: int = 0,
 ) -> Model:
     """Makes a model train only ``budget`` of its entries, in place.
@@ -48,9 +52,12 @@ def sparsify(
     Args:
         model: any PyTorch model; its parameters that require grad are the candidates.
         budget: how many entries to train: an int, or a float in (0, 1) for a share of the candidates; ``None`` where
-            the strategy says how many (``"bitfit"``, ``"full"``).
-        strategy: ``"id3"``, ``"pafi"``, ``"random"``, ``"bitfit"``, ``"full"``, or a :class:`Strategy`.
-        steps: planned number of optimizer steps; needed by an incremental strategy before the first backward.
+            the strategy says how many (``"bitfit"``, ``"full"``, a given set).
+        strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"random"``, ``"bitfit"``, ``"d3-repeat"``, ``"full"``, a
+            :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool masks, or flat
+            indices.
+        steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
+            repeat-S here.
         schedule: how the unmasked set grows: ``"uniform"``, ``"linear"``, ``"cubic"``, ``"cosine"``, or a
             :class:`Schedule`.
         target_modules: narrows the candidates, as in PEFT: a list matches the ends of module names, a string is a
@@ -58,7 +65,10 @@ def sparsify(
             targeted is frozen.
         exclude_modules: modules to leave out, in the same words.
         modules_to_save: modules to train dense and save whole, apart from the budget: the usual place for a new head.
-        seed: of the random strategy.
+        calibration: for a gradient importance with ``Static`` (``"fish"``): batches, as dicts for the model's forward,
+            or a function of the model that runs backward itself.
+        loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
+        seed: of a random importance.
 
     Returns:
         The same model object.
@@ -78,6 +88,7 @@ def sparsify(
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
+    _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
         if budget is not None:
@@ -85,12 +96,18 @@ def sparsify(
         _freeze(targets.frozen.values())
         return model
     _check_maskable(targets.candidates)
-    entries = _resolve_budget(budget, strategy, targets.candidates)
+    engine = _plan(model, targets, strategy, schedule, steps, seed)
+    if isinstance(strategy.selection, Given):
+        selected = find_given(engine.tensors, strategy.selection.support)
+        check_given_budget(budget, selected.numel())
+        engine.budget = capacity = selected.numel()
+    else:
+        engine.budget = resolve_budget(budget, strategy, engine.tensors)
+        capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
+        selected = _select(engine, calibration, loss_fn)
 
-    selected = _select_by_weight(targets.candidates, strategy, entries, seed)
-    engine = _mask(model, targets, strategy, entries, schedule, steps)
-    if selected is not None:
-        engine.append(selected, torch.arange(entries, device=selected.device))
+    _mask(engine, targets, capacity)
+    engine.append(selected, torch.arange(selected.numel(), device=selected.device))
     engine.sync()
     return model
 
@@ -255,39 +272,31 @@ def _check_maskable(candidates: tuple[Candidate, ...]) -> None:
             check_maskable(name, module, attribute)
 
 
-def _resolve_budget(budget: int | float | None, strategy: Strategy, candidates: tuple[Candidate, ...]) -> int:
-    """The budget as a number of entries."""
-    covered = [_num_candidates(candidate) for candidate in candidates if _covers(strategy, candidate)]
-    available = sum(covered)
-    if available == 0:
-        raise SparsifyError(f"{strategy.importance} finds no entry among the {len(candidates)} candidate tensors.")
-    if budget is None:
-        if strategy == resolve_strategy("bitfit"):
-            return available
+def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
+    if strategy.calibrates and calibration is None:
         raise SparsifyError(
-            f"budget=None with {strategy.importance}; expected a number of entries, 1 to {available:,}, or a share of "
-            "the candidates, a float in (0, 1). Only bitfit and full say by themselves how many they train."
+            f"{strategy.importance} with {strategy.selection} chooses by gradients before training; pass calibration=, "
+            "an iterable of batches (dicts with labels) or a function of the model that runs backward."
         )
-    if isinstance(budget, bool) or not isinstance(budget, Real):
-        raise SparsifyError(f"budget={budget!r}; expected an int (entries), a float in (0, 1) (a share), or None.")
-    if not isinstance(budget, Integral):
-        if not 0 < budget < 1:  # a share
-            raise SparsifyError(
-                f"budget={budget!r} is a float and so a share of the candidates, which must lie in (0, 1); "
-                "pass an int for a number of entries."
-            )
-        budget = int(budget * available)
-    if not 1 <= budget <= available:
+    if not strategy.calibrates and (calibration is not None or loss_fn is not None):
         raise SparsifyError(
-            f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates. "
-            "Lower the budget, or let more parameters require grad."
+            f"calibration= and loss_fn= are not used by {strategy.importance} with {strategy.selection}; leave them "
+            "out. A gradient importance with Static() uses them."
         )
-    return int(budget)
 
 
-def _num_candidates(candidate: Candidate) -> int:
-    excluded = candidate.parameter.shape[-1] if _frozen_row(candidate) is not None else 0
-    return candidate.parameter.numel() - excluded
+def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
+    """Global ids of the entries that are chosen before training, best first; none for the other selections."""
+    importance: Any = engine.strategy.importance
+    first = engine.tensors[0].parameter
+    if not isinstance(engine.strategy.selection, Static):
+        return torch.empty(0, dtype=torch.int64, device=first.device)
+    pool = Pool(engine.budget, _values_dtype(engine.tensors), first.device)
+    if calibration is None:
+        return rank_by_weight(engine.tensors, importance, pool, str(engine.seed), masked_only=False)
+    parameters: Any = [tensor.parameter for tensor in engine.tensors]
+    totals = calibrate(engine.root, parameters, importance, calibration, loss_fn)
+    return rank_by_gradient(engine.tensors, importance, totals, pool)
 
 
 def _frozen_row(candidate: Candidate) -> int | None:
@@ -295,71 +304,51 @@ def _frozen_row(candidate: Candidate) -> int | None:
     return next((row for row in rows if row is not None), None)
 
 
-def _covers(strategy: Strategy, candidate: Candidate) -> bool:
-    importance: Any = strategy.importance
-    covered: bool = importance.uses_gradient or importance.covers(candidate.name)
-    return covered
-
-
-def _select_by_weight(candidates: tuple[Candidate, ...], strategy: Strategy, budget: int, seed: int) -> Tensor | None:
-    """Global ids (budget,) of the entries that a static strategy chooses, best first; ``None`` for the others."""
-    if not isinstance(strategy.selection, Static):
-        return None
-    importance: Any = strategy.importance
-    dtype, device = _values_dtype(candidates), candidates[0].parameter.device
-    pool = Pool(budget, dtype, device)
-    offset = 0
-    for candidate in candidates:
-        weight = candidate.parameter.detach()
-        if importance.covers(candidate.name):
-            row = _frozen_row(candidate)
-            excluded = None if row is None else slice(row * weight.shape[-1], (row + 1) * weight.shape[-1])
-            digest = hashlib.sha256(f"{seed}:{candidate.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            offer_weight(pool, importance, weight, offset, generator, excluded)
-        offset += weight.numel()
-    return pool.winners().ids
-
-
-def _values_dtype(candidates: tuple[Candidate, ...]) -> torch.dtype:
+def _values_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
     """The flat delta's dtype: float32, or float64 where a weight is."""
-    is_double = any(candidate.parameter.dtype == torch.float64 for candidate in candidates)
-    return torch.float64 if is_double else torch.float32
+    return torch.float64 if any(tensor.parameter.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _mask(
-    model: nn.Module, targets: Targets, strategy: Strategy, budget: int, schedule: Schedule, steps: int | None
+def _plan(
+    model: nn.Module, targets: Targets, strategy: Strategy, schedule: Schedule, steps: int | None, seed: int
 ) -> Unmasker:
-    """Everything that changes the model: buffers, flat delta, masked modules, hooks, frozen parameters."""
-    values = torch.zeros(budget, dtype=_values_dtype(targets.candidates), device=targets.candidates[0].parameter.device)
+    """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
     engine = Unmasker(
         model,
         strategy,
-        budget,
+        0,
         schedule,
         steps,
+        seed,
         dense_names=tuple(targets.saved),
         frozen_names=tuple([candidate.name for candidate in targets.candidates] + list(targets.frozen)),
     )
-    by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
     offset = 0
     for candidate in targets.candidates:
         _, owner, attribute = candidate.owners[0]
-        tensor = MaskedTensor(owner, attribute, candidate.name, offset, engine, _frozen_row(candidate))
+        engine.tensors.append(MaskedTensor(owner, attribute, candidate.name, offset, engine, _frozen_row(candidate)))
+        offset += candidate.parameter.numel()
+    return engine
+
+
+def _mask(engine: Unmasker, targets: Targets, capacity: int) -> None:
+    """Everything that changes the model: buffers, flat delta, masked modules, hooks, frozen parameters."""
+    model, device = engine.root, engine.tensors[0].parameter.device
+    by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
+    for candidate, tensor in zip(targets.candidates, engine.tensors, strict=True):
         tensor.register_buffers()
-        engine.tensors.append(tensor)
         for _, module, name in candidate.owners:
             by_module.setdefault(module, {})[name] = tensor
-        offset += candidate.parameter.numel()
-
     for module, tensors in by_module.items():
         swap(module, tensors)
-    model.register_parameter(VALUES, SparseValues(values))
-    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=values.device))
+    model.register_parameter(
+        VALUES, SparseValues(torch.zeros(capacity, dtype=_values_dtype(engine.tensors), device=device))
+    )
+    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
     install(engine)
+    engine.activate()
     _freeze([candidate.parameter for candidate in targets.candidates])
     _freeze(targets.frozen.values())
-    return engine
 
 
 def _freeze(parameters: Any) -> None:

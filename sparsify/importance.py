@@ -2,17 +2,19 @@
 
 Two kinds, told apart by ``uses_gradient``:
 
-* a *gradient importance* scores ``(weight, grad)`` blocks during backward. An entry whose gradient is zero scores
-  zero and is never unmasked;
-* a *weight importance* needs no gradient, so its ranking is known before training starts.
+* a *gradient importance* scores ``(weight, grad)`` blocks during backward. An entry whose gradient or score is zero is
+  never unmasked;
+* a *weight importance* needs no gradient, so its ranking is known ahead of a step.
+
+A user's own is a pure function with a name: :func:`register_importance`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,9 +28,17 @@ ROUNDING_SLACK = 1 + 1e-5  # a bound has to stay above the score however either 
 class GradientImportance(Protocol):
     """What the streaming selection asks of an importance that looks at gradients."""
 
-    name: ClassVar[str]
-    uses_gradient: ClassVar[bool]
-    monotone: ClassVar[bool]  # whether, for any weight, a larger abs(grad) never scores lower
+    @property
+    def name(self) -> str:
+        """What it is called in JSON."""
+
+    @property
+    def uses_gradient(self) -> bool:
+        """True."""
+
+    @property
+    def monotone(self) -> bool:
+        """Whether, for any weight, a larger abs(grad) never scores lower."""
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         """Scores (..., n) of the entries with these weights (..., n) and gradients (..., n)."""
@@ -39,10 +49,15 @@ class GradientImportance(Protocol):
 
 @runtime_checkable
 class WeightImportance(Protocol):
-    """What the static selection asks of an importance that looks at weights only."""
+    """What a selection asks of an importance that looks at weights only."""
 
-    name: ClassVar[str]
-    uses_gradient: ClassVar[bool]
+    @property
+    def name(self) -> str:
+        """What it is called in JSON."""
+
+    @property
+    def uses_gradient(self) -> bool:
+        """False."""
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         """Scores (n,) of a block of weights (n,); ``generator`` is the only source of randomness."""
@@ -94,19 +109,54 @@ class D3:
 
 
 @dataclass(frozen=True)
+class Fisher:
+    """The diagonal of the empirical Fisher information: grad^2, summed over examples one by one (Sung et al. 2021).
+
+    With :class:`sparsify.Static` the sum is taken over calibration examples at their true labels, before training. Any
+    other selection sees one gradient a step, that of the batch, and squares that.
+
+    Args:
+        num_samples: calibration examples, at least 1.
+
+    Example:
+        >>> Fisher().score(torch.tensor([0.0, 1.0]), torch.tensor([-3.0, 4.0]))
+        tensor([ 9., 16.])
+    """
+
+    num_samples: int = 1024
+    name: ClassVar[str] = "fisher"
+    uses_gradient: ClassVar[bool] = True
+    monotone: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_samples, bool) or not isinstance(self.num_samples, int) or self.num_samples < 1:
+            raise SparsifyError(f"Fisher got num_samples={self.num_samples!r}; expected an int of at least 1.")
+
+    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
+        return grad.square()
+
+    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
+        return grad_max.square() * ROUNDING_SLACK + torch.finfo(grad_max.dtype).tiny
+
+
+@dataclass(frozen=True)
 class Magnitude:
     """The smallest weights matter most: score -abs(weight), zeros first (PaFi, Liao et al. 2023).
+
+    Args:
+        largest: score abs(weight) instead, so that the largest weights come first.
 
     Example:
         >>> Magnitude().score(torch.tensor([0.5, -0.25]), torch.Generator())
         tensor([-0.5000, -0.2500])
     """
 
+    largest: bool = False
     name: ClassVar[str] = "magnitude"
     uses_gradient: ClassVar[bool] = False
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        return -weight.abs()
+        return weight.abs() if self.largest else -weight.abs()
 
     def covers(self, parameter_name: str) -> bool:
         return True
@@ -146,4 +196,68 @@ class Bias:
         return parameter_name.rsplit(".", 1)[-1] == "bias"
 
 
-IMPORTANCES: dict[str, Callable[..., Importance]] = {kind.name: kind for kind in (D3, Magnitude, Random, Bias)}
+@dataclass(frozen=True)
+class Custom:
+    """An importance of the user's own; made by :func:`register_importance`."""
+
+    name: str
+    function: Callable[..., Tensor] = field(repr=False, compare=False)
+    uses_gradient: bool = field(default=True, compare=False)
+    monotone: ClassVar[bool] = False  # nothing is known of the function, so every entry is scored
+
+    def score(self, weight: Tensor, other: Any) -> Tensor:
+        scores = self.function(weight, other) if self.uses_gradient else self.function(weight)
+        if not isinstance(scores, Tensor) or scores.shape != weight.shape:
+            raise SparsifyError(
+                f"the importance {self.name!r} made {getattr(scores, 'shape', scores)} of a block of shape "
+                f"{tuple(weight.shape)}; expected a score for every entry, in that shape."
+            )
+        return scores
+
+    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
+        return torch.full_like(grad_max, torch.inf)
+
+    def covers(self, parameter_name: str) -> bool:
+        return True
+
+
+IMPORTANCES: dict[str, Callable[..., Importance]] = {kind.name: kind for kind in (D3, Fisher, Magnitude, Random, Bias)}
+
+
+def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:
+    """Makes an importance of a pure function, for any selection, under a name that JSON can hold.
+
+    Args:
+        name: what it is called in a delta's config.
+        uses_gradient: whether the function takes (weight, grad) or the weight alone.
+
+    Returns:
+        A decorator. The function gets blocks of weights and gradients of one shape, in float32 or float64, and
+        returns their scores in that shape; entry by entry, since where the blocks begin and end is not its business.
+        With the gradient, only entries that score above 0 are ever unmasked.
+
+    Raises:
+        SparsifyError: when the name is one of the built-in importances'.
+
+    Example:
+        >>> @register_importance("movement")
+        ... def movement(weight, grad):
+        ...     return -weight * grad  # above 0 where a descent step takes the weight away from zero
+        >>> movement.score(torch.tensor([1.0, -2.0]), torch.tensor([-3.0, -1.0]))
+        tensor([ 3., -2.])
+    """
+    if not isinstance(name, str) or not name:
+        raise SparsifyError(f"an importance is to be called {name!r}; expected a string that is not empty.")
+    if name in IMPORTANCES and name not in _REGISTERED:
+        raise SparsifyError(f"{name!r} is an importance of sparsify's own; register yours under another name.")
+
+    def register(function: Callable[..., Tensor]) -> Custom:
+        importance = Custom(name, function, uses_gradient)
+        IMPORTANCES[name] = lambda: importance
+        _REGISTERED.add(name)
+        return importance
+
+    return register
+
+
+_REGISTERED: set[str] = set()

@@ -9,12 +9,13 @@ join, and the pool is cut back whenever it has doubled: selection costs one comp
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparsify.importance import GradientImportance, WeightImportance
+from sparsify.importance import GradientImportance
 
 BLOCK_ENTRIES = 1 << 18  # scored at once: small enough for a cache, large enough for a kernel launch
 SMALLEST_CUT = 1 << 12  # cutting the pool for fewer newcomers costs more than comparing with an older floor
@@ -121,6 +122,8 @@ def offer_gradient(
         block_grad = _at_least_float32(grad[block])
         scores = importance.score(_at_least_float32(touched[block]), block_grad)
         keep = (scores >= pool.floor.to(scores.device, scores.dtype)) & (scores > 0)
+        if not importance.monotone:  # then a gradient of zero may score
+            keep &= block_grad != 0
         row, column = keep.nonzero(as_tuple=True)
         if row.numel():
             of_weight = block if rows is None else rows[block]
@@ -129,23 +132,28 @@ def offer_gradient(
     return grad_max.isfinite().all()
 
 
-def offer_weight(
-    pool: Pool,
-    importance: WeightImportance,
-    weight: Tensor,
-    offset: int,
-    generator: torch.Generator,
-    excluded: slice | None = None,
-) -> None:
-    """Offers all entries of one tensor (any shape), scored by its weights alone, but for an excluded flat range."""
-    flat = weight.reshape(-1)
-    for start in range(0, flat.numel(), BLOCK_ENTRIES):
-        block = flat[start : start + BLOCK_ENTRIES]
-        scores = importance.score(_at_least_float32(block), generator)
-        if excluded is not None:
-            scores[max(0, excluded.start - start) : max(0, excluded.stop - start)] = -torch.inf
+def offer_scores(pool: Pool, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
+    """Offers all entries of one tensor by their scores alone.
+
+    Args:
+        pool: takes the candidates; there are no gradients yet, so it gets the scores in their place.
+        blocks: the scores (n,) of the flat tensor, a block at a time.
+        offset: global id of the tensor's first entry.
+        excluded: (k,) flat indices, ascending, of entries that are no candidates.
+    """
+    start = 0
+    for scores in blocks:
+        first, last = torch.searchsorted(excluded, torch.tensor([start, start + scores.numel()]).to(excluded)).tolist()
+        if first < last:
+            scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
         near = (scores >= pool.floor.to(scores.device, scores.dtype)).nonzero().squeeze(1)
         pool.add(near + (offset + start), scores[near], scores[near])
+        start += scores.numel()
+
+
+def in_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor of any shape as flat blocks (n,) of a size to be scored at once, in float32 or float64."""
+    return (_at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -130,9 +130,9 @@ def _before_load(
                 f"expected {', '.join(tensor.buffer_names)} of one length."
             )
             continue
-        if present[1].numel() and int(present[1].max()) >= engine.budget:
+        if present[1].numel() and int(present[1].max()) >= engine.capacity:
             error_msgs.append(
-                f"the state dict has more than {engine.budget:,} unmasked entries, the budget of this model; "
+                f"the state dict has more than {engine.capacity:,} unmasked entries, which this model has room for; "
                 "sparsify it with the budget of the model that was saved."
             )
             continue

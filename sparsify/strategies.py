@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from sparsify.errors import SparsifyError
-from sparsify.importance import D3, IMPORTANCES, Bias, Importance, Magnitude, Random
+from sparsify.importance import D3, IMPORTANCES, Bias, Fisher, Importance, Magnitude, Random
 
 
 @dataclass(frozen=True)
 class Static:
-    """static-S: choose once, before training; needs an importance of the weights alone."""
+    """static-S: choose once, before training; by gradients only if there is a calibration pass for them."""
 
     name: ClassVar[str] = "static"
 
@@ -28,27 +32,60 @@ class Increment:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """repeat-S: each step chooses the whole budget afresh, among all entries. A baseline, for small models.
+
+    An entry that is no longer chosen keeps its value and its optimizer state and gets no gradient, so the flat delta
+    has a place for every entry that was ever chosen.
+
+    Args:
+        capacity: how many entries can be touched in all; beyond it, a step goes without those that would be new.
+            ``None``: as many as budget x steps can touch.
+    """
+
+    capacity: int | None = None
+    name: ClassVar[str] = "repeat"
+
+    def __post_init__(self) -> None:
+        number = self.capacity
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise SparsifyError(f"Repeat got capacity={number!r}; expected an int of at least 1, or None.")
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A set of entries that is known already: an earlier delta's support, or a mask.
+
+    Args:
+        support: the entries by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64.
+    """
+
+    support: Mapping[str, Tensor]
+    name: ClassVar[str] = "given"
+
+
+@dataclass(frozen=True)
 class Dense:
     """No selection at all: every candidate is trained, the model stays dense. The baseline."""
 
     name: ClassVar[str] = "dense"
 
 
-Selection = Static | Increment | Dense
-SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Increment, Dense)}
+Selection = Static | Increment | Repeat | Given | Dense
+SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat, Given, Dense)}
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """An importance with a selection.
+    """An importance with a selection; any goes with any.
 
     Args:
-        importance: which entries matter: :class:`D3`, :class:`Magnitude`, :class:`Random`, :class:`Bias`; ``None``
-            only where nothing is selected.
-        selection: when they are chosen: :class:`Static` or :class:`Increment`.
+        importance: which entries matter: :class:`D3`, :class:`Fisher`, :class:`Magnitude`, :class:`Random`,
+            :class:`Bias`, or one of your own (:func:`register_importance`); ``None`` only with ``Given`` and ``Dense``.
+        selection: when they are chosen: :class:`Static`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
-        SparsifyError: when the two cannot work together.
+        SparsifyError: when one of the two is no importance or selection.
 
     Example:
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
@@ -62,29 +99,28 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.selection, Selection):
             raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
-        if isinstance(self.selection, Dense):
+        if isinstance(self.selection, (Dense, Given)):
             return
         if self.importance is None:
             raise SparsifyError(f"{self.selection} without an importance; expected one, such as D3().")
         if isinstance(self.importance, type) or not callable(getattr(self.importance, "score", None)):
-            raise SparsifyError(f"importance={self.importance!r}; expected an object such as D3() or Magnitude().")
-        if isinstance(self.selection, Increment) and not self.importance.uses_gradient:
             raise SparsifyError(
-                f"Increment() with {self.importance} is not supported; it needs an importance that uses the "
-                "gradient, such as D3(). Use Static() to choose by the weights alone."
+                f"importance={self.importance!r}; expected an object such as D3() or Magnitude(), or what "
+                "register_importance(name) makes of a function of (weight, grad)."
             )
-        if isinstance(self.selection, Static) and self.importance.uses_gradient:
-            raise SparsifyError(
-                f"Static() with {self.importance} needs gradients before training, which is not supported; "
-                "use Increment(), or an importance of the weights alone: Magnitude(), Random(), Bias()."
-            )
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether gradients are needed before training."""
+        return (
+            isinstance(self.selection, Static) and self.importance is not None and bool(self.importance.uses_gradient)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The strategy as plain JSON types."""
-        importance = self.importance
         return {
-            "importance": importance and {"name": importance.name, **asdict(importance)},  # type: ignore[call-overload]
-            "selection": {"name": self.selection.name, **asdict(self.selection)},
+            "importance": None if self.importance is None else _described(self.importance),
+            "selection": _described(self.selection),
         }
 
     @classmethod
@@ -99,41 +135,55 @@ class Strategy:
         )
 
 
+def _described(part: Any) -> dict[str, Any]:
+    """An importance or selection as its name and settings; what is compared is what counts as a setting."""
+    settings = {field.name: getattr(part, field.name) for field in fields(part) if field.compare}
+    if isinstance(part, Given):
+        settings = {}  # the set itself is what the delta's file is made of
+    return {"name": part.name, **settings}
+
+
 def _named(kinds: dict[str, Any], data: dict[str, Any], what: str) -> Any:
     if not isinstance(data, dict) or data.get("name") not in kinds:
         name = data.get("name") if isinstance(data, dict) else data
         raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(kinds)}.")
     kind = kinds[data["name"]]
     settings = {key: value for key, value in data.items() if key != "name"}
+    if kind is Given:
+        raise SparsifyError("a given set is not described by its name; pass the set itself, such as delta.support.")
     try:
         return kind(**settings)
     except TypeError:
-        expected = ", ".join(field.name for field in fields(kind)) or "none"
+        expected = ", ".join(inspect.signature(kind).parameters) or "none"
         raise SparsifyError(f"{what} {kind.name!r} with settings {settings!r}; it has these: {expected}.") from None
 
 
 PRESETS: dict[str, Strategy] = {
     "id3": Strategy(D3(exp=2, eps=1), Increment()),
+    "d3-repeat": Strategy(D3(exp=2, eps=1), Repeat()),
     "pafi": Strategy(Magnitude(), Static()),
+    "fish": Strategy(Fisher(num_samples=1024), Static()),
     "random": Strategy(Random(), Static()),
     "bitfit": Strategy(Bias(), Static()),
     "full": Strategy(None, Dense()),
 }
 
 
-def resolve_strategy(strategy: str | Strategy) -> Strategy:
-    """The strategy itself, or the preset of that name.
+def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strategy:
+    """The strategy itself, the preset of that name, or the one that trains a given set.
 
     Raises:
         SparsifyError: for an unknown name (the nearest is suggested) or another type.
     """
     if isinstance(strategy, Strategy):
         return strategy
+    if isinstance(strategy, Mapping) and all(isinstance(entries, Tensor) for entries in strategy.values()):
+        return Strategy(None, Given(strategy))
     if isinstance(strategy, str) and strategy in PRESETS:
         return PRESETS[strategy]
     near = get_close_matches(str(strategy), PRESETS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise SparsifyError(
         f"unknown strategy {strategy!r}; expected one of {', '.join(PRESETS)}, "
-        f"or a Strategy(importance=..., selection=...).{hint}"
+        f"a Strategy(importance=..., selection=...), or a set of entries such as delta.support.{hint}"
     )

@@ -24,37 +24,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsify.anchors import AnchoredUse, Anchors
+from sparsify.backward import BackwardPass
+from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
 from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
-from sparsify.importance import GradientImportance
-from sparsify.masked.product import Product
+from sparsify.importance import GradientImportance, WeightImportance
 from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.ranking import rank_by_weight
 from sparsify.schedules import Schedule
-from sparsify.screen import can_screen, offer_screened
-from sparsify.selection import Pool, Winners, offer_gradient
-from sparsify.strategies import Increment, Strategy
+from sparsify.selection import Pool, Winners
+from sparsify.strategies import Increment, Repeat, Strategy
 from sparsify.values import VALUES, SparseValues
 
 POSITION = "sparse_position"
-
-
-class BackwardPass:
-    """What lives from the first node of a backward pass to its commit.
-
-    Attributes:
-        graph: autograd's id of the pass.
-        grad: (budget,) the flat gradient.
-        pool: the best masked entries so far; ``None`` when this pass unmasks nothing.
-        held: sums over the uses of tensors that are used more than once.
-        finite: for each tensor that was seen whole, whether its gradient is finite.
-    """
-
-    def __init__(self, graph: int, values: Tensor, quota: int) -> None:
-        self.graph = graph
-        self.grad = torch.zeros_like(values)
-        self.pool = Pool(quota, values.dtype, values.device) if quota else None
-        self.held: dict[MaskedTensor, Gradient] = {}
-        self.finite: list[Tensor] = []
 
 
 class Unmasker:
@@ -66,6 +48,7 @@ class Unmasker:
         budget: how many, in entries.
         schedule: how the unmasked set grows.
         steps: planned number of optimizer steps; may be set later, before the first backward.
+        seed: of a random importance.
         dense_names: parameters that are trained dense and stored whole.
         frozen_names: parameters that were trainable before and are frozen as long as the model is sparsified.
 
@@ -82,6 +65,7 @@ class Unmasker:
         budget: int,
         schedule: Schedule,
         steps: int | None,
+        seed: int = 0,
         *,
         dense_names: tuple[str, ...] = (),
         frozen_names: tuple[str, ...] = (),
@@ -91,6 +75,7 @@ class Unmasker:
         self.budget = budget
         self.schedule = schedule
         self.steps = steps
+        self.seed = seed
         self.dense_names = dense_names
         self.frozen_names = frozen_names
         self.buffer_digests = digest_buffers(root)
@@ -102,16 +87,17 @@ class Unmasker:
         self._selected = False  # whether this optimizer step has had its selection
         self._paused = False
         self._full = False  # whether the whole budget is unmasked
+        self._ranking: Tensor | None = None  # the masked entries that an importance of the weights will unmask next
+        self._active: Tensor | None = None  # (capacity,) bool: the slots that repeat-S trains in this step
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
         self._written: Tensor | None = None  # the flat delta that the weights were written from
         self._written_dtype: torch.dtype | None = None
-        _watch_optimizers(self)
 
     # -------------------------------------------------------------------------------- state
 
     @property
     def values(self) -> SparseValues:
-        """(budget,) the flat delta; looked up by name, since ``load_state_dict(assign=True)`` replaces it."""
+        """(capacity,) the flat delta; looked up by name, since ``load_state_dict(assign=True)`` replaces it."""
         values = self.root._parameters[VALUES]
         if type(values) is nn.Parameter:
             values.__class__ = SparseValues
@@ -123,22 +109,32 @@ class Unmasker:
         return sum(tensor.count for tensor in self.tensors)
 
     @property
+    def capacity(self) -> int:
+        """Number of entries that there is room for: the budget, or more where repeat-S touches more."""
+        return self.values.numel()
+
+    @property
+    def trained(self) -> int:
+        """Number of entries that the step in progress trains."""
+        return self.unmasked if self._active is None else int(self._active.sum())
+
+    @property
     def growing(self) -> bool:
         """Whether entries may still be unmasked."""
         if not isinstance(self.strategy.selection, Increment):
-            return False
+            return self._repeats
         return not self._full and (self.steps is None or self.step < self.steps)
 
     @property
-    def _importance(self) -> GradientImportance:
-        return cast(GradientImportance, self.strategy.importance)
+    def _repeats(self) -> bool:
+        return isinstance(self.strategy.selection, Repeat)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pass": None, "_written": None}
+        return {**self.__dict__, "_pass": None, "_written": None, "_ranking": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _watch_optimizers(self)
+        self.activate()
 
     # -------------------------------------------------------------------------------- forward
 
@@ -162,46 +158,60 @@ class Unmasker:
         """Whether the running backward pass needs this tensor's gradient."""
         if self._reached is not None:
             self._reached.add(tensor)
-        return self._running_pass().pool is not None or tensor.count > 0
+        chooser = self._running_pass().chooser
+        return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
         if whole:
-            self._settle(tensor, gradient)
+            self._running_pass().settle(tensor, gradient)
             return
         held, gradient = self._running_pass().held, gradient.dense()
         held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
-        gradient = self._running_pass().held.pop(tensor, None)
+        current = self._running_pass()
+        gradient = current.held.pop(tensor, None)
         if gradient is not None:
-            self._settle(tensor, gradient)
+            current.settle(tensor, gradient)
 
     def commit(self) -> Tensor:
-        """Ends the backward pass: unmasks the winners and returns the flat gradient (budget,)."""
+        """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
         current, self._pass = self._running_pass(), None
-        if current.pool is None:
-            return current.grad
-        if not torch.stack([current.grad.isfinite().all(), *current.finite]).all():
-            # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
-            return current.grad.fill_(torch.nan)
-        self._unmask(current.pool.winners(), current.grad)
-        self._selected = True
-        return current.grad
+        grad, chooser = current.grad, current.chooser
+        if chooser is not None:
+            if not torch.stack([grad.isfinite().all(), *chooser.finite()]).all():
+                # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
+                return grad.fill_(torch.nan)
+            self._unmask(chooser.winners(), grad)
+            self._selected = True
+        return grad if self._active is None else grad.masked_fill_(~self._active, 0)
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
             self._check_not_paused("backward()")
             _check_single_rank()
-            self._pass = BackwardPass(graph, self.values.detach(), self._quota())
+            self._pass = BackwardPass(graph, self.values.detach(), self._chooser())
         return self._pass
 
+    def _chooser(self) -> Chooser | None:
+        """Who finds the entries that this backward pass is to unmask."""
+        importance, number, values = self.strategy.importance, self._quota(), self.values.detach()
+        if not number or importance is None:
+            return None
+        if isinstance(importance, GradientImportance) and importance.uses_gradient:
+            pool = Pool(number, values.dtype, values.device)
+            return StreamingChooser(pool, importance, masked_only=not self._repeats)
+        return RankedChooser(self._rank(cast(WeightImportance, importance), number), self.tensors, values)
+
     def _quota(self) -> int:
-        """Number of entries that this backward pass is to unmask."""
-        if not isinstance(self.strategy.selection, Increment) or self._selected:
+        """Number of entries that this backward pass is to choose."""
+        if self._selected or not self.growing:
             return 0
+        if self._repeats:
+            return self.budget
         if self.steps is None:
             raise SparsifyError(
                 "the number of training steps is not known, so there is no telling how many entries to unmask in this "
@@ -209,40 +219,36 @@ class Unmasker:
             )
         return self.schedule.quota(self.step, self.steps, self.budget, self.unmasked)
 
-    def _settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Takes what is needed from a tensor's whole gradient."""
-        current = self._running_pass()
-        if not gradient.numel:
-            return
-        if current.pool is not None and not self._screens(current.pool, tensor, gradient):
-            gradient = gradient.dense()
-        if tensor.count:
-            taken = gradient.take(tensor.indices)
-            current.grad[tensor.slots.to(current.grad.device)] = taken.to(current.grad)
-        if current.pool is not None:
-            self._offer(current, current.pool, tensor, gradient)
+    def _rank(self, importance: WeightImportance, number: int) -> Tensor:
+        """The global ids (number,) that the weights say are next.
 
-    def _screens(self, pool: Pool, tensor: MaskedTensor, gradient: Gradient) -> bool:
-        """How a tensor gets its candidates: from a screen in bfloat16, or from the whole gradient."""
-        return isinstance(gradient, Product) and can_screen(gradient, self._importance, pool, tensor.count)
-
-    def _offer(self, current: BackwardPass, pool: Pool, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Offers a tensor's masked entries."""
-        not_candidates = tensor.not_candidates
-        if isinstance(gradient, Product):
-            if offer_screened(pool, self._importance, tensor.matrix, gradient, not_candidates, tensor.offset):
-                return
-            gradient = gradient.dense()
-        if not_candidates.numel():
-            gradient.clear(not_candidates)  # an entry whose gradient is zero is never offered
-        finite = offer_gradient(pool, self._importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
-        current.finite.append(finite.to(current.grad.device))
+        Masked entries never change, so for increment-S their order is found once; it follows from the state, and so is
+        none.
+        """
+        values = self.values
+        if self._repeats:
+            pool = Pool(number, values.dtype, values.device)
+            return rank_by_weight(self.tensors, importance, pool, f"{self.seed}:{self.step}", masked_only=False)
+        if self._ranking is None:
+            pool = Pool(self.budget - self.unmasked, values.dtype, values.device)
+            self._ranking = rank_by_weight(self.tensors, importance, pool, str(self.seed), masked_only=True)
+        return self._ranking[:number]
 
     def _unmask(self, winners: Winners, grad: Tensor) -> None:
-        """Gives the winners the next free slots and writes their gradients (n,) there."""
-        first, ids = self.unmasked, winners.ids
+        """Gives the winners that have no slot the next free ones and writes their gradients there."""
+        first, ids, grads = self.unmasked, winners.ids, winners.grads
+        if self._repeats:
+            touched = torch.cat([tensor.indices.to(ids) + tensor.offset for tensor in self.tensors])
+            slots = torch.cat([tensor.slots.to(ids) for tensor in self.tensors])
+            self._active = torch.zeros_like(grad, dtype=torch.bool)
+            self._active[slots[torch.isin(touched, ids)]] = True
+            new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: self.capacity - first]
+            ids, grads = ids[new], grads[new]
+            self._active[first : first + ids.numel()] = True
+        elif self._ranking is not None:
+            self._ranking = self._ranking[ids.numel() :]
         slots = torch.arange(first, first + ids.numel(), device=ids.device)
-        grad[slots] = winners.grads
+        grad[slots] = grads
         self.append(ids, slots)
         self._full = first + ids.numel() >= self.budget
 
@@ -263,7 +269,7 @@ class Unmasker:
         self._check_not_paused("optimizer.step()")
         self._warn_of_unreached()
         self.step += 1
-        self.updates += self.unmasked
+        self.updates += self.trained
         self._selected = False
         self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
         self.sync()
@@ -305,6 +311,7 @@ class Unmasker:
         self.step, self.updates = (int(number) for number in position.tolist())
         self._selected = False
         self._full = self.unmasked >= self.budget
+        self._ranking = self._active = None
         if plain and not self.unmasked:
             warnings.warn(
                 "weights were loaded without index buffers into a sparsified model that has nothing unmasked: they are "
@@ -346,6 +353,12 @@ class Unmasker:
         self.refresh()
         return export(self, budget)
 
+    def activate(self) -> None:
+        """Optimizer steps are counted from now on."""
+        if not _HOOK:
+            _HOOK.append(register_optimizer_step_post_hook(_after_optimizer_step))
+        _LIVE.add(self)
+
     def retire(self) -> None:
         """No optimizer step is counted any more."""
         _LIVE.discard(self)
@@ -384,12 +397,6 @@ def _check_single_rank() -> None:
 
 _LIVE: weakref.WeakSet[Unmasker] = weakref.WeakSet()
 _HOOK: list[Any] = []
-
-
-def _watch_optimizers(engine: Unmasker) -> None:
-    if not _HOOK:
-        _HOOK.append(register_optimizer_step_post_hook(_after_optimizer_step))
-    _LIVE.add(engine)
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -22,13 +22,29 @@ def cumulative_target(step, steps, budget, shape="uniform", every=1, until=1.0):
     return math.floor(budget * SHAPES[shape](share) + 1e-9)
 
 
-class DenseOracle:
-    """Trains ``model`` at a growing set of entries; ``masks`` are dense and bool, one a parameter."""
+def d3(exp, eps):
+    """The paper's importance; an entry without a gradient is never unmasked."""
 
-    def __init__(self, model, optimizer, budget, steps, exp=2, eps=1, padding_row=None, masks=None, **schedule):
+    def score(name, step, weight, grad):
+        score = grad.abs() / (weight.abs() + eps) ** exp
+        return score.where(score > 0, -math.inf)
+
+    return score
+
+
+class DenseOracle:
+    """Trains ``model`` at a set of entries; ``masks`` are dense and bool, one a parameter.
+
+    The set grows (increment-S); or is ``masks`` from the start (static-S); or is chosen afresh at each step (repeat-S).
+    """
+
+    def __init__(
+        self, model, optimizer, budget, steps, exp=2, eps=1, padding_row=None, masks=None, score=None, repeat=False,
+        **schedule,
+    ):  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self.budget, self.steps, self.schedule = budget, steps, schedule
-        self.exp, self.eps, self.padding_row = exp, eps, padding_row
+        self.score, self.repeat, self.padding_row = score or d3(exp, eps), repeat, padding_row
         self.parameters = dict(model.named_parameters())
         self.static = masks is not None
         self.masks = masks or {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
@@ -38,27 +54,33 @@ class DenseOracle:
         """One optimizer step from the loss of one batch."""
         self.optimizer.zero_grad()
         loss.backward()
-        if not self.static and self.step_number < self.steps and self.step_number % self.schedule.get("every", 1) == 0:
-            self.unmask()
+        if self.repeat:
+            for mask in self.masks.values():
+                mask.fill_(False)
+            self.unmask(self.budget)
+        elif (
+            not self.static and self.step_number < self.steps and self.step_number % self.schedule.get("every", 1) == 0
+        ):
+            self.unmask(cumulative_target(self.step_number, self.steps, self.budget, **self.schedule))
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 parameter.grad[~self.masks[name]] = 0
         self.optimizer.step()
         self.step_number += 1
 
-    def unmask(self):
-        """Adds the best masked entries: by score, then position of the tensor, then index in it."""
+    def unmask(self, target):
+        """Adds the best masked entries up to ``target``: by score, then position of the tensor, then index in it."""
         scored = []
         for position, (name, parameter) in enumerate(self.parameters.items()):
             if parameter.grad is None:
                 continue
-            score = parameter.grad.abs() / (parameter.detach().abs() + self.eps) ** self.exp
-            score[self.masks[name]] = 0
+            score = self.score(name, self.step_number, parameter.detach(), parameter.grad).clone()
+            score[self.masks[name]] = -math.inf
             if self.padding_row is not None and name == self.padding_row[0]:
-                score[self.padding_row[1]] = 0
-            for index in score.flatten().nonzero().flatten().tolist():
-                scored.append((-score.flatten()[index].item(), position, name, index))
-        target = cumulative_target(self.step_number, self.steps, self.budget, **self.schedule)
+                score[self.padding_row[1]] = -math.inf
+            for index, value in enumerate(score.flatten().tolist()):
+                if value > -math.inf:
+                    scored.append((-value, position, name, index))
         unmasked = sum(int(mask.sum()) for mask in self.masks.values())
         for _, _, name, index in sorted(scored)[: target - unmasked]:
             self.masks[name].view(-1)[index] = True

@@ -22,7 +22,9 @@ LAYERS = [
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
     {"masked.conv1d"},
     {"masked.swap", "masked"},
-    {"anchors", "export", "screen"},
+    {"anchors", "export", "screen", "ranking", "calibration", "budget"},
+    {"choosers"},
+    {"backward"},
     {"unmasker"},
     {"state", "report"},
     {"api"},
@@ -30,7 +32,21 @@ LAYERS = [
     {"analysis", "hub", "integrations"},
     {"cli", "demo", "bench"},
 ]
-TRAINING = {"anchors", "api", "export", "importance", "masked", "report", "schedules", "screen"} | {
+TRAINING = {
+    "anchors",
+    "api",
+    "backward",
+    "budget",
+    "calibration",
+    "choosers",
+    "export",
+    "importance",
+    "masked",
+    "ranking",
+} | {
+    "report",
+    "schedules",
+    "screen",
     "selection",
     "state",
     "strategies",

@@ -61,10 +61,10 @@ def test_the_gradient_is_plain_autograds_for_the_batchs_rows_and_has_no_others(p
 def test_the_padding_row_is_no_candidate(plain):
     _, _, tensor = masked_copy(plain)
     if plain.padding_idx is None:
-        assert tensor.excluded is None
+        assert tensor.never_candidates.numel() == 0
         assert tensor.num_candidates == ROWS * DIM
     else:
-        assert tensor.excluded == slice(plain.padding_idx * DIM, (plain.padding_idx + 1) * DIM)
+        assert tensor.never_candidates.tolist() == list(range(plain.padding_idx * DIM, (plain.padding_idx + 1) * DIM))
         assert tensor.num_candidates == (ROWS - 1) * DIM
 
 

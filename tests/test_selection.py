@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparsify.selection as selection
 from sparsify.importance import D3, Bias, Magnitude, Random
-from sparsify.selection import Pool, offer_gradient, offer_weight
+from sparsify.selection import Pool, in_blocks, offer_gradient, offer_scores
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
 WEIGHTS = [0.0, 1.0, -1.0, 0.5]
@@ -23,6 +23,12 @@ def _default_sizes(monkeypatch):
     """Tests set the sizes of blocks and cuts themselves; afterwards they are as before."""
     monkeypatch.setattr(selection, "BLOCK_ENTRIES", selection.BLOCK_ENTRIES)
     monkeypatch.setattr(selection, "SMALLEST_CUT", selection.SMALLEST_CUT)
+
+
+def offer_weight(pool, importance, weight, offset, generator, excluded=None):
+    """Offers a tensor by its weights, in blocks."""
+    excluded = torch.arange(0 if excluded is None else excluded.start, 0 if excluded is None else excluded.stop)
+    offer_scores(pool, (importance.score(block, generator) for block in in_blocks(weight)), offset, excluded)
 
 
 def draw_sizes(data):

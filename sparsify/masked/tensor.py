@@ -187,20 +187,17 @@ class MaskedTensor:
         return self.parameter.numel() - (0 if self.frozen_row is None else self.parameter.shape[-1])
 
     @property
-    def excluded(self) -> slice | None:
-        """The flat range of entries that are no candidates."""
+    def never_candidates(self) -> Tensor:
+        """Flat indices, ascending, of the entries that can never be unmasked."""
+        device, cols = self.parameter.device, self.parameter.shape[-1] if self.parameter.dim() else 1
         if self.frozen_row is None:
-            return None
-        cols = self.parameter.shape[-1]
-        return slice(self.frozen_row * cols, (self.frozen_row + 1) * cols)
+            return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.arange(self.frozen_row * cols, (self.frozen_row + 1) * cols, device=device)
 
     @property
     def not_candidates(self) -> Tensor:
-        """Flat indices of the entries that cannot be unmasked any more, or never."""
-        if self.excluded is None:
-            return self.indices
-        excluded = torch.arange(self.excluded.start, self.excluded.stop, device=self.indices.device)
-        return torch.cat([self.indices, excluded])
+        """Flat indices, in no order, of the entries that cannot be unmasked any more, or never."""
+        return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
 
     def register_buffers(self) -> None:
         empty = torch.empty(0, dtype=torch.int64, device=self.parameter.device)

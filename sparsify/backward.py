@@ -1,0 +1,38 @@
+"""One backward pass: what lives from its first node to its commit, and is gone afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsify.choosers import Chooser
+from sparsify.masked.tensor import Gradient, MaskedTensor
+
+
+class BackwardPass:
+    """The flat gradient as it fills up, and who chooses this step's entries.
+
+    Attributes:
+        graph: autograd's id of the pass.
+        grad: (capacity,) the flat gradient.
+        chooser: finds this step's entries; ``None`` when this pass chooses nothing.
+        held: sums over the uses of tensors that are used more than once.
+    """
+
+    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None) -> None:
+        self.graph = graph
+        self.grad = torch.zeros_like(values)
+        self.chooser = chooser
+        self.held: dict[MaskedTensor, Gradient] = {}
+
+    def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Takes what is needed from a tensor's whole gradient."""
+        if not gradient.numel:
+            return
+        if self.chooser is not None:
+            gradient = self.chooser.prepare(tensor, gradient)
+        if tensor.count:
+            taken = gradient.take(tensor.indices)
+            self.grad[tensor.slots.to(self.grad.device)] = taken.to(self.grad)
+        if self.chooser is not None:
+            self.chooser.offer(tensor, gradient)
