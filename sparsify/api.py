@@ -26,6 +26,7 @@ from sparsify.strategies import Dense, Given, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, find_targets
 from sparsify.unmasker import POSITION, Unmasker
 from sparsify.values import VALUES, SparseValues
+from sparsify.verification import digest_base
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -106,6 +107,7 @@ def sparsify(
         capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
         selected = _select(engine, calibration, loss_fn)
 
+    engine.base_digests = digest_base(model, (), engine.dense_names)
     _mask(engine, targets, capacity)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
     engine.sync()
@@ -169,11 +171,13 @@ def get_unmasker(model: nn.Module) -> Unmasker:
     return engine
 
 
-def summary(model: nn.Module) -> Summary:
+def summary(model: nn.Module, *, verify: bool = False) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
 
     Args:
         model: a sparsified model.
+        verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, and that as
+            many are unmasked as the schedule says; one pass over all weights.
 
     Returns:
         The numbers; ``print`` lays them out.
@@ -182,10 +186,10 @@ def summary(model: nn.Module) -> Summary:
         SparsifyError: when the model is not sparsified.
 
     Example:
-        >>> summary(sparsify(torch.nn.Linear(4, 4), budget=3, strategy="pafi")).unmasked
-        3
+        >>> summary(sparsify(torch.nn.Linear(4, 4), budget=3, strategy="pafi"), verify=True).verification.ok
+        True
     """
-    return summarize(get_unmasker(model))
+    return summarize(get_unmasker(model), verify=verify)
 
 
 def print_trainable_parameters(model: nn.Module) -> None:

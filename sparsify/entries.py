@@ -70,8 +70,8 @@ def digest(values: Tensor) -> str:
     values = values.detach().cpu().reshape(-1)
     as_bytes = values.contiguous().view(torch.uint8)
     if sys.byteorder == "big":
-        as_bytes = as_bytes.view(-1, values.element_size()).flip(1)
-    return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()
+        as_bytes = as_bytes.view(-1, values.element_size()).flip(1).contiguous()
+    return hashlib.sha256(as_bytes.numpy().data).hexdigest()
 
 
 def encode_indices(indices: Tensor) -> Tensor:

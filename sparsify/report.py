@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from sparsify.strategies import PRESETS, Strategy
+from sparsify.strategies import PRESETS, Given, Repeat, Strategy
 from sparsify.unmasker import Unmasker
 from sparsify.values import VALUES
+from sparsify.verification import Verification
 
 TENSORS_SHOWN = 10
 
@@ -21,7 +22,7 @@ class Summary:
     Attributes:
         strategy: which entries are unmasked.
         budget: how many entries may be, in all.
-        unmasked: how many are so far.
+        unmasked: how many are so far; for repeat-S, how many ever were.
         num_candidates: entries that may be selected.
         num_parameters: entries of the whole model, dense and frozen ones included.
         num_dense: entries trained dense (``modules_to_save``), apart from the budget.
@@ -29,6 +30,7 @@ class Summary:
         steps: optimizer steps planned; ``None`` when not known.
         counts: unmasked entries by tensor name.
         sizes: entries by tensor name.
+        verification: whether the model is what it should be; ``None`` where nobody asked.
         updates: entry updates so far, the unmasked entries summed over the steps.
         state_bytes: bytes that the flat delta and the index buffers add to the model.
     """
@@ -45,6 +47,7 @@ class Summary:
     state_bytes: int
     counts: dict[str, int] = field(repr=False)
     sizes: dict[str, int] = field(repr=False)
+    verification: Verification | None = None
 
     @property
     def static_updates(self) -> int:
@@ -72,13 +75,18 @@ class Summary:
                 "budget",
                 f"{self.budget:,} of {self.num_candidates:,} candidates ({self.budget / self.num_candidates:.4%})",
             ),
-            ("unmasked", f"{self.unmasked:,} ({self.unmasked / self.budget:.1%} of the budget)"),
+            (
+                "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked",
+                f"{self.unmasked:,} ({self.unmasked / self.budget:.1%} of the budget)",
+            ),
             ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
             ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
             ("selection entropy", f"{self.selection_entropy:.4f}"),
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
             ("state", f"{self.state_bytes:,} bytes"),
         ]
+        if self.verification is not None:
+            rows.append(("verified" if self.verification.ok else "NOT verified", str(self.verification)))
         lines = [f"{label:<18} {value}" for label, value in rows]
         return "\n".join(lines + self._tensor_lines())
 
@@ -95,12 +103,14 @@ class Summary:
 
 def strategy_name(strategy: Strategy) -> str:
     """The preset's name, where the strategy is one, with its parts."""
+    if isinstance(strategy.selection, Given):
+        return "a given set"
     parts = f"{strategy.importance!r}, {strategy.selection!r}"
     names = [name for name, preset in PRESETS.items() if preset == strategy]
     return f"{names[0]} ({parts})" if names else parts
 
 
-def summarize(engine: Unmasker) -> Summary:
+def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
     """The summary of an engine's model."""
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
     buffers = [buffer for tensor in engine.tensors for buffer in (tensor.indices, tensor.slots, tensor.base)]
@@ -118,6 +128,7 @@ def summarize(engine: Unmasker) -> Summary:
         state_bytes=sum(tensor.nbytes for tensor in [engine.values, *buffers]),
         counts=counts,
         sizes={tensor.name: tensor.parameter.numel() for tensor in engine.tensors},
+        verification=engine.verify() if verify else None,
     )
 
 

@@ -155,7 +155,7 @@ def _named(kinds: dict[str, Any], data: dict[str, Any], what: str) -> Any:
         return kind(**settings)
     except TypeError:
         expected = ", ".join(inspect.signature(kind).parameters) or "none"
-        raise SparsifyError(f"{what} {kind.name!r} with settings {settings!r}; it has these: {expected}.") from None
+        raise SparsifyError(f"{what} {data['name']!r} with settings {settings!r}; it has these: {expected}.") from None
 
 
 PRESETS: dict[str, Strategy] = {

@@ -35,6 +35,7 @@ from sparsify.schedules import Schedule
 from sparsify.selection import Pool, Winners
 from sparsify.strategies import Increment, Repeat, Strategy
 from sparsify.values import VALUES, SparseValues
+from sparsify.verification import Verification, verify
 
 POSITION = "sparse_position"
 
@@ -55,7 +56,9 @@ class Unmasker:
     Attributes:
         tensors: the masked tensors, by ascending offset.
         step: optimizer steps done.
-        updates: entry updates done, the unmasked entries summed over the steps.
+        updates: entry updates done, the trained entries summed over the steps.
+        selected: whether the step in progress has had its selection.
+        base_digests: what the base was, for :meth:`verify`.
     """
 
     def __init__(
@@ -79,12 +82,13 @@ class Unmasker:
         self.dense_names = dense_names
         self.frozen_names = frozen_names
         self.buffer_digests = digest_buffers(root)
+        self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.tensors: list[MaskedTensor] = []
         self.step = 0
         self.updates = 0
         self._anchors = Anchors(self)
         self._pass: BackwardPass | None = None
-        self._selected = False  # whether this optimizer step has had its selection
+        self.selected = False  # whether this optimizer step has had its selection
         self._paused = False
         self._full = False  # whether the whole budget is unmasked
         self._ranking: Tensor | None = None  # the masked entries that an importance of the weights will unmask next
@@ -185,7 +189,7 @@ class Unmasker:
                 # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
                 return grad.fill_(torch.nan)
             self._unmask(chooser.winners(), grad)
-            self._selected = True
+            self.selected = True
         return grad if self._active is None else grad.masked_fill_(~self._active, 0)
 
     def _running_pass(self) -> BackwardPass:
@@ -208,7 +212,7 @@ class Unmasker:
 
     def _quota(self) -> int:
         """Number of entries that this backward pass is to choose."""
-        if self._selected or not self.growing:
+        if self.selected or not self.growing:
             return 0
         if self._repeats:
             return self.budget
@@ -270,7 +274,7 @@ class Unmasker:
         self._warn_of_unreached()
         self.step += 1
         self.updates += self.trained
-        self._selected = False
+        self.selected = False
         self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
         self.sync()
 
@@ -309,7 +313,7 @@ class Unmasker:
         position = self.root._buffers[POSITION]
         assert position is not None
         self.step, self.updates = (int(number) for number in position.tolist())
-        self._selected = False
+        self.selected = False
         self._full = self.unmasked >= self.budget
         self._ranking = self._active = None
         if plain and not self.unmasked:
@@ -346,6 +350,12 @@ class Unmasker:
             for tensor, values in zip(self.tensors, trained, strict=True):
                 tensor.parameter.data.put_(tensor.indices, values)
             self._paused = False
+
+    def verify(self) -> Verification:
+        """Whether the frozen entries are the base's, and as many unmasked as planned."""
+        self._check_not_paused("summary(verify=True)")
+        self.refresh()
+        return verify(self)
 
     def export(self, budget: int | None = None) -> Export:
         """What was learned: the first ``budget`` unmasked entries, and what is stored whole."""

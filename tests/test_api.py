@@ -10,6 +10,7 @@ from torch import nn
 from sparsify import (
     D3,
     Magnitude,
+    Repeat,
     Schedule,
     SparsifyError,
     Static,
@@ -169,9 +170,41 @@ def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_lat
     assert summary(model).unmasked == 5
 
 
-def test_strategies_that_need_what_is_not_there_are_refused():
-    with pytest.raises(SparsifyError, match=r"Static\(\) with D3.*needs gradients before training"):
-        Strategy(D3(), Static())
+BATCHES = [{"x": torch.ones(4, 6), "labels": torch.zeros(4, dtype=torch.int64)}]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        (Strategy(D3(), Static()), {}, r"chooses by gradients before training; pass calibration="),
+        ("fish", {}, r"chooses by gradients before training; pass calibration="),
+        ("id3", {"calibration": BATCHES}, r"calibration= and loss_fn= are not used by D3"),
+        ("pafi", {"loss_fn": len}, r"calibration= and loss_fn= are not used by Magnitude"),
+        ("fish", {"calibration": [torch.ones(4, 6)]}, r"a calibration batch is a Tensor; expected a dict"),
+        ("fish", {"calibration": []}, r"the calibration gave no candidate a gradient"),
+        ("fish", {"calibration": lambda model: None}, r"the calibration gave no candidate a gradient"),
+        ("d3-repeat", {"steps": None}, r"pass steps= .*, or Repeat\(capacity=\.\.\.\)"),
+        ("d3-repeat", {"schedule": "cubic"}, r"takes no schedule"),
+        (Strategy(D3(), Repeat(capacity=5)), {}, r"less room than the budget of 20 entries"),
+        ({"first.weight": torch.tensor([0, 1])}, {}, r"budget=20 with a given set of 2 entries; pass budget=None"),
+        ({"first.wait": torch.tensor([0])}, {}, r"`first\.wait`, which is no candidate .*such as `first\.weight`"),
+        ({"first.weight": torch.tensor([60])}, {}, r"indices of `first\.weight` outside its 60 entries"),
+        ({"first.weight": torch.tensor([-1])}, {}, r"indices of `first\.weight` outside its 60 entries"),
+        ({"first.weight": torch.tensor([0.5])}, {}, r"torch\.float32 for `first\.weight`; expected a bool"),
+        ({"first.weight": torch.ones(6, 10, dtype=torch.bool)}, {}, r"shape \(6, 10\), expected \(10, 6\)"),
+        ({"first.weight": torch.zeros(10, 6, dtype=torch.bool)}, {}, r"the given set is empty"),
+        ({}, {}, r"the given set is empty"),
+    ],
+)  # fmt: skip
+def test_strategies_that_lack_something_or_get_too_much_change_nothing(strategy, options, message):
+    model = MLP()
+    before = state_of(model)
+    with pytest.raises(SparsifyError, match=message):
+        sparsify(model, 20, strategy, **{"steps": 5, **options})
+    assert_unchanged(model, before)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(module.training for module in model.modules())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # nothing of the failed call listens to it
 
 
 @pytest.mark.parametrize("verb", [desparsify, summary, get_unmasker, lambda model: base_weights(model).__enter__()])

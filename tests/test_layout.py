@@ -22,7 +22,7 @@ LAYERS = [
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
     {"masked.conv1d"},
     {"masked.swap", "masked"},
-    {"anchors", "export", "screen", "ranking", "calibration", "budget"},
+    {"anchors", "export", "screen", "ranking", "calibration", "budget", "verification"},
     {"choosers"},
     {"backward"},
     {"unmasker"},
@@ -53,6 +53,7 @@ TRAINING = {
     "targets",
     "unmasker",
     "values",
+    "verification",
 }
 HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "typer", "rich", "sklearn", "pandas", "datasets"]
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -3,18 +3,19 @@
 import json
 
 import pytest
+import torch
 
 from sparsify.errors import SparsifyError
-from sparsify.importance import D3, Bias, Magnitude, Random
-from sparsify.strategies import PRESETS, SELECTIONS, Dense, Increment, Static, Strategy, resolve_strategy
-
-WEIGHT_IMPORTANCES = [Magnitude(), Random(), Bias()]
+from sparsify.importance import D3, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.strategies import PRESETS, SELECTIONS, Dense, Increment, Repeat, Static, Strategy, resolve_strategy
 
 
 def test_presets_have_the_papers_settings():
     assert {
         "id3": Strategy(D3(exp=2, eps=1), Increment()),
+        "d3-repeat": Strategy(D3(exp=2, eps=1), Repeat()),
         "pafi": Strategy(Magnitude(), Static()),
+        "fish": Strategy(Fisher(num_samples=1024), Static()),
         "random": Strategy(Random(), Static()),
         "bitfit": Strategy(Bias(), Static()),
         "full": Strategy(None, Dense()),
@@ -47,15 +48,15 @@ def test_from_dict_leaves_its_input_alone():
 
 def test_selections_are_registered_under_their_own_names():
     assert {name: kind.name for name, kind in SELECTIONS.items()} == {
-        name: name for name in ("static", "increment", "dense")
+        name: name for name in ("static", "increment", "repeat", "given", "dense")
     }
 
 
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        ("importance", r"unknown importance 'd4'; expected one of d3, magnitude, random, bias"),
-        ("selection", r"unknown selection 'd4'; expected one of static, increment, dense"),
+        ("importance", r"unknown importance 'd4'; expected one of d3, fisher, magnitude, random, bias"),
+        ("selection", r"unknown selection 'd4'; expected one of static, increment, repeat, given, dense"),
     ],
 )
 def test_from_dict_names_an_unknown_part(part, text):
@@ -78,20 +79,41 @@ def test_from_dict_refuses_what_is_no_strategy(data):
         Strategy.from_dict(data)
 
 
-@pytest.mark.parametrize("importance", WEIGHT_IMPORTANCES, ids=repr)
-def test_incrementing_needs_gradients(importance):
-    with pytest.raises(
-        SparsifyError, match=r"Increment\(\) with .* is not supported; it needs an importance that uses"
-    ):
-        Strategy(importance, Increment())
+@pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
+@pytest.mark.parametrize("selection", [Static(), Increment(), Repeat()], ids=repr)
+def test_only_static_selection_by_gradients_needs_a_calibration(importance, selection):
+    assert Strategy(importance, selection).calibrates == (selection == Static())
+    assert not Strategy(Magnitude(), selection).calibrates
 
 
-def test_static_with_a_gradient_importance_is_refused():
-    with pytest.raises(SparsifyError, match=r"Static\(\) with D3\(exp=1, eps=1\.0\) needs gradients before training"):
-        Strategy(D3(exp=1), Static())
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, True])
+def test_the_room_of_repeat_is_a_number_of_entries(capacity):
+    with pytest.raises(SparsifyError, match="expected an int of at least 1, or None"):
+        Repeat(capacity=capacity)
 
 
-@pytest.mark.parametrize("selection", [Static(), Increment()], ids=repr)
+def test_a_given_set_stands_for_itself_and_is_not_made_from_its_description():
+    support = {"weight": torch.tensor([1, 2])}
+    strategy = resolve_strategy(support)
+    assert strategy.selection.support is support
+    assert strategy.to_dict() == {"importance": None, "selection": {"name": "given"}}
+    with pytest.raises(SparsifyError, match="pass the set itself"):
+        Strategy.from_dict(strategy.to_dict())
+
+
+def test_a_registered_importance_survives_json_under_its_name():
+    @register_importance("test-strategies-cubed")
+    def cubed(weight, grad):
+        return grad.abs() ** 3
+
+    strategy = Strategy(cubed, Increment())
+    assert strategy.to_dict()["importance"] == {"name": "test-strategies-cubed"}
+    assert Strategy.from_dict(json.loads(json.dumps(strategy.to_dict()))) == strategy
+    with pytest.raises(SparsifyError, match="it has these: none"):
+        Strategy.from_dict({**strategy.to_dict(), "importance": {"name": "test-strategies-cubed", "power": 3}})
+
+
+@pytest.mark.parametrize("selection", [Static(), Increment(), Repeat()], ids=repr)
 def test_a_selection_needs_an_importance(selection):
     with pytest.raises(SparsifyError, match=r"without an importance; expected one, such as D3\(\)"):
         Strategy(None, selection)
@@ -119,7 +141,9 @@ def test_a_strategy_stands_for_itself():
 
 @pytest.mark.parametrize(("typo", "meant"), [("id-3", "id3"), ("bitft", "bitfit"), ("pafy", "pafi"), ("ID3", None)])
 def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant):
-    with pytest.raises(SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, pafi,") as caught:
+    with pytest.raises(
+        SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat, pafi, fish,"
+    ) as caught:
         resolve_strategy(typo)
     if meant:
         assert str(caught.value).endswith(f"Did you mean {meant!r}?")
@@ -127,5 +151,5 @@ def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant)
 
 @pytest.mark.parametrize("other", [None, 3, D3(), ["id3"], {"importance": None}], ids=repr)
 def test_what_is_no_strategy_is_refused(other):
-    with pytest.raises(SparsifyError, match=r"unknown strategy .*or a Strategy\(importance=\.\.\., selection=\.\.\.\)"):
+    with pytest.raises(SparsifyError, match=r"unknown strategy .*a Strategy\(importance=\.\.\., selection=\.\.\.\)"):
         resolve_strategy(other)

@@ -1,0 +1,128 @@
+"""Proof that training touched nothing but what it should have: digests of the base at ``sparsify()``, and now.
+
+A digest is taken of a tensor with its pretrained values back at the unmasked entries, so that it is the same before and
+after training if, and only if, the frozen entries and the kept base values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.entries import digest
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.schedules import Schedule
+from sparsify.strategies import Increment, Repeat, Strategy
+from sparsify.values import VALUES
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a verification found.
+
+    Attributes:
+        num_frozen: entries that should not have changed.
+        changed: tensors in which some of them did.
+        recast: tensors that are in another dtype than at ``sparsify()``, so that nothing can be said of them.
+        unmasked: number of unmasked entries.
+        expected: number that the schedule says; for repeat-S the number of slots in use.
+    """
+
+    num_frozen: int
+    changed: tuple[str, ...]
+    recast: tuple[str, ...]
+    unmasked: int
+    expected: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the frozen entries are bit-equal to the base, and the count is the schedule's."""
+        return not self.changed and not self.recast and self.unmasked == self.expected
+
+    def __str__(self) -> str:
+        found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
+        problems = [
+            f"{len(names)} tensors {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for names, what in found
+            if names
+        ]
+        if self.unmasked != self.expected:
+            problems.append(
+                f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (entries without a "
+                "gradient wait for one)"
+            )
+        return "; ".join(problems) or (
+            f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
+        )
+
+
+class Engine(Protocol):
+    """What is verified."""
+
+    root: nn.Module
+    tensors: list[MaskedTensor]
+    strategy: Strategy
+    schedule: Schedule
+    budget: int
+    steps: int | None
+    step: int
+    dense_names: tuple[str, ...]
+    base_digests: dict[str, tuple[torch.dtype, str]]
+
+    @property
+    def unmasked(self) -> int: ...
+
+    @property
+    def selected(self) -> bool: ...
+
+
+def digest_base(
+    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str]
+) -> dict[str, tuple[torch.dtype, str]]:
+    """Dtype and digest of every parameter that has a base and ordinary memory, by name.
+
+    Args:
+        model: before training, or after.
+        tensors: those masked; empty before there are any.
+        dense_names: parameters without a base.
+    """
+    masked = {tensor.name: tensor for tensor in tensors}
+    left_out = {*dense_names, VALUES}
+    return {
+        name: (parameter.dtype, digest(_base(parameter.detach(), masked.get(name))))
+        for name, parameter in model.named_parameters()
+        if name not in left_out and not parameter.is_meta and type(parameter.detach()) is Tensor
+    }
+
+
+def verify(engine: Engine) -> Verification:
+    """Compares the model with what it was at ``sparsify()``."""
+    now = digest_base(engine.root, engine.tensors, engine.dense_names)
+    before = engine.base_digests
+    recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
+    changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
+    parameters = dict(engine.root.named_parameters())
+    entries = sum(parameters[name].numel() for name in before)
+    return Verification(entries - engine.unmasked, changed, recast, engine.unmasked, _expected(engine))
+
+
+def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
+    if tensor is None or not tensor.count:
+        return weight
+    return weight.clone().put_(tensor.indices, tensor.base.to(weight.dtype))
+
+
+def _expected(engine: Engine) -> int:
+    """Number of entries that are to be unmasked by now."""
+    if isinstance(engine.strategy.selection, Repeat):
+        return engine.unmasked  # it depends on the gradients how many were ever chosen
+    if not isinstance(engine.strategy.selection, Increment):
+        return engine.budget
+    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
+    if engine.steps is None or not begun:
+        return 0
+    return engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
