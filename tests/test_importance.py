@@ -14,10 +14,12 @@ from sparsify.importance import (
     D3,
     IMPORTANCES,
     Bias,
+    Fisher,
     GradientImportance,
     Magnitude,
     Random,
     WeightImportance,
+    register_importance,
 )
 
 EXPONENTS = [-2, -1, 0, 1, 2]
@@ -208,3 +210,58 @@ def test_every_importance_keeps_its_protocol(kind):
     assert isinstance(importance, GradientImportance if importance.uses_gradient else WeightImportance)
     with pytest.raises(AttributeError):  # frozen
         importance.anything = 1
+
+
+def test_fisher_squares_the_gradient_and_its_bound_holds():
+    grad = torch.tensor([[0.5, -3.0], [0.0, 1e-3]])
+    weight = torch.randn(2, 2)
+    assert torch.equal(Fisher().score(weight, grad), grad**2)
+    assert (Fisher().bound(grad.abs().amax(1), weight) >= grad.square().amax(1)).all()
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, True, None])
+def test_fisher_takes_a_number_of_examples(number):
+    with pytest.raises(SparsifyError, match=r"num_samples=.*expected an int of at least 1"):
+        Fisher(num_samples=number)
+
+
+def test_the_largest_magnitudes_are_the_smallest_ones_reversed():
+    weight = torch.tensor([0.5, -2.0, 0.0])
+    largest = Magnitude(largest=True).score(weight, torch.Generator())
+    assert torch.equal(largest, -Magnitude().score(weight, torch.Generator()))
+
+
+def test_a_users_function_is_an_importance():
+    @register_importance("test-importance-product")
+    def product(weight, grad):
+        return weight * grad
+
+    assert product.name == "test-importance-product"
+    assert product.uses_gradient
+    assert product.score(torch.tensor([2.0]), torch.tensor([3.0])).tolist() == [6.0]
+    assert IMPORTANCES["test-importance-product"]() is product
+
+
+def test_a_name_may_be_registered_again_but_not_one_of_ours():
+    first = register_importance("test-importance-again")(lambda weight, grad: grad.abs())
+    second = register_importance("test-importance-again")(lambda weight, grad: grad.abs())
+    assert IMPORTANCES["test-importance-again"]() is second is not first
+    with pytest.raises(SparsifyError, match="'d3' is an importance of sparsify's own; register yours under another"):
+        register_importance("d3")
+    with pytest.raises(SparsifyError, match="expected a string that is not empty"):
+        register_importance("")
+
+
+def test_a_users_function_has_to_score_every_entry():
+    total = register_importance("test-importance-total")(lambda weight, grad: grad.abs().sum())
+    with pytest.raises(SparsifyError, match=r"'test-importance-total' made .* a score for every entry, in that shape"):
+        total.score(torch.ones(3), torch.ones(3))
+
+
+def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
+    from sparsify.selection import Pool, offer_gradient
+
+    generous = register_importance("test-importance-generous")(lambda weight, grad: torch.ones_like(grad))
+    pool = Pool(4, torch.float32, "cpu")
+    offer_gradient(pool, generous, torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), None, 0)
+    assert pool.winners().ids.tolist() == [1, 2]
