@@ -1,7 +1,9 @@
 """The README's snippets run, its commands are those that CI runs, and its file map is the package's."""
 
+import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +24,9 @@ class Model(nn.Module):
         super().__init__()
         self.query, self.value, self.classifier = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2)
 
-    def forward(self, x):
-        return self.classifier(self.query(x) + self.value(x))
+    def forward(self, x, labels=None):
+        logits = self.classifier(self.query(x) + self.value(x))
+        return logits if labels is None else SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
 
 
 def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
@@ -45,11 +48,12 @@ def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("snippet", SNIPPETS[1:])
 def test_the_other_snippets_run(snippet):
-    names = {"model": Model(), "sparsify": sparsify.sparsify}
-    for statement in re.findall(r"^(?:from .*|sparsify\(.*)$", snippet, flags=re.MULTILINE):
-        exec(statement, names)
-        if statement.startswith("sparsify("):
-            assert get_unmasker(names["model"]).steps == 1_000
+    batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
+    names = {"model": Model(), "sparsify": sparsify.sparsify, "train_loader": [batch]}
+    for statement in ast.parse(snippet).body:
+        exec(ast.unparse(statement), names)
+        if ast.unparse(statement).startswith("sparsify("):
+            assert get_unmasker(names["model"]).budget == 38_000
             desparsify(names["model"])
 
 
