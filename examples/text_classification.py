@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> dict:
         if arguments.out:
             SparseDelta.from_model(model).save(arguments.out)
             print(f"saved to {arguments.out}")
-    result |= {"steps": steps, "epochs": history, "seconds": round(seconds, 1)}
+    result |= {"rows": len(train_rows), "steps": steps, "epochs": history, "seconds": round(seconds, 1)}
     print(json.dumps(result))
     return result
 

@@ -89,3 +89,38 @@ def test_it_trains_on_a_local_glue_task(main, capsys):
     result = result_of(capsys)
     assert result["entries"] == 500
     assert {"accuracy", "f1"} <= result.keys()
+
+
+@pytest.mark.parametrize("strategy", ["fish", "magnitude-increment", "d3-repeat"])
+def test_the_other_strategies_train(main, files, strategy):
+    result = main([*files, "--steps", "2", "--strategy", strategy, "--budget", "200"])
+    assert result["updates"] == (300 if strategy == "magnitude-increment" else 400)
+
+
+@pytest.fixture
+def compare(main, monkeypatch):
+    import compare_strategies
+
+    def fake(arguments):
+        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        ran.append(options)
+        seed = int(options["--seed"])
+        return {"task": options["--task"], "strategy": options["--strategy"], "seed": seed, "entries": 10, "rows": 5,
+                "accuracy": 0.5 + seed / 10, "matthews": 0.25}  # fmt: skip
+
+    ran = []
+    monkeypatch.setattr(compare_strategies.text_classification, "main", fake)
+    yield compare_strategies.main, ran
+    del sys.modules["compare_strategies"]
+
+
+def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(compare, tmp_path, capsys):
+    main, ran = compare
+    options = ["--results", str(tmp_path / "runs.jsonl"), "--strategies", "id3", "--lr", "0.002", "--seeds", "0"]
+    main([*options, "--tasks", "mrpc"])
+    assert [(run["--task"], run["--seed"], run["--rows"], run["--lr"]) for run in ran] == [
+        ("mrpc", "0", "1500", "0.002")
+    ]
+    main([*options, "2", "--tasks", "mrpc", "cola"])
+    assert [(run["--task"], run["--seed"]) for run in ran[1:]] == [("cola", "0"), ("mrpc", "2"), ("cola", "2")]
+    assert capsys.readouterr().out.splitlines()[-1] == "| id3 | 10 | 60.0 ± 14.1 (2) | 25.0 ± 0.0 (2) |"

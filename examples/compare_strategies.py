@@ -1,0 +1,71 @@
+"""Compare the strategies side by side: each on each task with several seeds, and a table of mean and spread.
+
+    python examples/compare_strategies.py --tasks mrpc cola --seeds 0 1 2
+
+Every finished run is a line of JSON in ``--results``; what is there already is not run again, so an interrupted
+comparison goes on where it stopped. Options that are not known here go to ``text_classification.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import text_classification
+
+STRATEGIES = ("id3", "magnitude-increment", "pafi", "fish", "random", "bitfit", "d3-repeat", "full")
+METRIC = {"cola": "matthews"}  # of the other tasks: accuracy
+Runs = dict[tuple[str, str, int], dict]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=["mrpc", "cola"])
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rows", type=int, default=1_500, help="training rows")
+    parser.add_argument("--results", type=Path, default=Path("strategies.jsonl"))
+    return parser.parse_known_args(arguments)
+
+
+def read_runs(path: Path) -> Runs:
+    """The finished runs by (task, strategy, seed)."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {(run["task"], run["strategy"], run["seed"]): run for run in map(json.loads, lines)}
+
+
+def make_table(runs: Runs, tasks: list[str]) -> str:
+    """A row a strategy in Markdown: for each task the metric in percent, mean ± standard deviation over the seeds."""
+    header = ["strategy", "entries", *tasks]
+    lines = [" | ".join(header), "|".join(["---", *["---:"] * (len(header) - 1)])]
+    for strategy in dict.fromkeys(strategy for _, strategy, _ in runs):
+        own = [run for (_, name, _), run in runs.items() if name == strategy]
+        entries = {run.get("entries") for run in own} - {None}
+        cells = [strategy, f"{min(entries):,}".replace(",", " ") if entries else "all"]
+        for task in tasks:
+            values = [100 * run[METRIC.get(task, "accuracy")] for run in own if run["task"] == task]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{statistics.mean(values):.1f} ± {spread:.1f} ({len(values)})" if values else "")
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options, others = parse_arguments(arguments)
+    runs = read_runs(options.results)
+    wanted = [(t, s, n) for n in options.seeds for t in options.tasks for s in options.strategies]
+    for task, strategy, seed in wanted:
+        if (task, strategy, seed) in runs:
+            continue
+        own = ["--task", task, "--strategy", strategy, "--seed", str(seed), "--rows", str(options.rows)]
+        run = text_classification.main([*own, *others])
+        with options.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run) + "\n")
+        runs[task, strategy, seed] = run
+    print(make_table({key: runs[key] for key in wanted}, options.tasks))
+
+
+if __name__ == "__main__":
+    main()
