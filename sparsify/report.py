@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -57,15 +58,12 @@ class Summary:
     @property
     def tensor_sparsity(self) -> float:
         """Share of the tensor parameters with no unmasked entry."""
-        return sum(count == 0 for count in self.counts.values()) / len(self.counts)
+        return tensor_sparsity(self.counts)
 
     @property
     def selection_entropy(self) -> float:
         """-sum p log p in nats, with p each tensor's unmasked share, normalised over the tensors."""
-        shares = [self.counts[name] / self.sizes[name] for name in self.counts if self.counts[name]]
-        total = sum(shares)
-        # + 0.0 turns the -0.0 of a single tensor into 0.0
-        return -sum(share / total * math.log(share / total) for share in shares) + 0.0
+        return selection_entropy(self.counts, self.sizes)
 
     def __str__(self) -> str:
         rows = [
@@ -99,6 +97,19 @@ class Summary:
         lines = [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
         more = len(ranked) - len(shown)
         return ["unmasked most:", *lines, *([f"  ... and {more:,} more tensors"] if more else [])]
+
+
+def tensor_sparsity(counts: Mapping[str, int]) -> float:
+    """Share of the tensors that have no unmasked entry, from the unmasked entries by tensor name."""
+    return sum(count == 0 for count in counts.values()) / len(counts)
+
+
+def selection_entropy(counts: Mapping[str, int], sizes: Mapping[str, int]) -> float:
+    """-sum p log p in nats, from unmasked and all entries by tensor name; p is count / size, normalised to sum 1."""
+    shares = [count / sizes[name] for name, count in counts.items() if count]
+    total = sum(shares)
+    # + 0.0 turns the -0.0 of a single tensor into 0.0
+    return -sum(share / total * math.log(share / total) for share in shares) + 0.0
 
 
 def strategy_name(strategy: Strategy) -> str:

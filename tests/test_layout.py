@@ -55,7 +55,7 @@ TRAINING = {
     "values",
     "verification",
 }
-HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "typer", "rich", "sklearn", "pandas", "datasets"]
+HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "scipy", "typer", "rich", "sklearn", "pandas", "datasets"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,0 +1,178 @@
+"""Where the unmasked entries are: each tensor's unmasked share, its layer, and which kind of tensor it is there.
+
+In: a sparsified model, or a delta. Out: a row for each tensor. Layers and kinds are read from the names alone, which a
+delta has, too:
+
+    bert.encoder.layer.3.attention.self.query.weight
+    stack path ------- number                           layer 3, kind attention.self.query.weight
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from sparsify.api import get_unmasker
+from sparsify.delta import SparseDelta
+from sparsify.errors import SparsifyError
+from sparsify.names import plain_name
+
+Source = nn.Module | SparseDelta
+Path = tuple[str, ...]  # a name's dotted components
+
+_EXPERT = re.compile(r"(?<=\bexperts\.)(\w+_)?\d+(?=\.|$)")  # Mixtral's experts.7, Switch's experts.expert_7
+
+
+@dataclass(frozen=True)
+class TensorShare:
+    """How much of one tensor is unmasked.
+
+    Attributes:
+        name: its name in the plain model.
+        layer: its layer's number; ``None`` outside the numbered layers.
+        kind: what it is within its layer; equal in all layers of a stack.
+        unmasked: number of unmasked entries.
+        size: number of entries.
+    """
+
+    name: str
+    layer: int | None
+    kind: str
+    unmasked: int
+    size: int
+
+    @property
+    def share(self) -> float:
+        """Unmasked entries per entry."""
+        return self.unmasked / self.size
+
+
+def shares(source: Source) -> list[TensorShare]:
+    """The unmasked share of each tensor, with its layer and kind.
+
+    Args:
+        source: a sparsified model, whose candidates all have a row; or a :class:`sparsify.SparseDelta`, which knows
+            only the tensors that it changes. Tensors trained dense have none in either.
+
+    Returns:
+        A row for each tensor, in the source's order. How layers and kinds are told from the names says :func:`places`.
+
+    Raises:
+        SparsifyError: when the source is neither, or its model is not sparsified.
+
+    Example:
+        >>> import torch
+        >>> from sparsify import sparsify
+        >>> model = sparsify(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None, strategy="bitfit")
+        >>> for row in shares(model):
+        ...     print(row.layer, row.kind, row.unmasked, row.size, row.share)
+        0 weight 0 4 0.0
+        0 bias 2 2 1.0
+        1 weight 0 4 0.0
+        1 bias 2 2 1.0
+    """
+    return tables({"": source})[""]
+
+
+def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
+    """The :func:`shares` of several sources by label; layers and kinds are told from all their names together.
+
+    Example:
+        >>> from sparsify import sparsify
+        >>> tables({"pafi": sparsify(nn.Linear(2, 1), 1, strategy="pafi")})["pafi"][1].name
+        'bias'
+    """
+    counts = {label: _counts(source) for label, source in sources.items()}
+    found = places(name for tensors in counts.values() for name in tensors)
+    return {
+        label: [TensorShare(name, *found[name], unmasked, size) for name, (unmasked, size) in tensors.items()]
+        for label, tensors in counts.items()
+    }
+
+
+class Place(NamedTuple):
+    """Where a tensor is in its model: the layer, ``None`` outside of layers, and the kind."""
+
+    layer: int | None
+    kind: str
+
+
+def places(names: Iterable[str]) -> dict[str, Place]:
+    """Layer and kind of tensors, from their names.
+
+    The layer is the first component that is a number, the kind what comes after it. Where layers are numbered in
+    several stacks (an encoder and a decoder), what tells the stacks apart comes in front of the kind. The experts of a
+    mixture are one kind, ``experts.*``; other further numbers stay in the kind. Outside of layers, the kind is the
+    name, without the first component where that is the model's prefix: it leads all the layers' names, too.
+
+    Args:
+        names: plain names.
+
+    Returns:
+        Name -> place, in the order of the names.
+
+    Example:
+        >>> for place in places(["bert.embeddings.weight", "bert.encoder.layer.3.output.dense.bias"]).values():
+        ...     print(*place)
+        None embeddings.weight
+        3 output.dense.bias
+        >>> for place in places(["encoder.block.0.q.weight", "decoder.block.0.q.weight"]).values():
+        ...     print(*place)
+        0 encoder.q.weight
+        0 decoder.q.weight
+        >>> places(["model.layers.0.mlp.experts.7.up_proj.weight"]).popitem()[1].kind
+        'mlp.experts.*.up_proj.weight'
+    """
+    paths: dict[str, Path] = {name: tuple(name.split(".")) for name in names}
+    numbers = {name: _first_number(path) for name, path in paths.items()}
+    stacks = {path[:at] for path, at in zip(paths.values(), numbers.values(), strict=True) if at is not None}
+    labels = _labels(sorted(stacks))
+    prefix = _prefix(stacks)
+    found = {}
+    for name, path in paths.items():
+        at = numbers[name]
+        if at is None:
+            found[name] = Place(None, ".".join(path[1:] if len(path) > 2 and path[:1] == prefix else path))
+        else:
+            kind = path[at + 1 :] or path[:at][-1:] or path  # a ParameterList numbers its tensors themselves
+            found[name] = Place(int(path[at]), _EXPERT.sub("*", ".".join(labels[path[:at]] + kind)))
+    return found
+
+
+def _counts(source: Source) -> dict[str, tuple[int, int]]:
+    """(unmasked, size) of each tensor by plain name."""
+    if isinstance(source, SparseDelta):
+        return {name: (tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()}
+    if isinstance(source, nn.Module):
+        tensors = get_unmasker(source).tensors
+        return {plain_name(tensor.name): (tensor.count, tensor.parameter.numel()) for tensor in tensors}
+    raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
+
+
+def _first_number(path: Path) -> int | None:
+    """The position of the first component that is a number."""
+    return next((at for at, part in enumerate(path) if part.isdecimal()), None)
+
+
+def _labels(stacks: Sequence[Path]) -> dict[Path, Path]:
+    """What tells the paths of stacks apart: what all begin or end with is left out; nothing for a single one."""
+    start = _num_shared(stacks)
+    end = _num_shared([stack[start:][::-1] for stack in stacks])
+    return {stack: stack[start : len(stack) - end] for stack in stacks}
+
+
+def _num_shared(paths: Sequence[Path]) -> int:
+    """Number of leading components that all the paths have in common."""
+    columns = enumerate(zip(*paths, strict=False))
+    return next((at for at, parts in columns if len(set(parts)) > 1), min(map(len, paths), default=0))
+
+
+def _prefix(stacks: Iterable[Path]) -> Path:
+    """The first component (1,) of the paths of all stacks, where they share one; a stack's own name is none."""
+    first = {stack[:1] if len(stack) > 1 else () for stack in stacks}
+    return first.pop() if len(first) == 1 else ()

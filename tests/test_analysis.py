@@ -1,0 +1,567 @@
+"""What a fine-tuning did: its trajectory against a record of it, shares, pictures, and the correlation of changes."""
+
+import copy
+import math
+import subprocess
+import sys
+import warnings
+
+import matplotlib.pyplot
+import pytest
+import torch
+from models import ARCHITECTURES, build, loss_of
+from scipy.stats import spearmanr
+from torch import nn
+
+from sparsify import (
+    BaseMismatchError,
+    Schedule,
+    SparseDelta,
+    SparsifyError,
+    desparsify,
+    get_unmasker,
+    sparsify,
+    summary,
+)
+from sparsify.analysis import change_correlation, plot_shares, plot_trajectory, shares, trajectory
+from sparsify.analysis.plots import NONE_COLOR
+from sparsify.analysis.shares import places, tables
+from sparsify.entries import TensorDelta
+from sparsify.extras import MissingExtraError
+
+STEPS, BUDGET = 8, 60
+
+
+@pytest.fixture(autouse=True)
+def pictures_go_nowhere():
+    matplotlib.use("Agg")
+    yield
+    matplotlib.pyplot.close("all")
+
+
+def train(model, batches, steps=STEPS, lr=1e-2, after_step=lambda: None):
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batches[step]).backward()
+        optimizer.step()
+        after_step()
+    return model
+
+
+def trained(name="mlp", strategy="id3", steps=STEPS, budget=BUDGET, seed=0, **settings):
+    """A trained sparsified model and its base."""
+    model, batches = build(name, seed=0)
+    base = copy.deepcopy(model)
+    sparsify(model, None if strategy in ("full", "bitfit") else budget, strategy, steps=STEPS, seed=seed, **settings)
+    return train(model, batches, steps), base
+
+
+def entries(values, indices=(0, 2), shape=(2, 3)):
+    """Differences to add to one tensor."""
+    return TensorDelta(torch.tensor(indices), torch.tensor(values), shape, torch.float32, "add", "0" * 64)
+
+
+# ------------------------------------------------------------------------------------ trajectory
+
+
+def as_numbers(found):
+    return (found.step, found.unmasked, found.tensor_sparsity, pytest.approx(found.selection_entropy))
+
+
+def recorded(model, batches, steps):
+    """What the summary says before training and after each step, while it goes on."""
+    record = [summary(model)]
+    train(model, batches, steps, after_step=lambda: record.append(summary(model)))
+    return [as_numbers(found) for found in record]
+
+
+def numbers(model, points=100):
+    return [(p.step, p.unmasked, p.tensor_sparsity, p.selection_entropy) for p in trajectory(model, points)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("strategy", ["id3", "pafi"])
+def test_the_trajectory_is_what_the_summary_said_step_by_step(name, strategy):
+    model, batches = build(name)
+    record = recorded(sparsify(model, BUDGET, strategy, steps=STEPS), batches, STEPS)
+    assert numbers(model) == record
+    assert len({unmasked for _, unmasked, *_ in record}) == (STEPS + 1 if strategy == "id3" else 1)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["linear", "cosine", Schedule(every=3), Schedule("cubic", until=0.5), Schedule(every=5, until=0.9)]
+)
+@pytest.mark.parametrize("steps", [5, STEPS + 3])
+def test_it_holds_for_every_schedule_in_mid_run_and_beyond_the_plan(schedule, steps):
+    model, batches = build("mlp")
+    record = recorded(sparsify(model, BUDGET, steps=STEPS, schedule=schedule), batches, steps)
+    assert numbers(model) == record
+
+
+def test_it_is_there_again_in_a_model_that_was_loaded():
+    model, _ = trained()
+    again = sparsify(build("mlp", seed=0)[0], BUDGET, steps=STEPS)
+    again.load_state_dict(model.state_dict())
+    assert numbers(again) == numbers(model)
+
+
+def test_points_are_spread_over_the_steps():
+    model, _ = trained()
+    every = numbers(model)
+    assert [step for step, *_ in numbers(model, points=5)] == [0, 2, 4, 6, 8]
+    assert [step for step, *_ in numbers(model, points=2)] == [0, 8]
+    assert all(point in every for point in numbers(model, points=5))
+
+
+def test_a_model_that_has_not_started_has_one_point():
+    assert numbers(sparsify(build("mlp")[0], BUDGET)) == [(0, 0, 1.0, 0.0)]
+
+
+def test_a_backward_that_was_not_stepped_is_left_out():
+    model, batches = build("mlp")
+    record = recorded(sparsify(model, BUDGET, steps=STEPS), batches, 3)
+    loss_of(model, batches[3]).backward()
+    assert numbers(model) == record
+
+
+def test_steps_that_could_not_fill_their_quota_are_told():
+    embedding = sparsify(nn.Embedding(6, 2), 8, steps=4)
+    optimizer = torch.optim.SGD([embedding.sparse_values], lr=0.1)
+    for row in (0, 0, 0, 1):  # a single row has two entries with a gradient, enough for the first step only
+        optimizer.zero_grad()
+        embedding(torch.tensor([row])).square().sum().backward()
+        optimizer.step()
+    with pytest.warns(
+        UserWarning, match=r"been updated 14 times in 4 steps, and the model counts 10: some steps found"
+    ):
+        found = trajectory(embedding)
+    assert (found[-1].step, found[-1].unmasked) == (4, summary(embedding).unmasked)
+
+
+def test_a_run_that_kept_to_its_schedule_is_not_warned_of():
+    model, _ = trained()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trajectory(model)
+
+
+@pytest.mark.parametrize("points", [1, 0, 2.5, True, None])
+def test_fewer_than_two_points_are_no_trajectory(points):
+    with pytest.raises(SparsifyError, match=r"points=.*; expected an int of at least 2"):
+        trajectory(sparsify(nn.Linear(3, 3), 2), points)
+
+
+def test_without_the_number_of_steps_there_is_no_telling_when():
+    model, _ = trained()
+    get_unmasker(model).steps = None
+    with pytest.raises(SparsifyError, match=r"set get_unmasker\(model\).steps to what it was in training"):
+        trajectory(model)
+
+
+def test_repeat_s_leaves_no_trace_of_when():
+    model, _ = trained(strategy="d3-repeat", budget=5)
+    with pytest.raises(SparsifyError, match=r"Repeat\(.*\) chooses its entries afresh at each step"):
+        trajectory(model)
+    assert sum(row.unmasked for row in shares(model)) == summary(model).unmasked
+
+
+def test_a_plain_model_has_no_trajectory():
+    with pytest.raises(SparsifyError, match="this Linear is not sparsified"):
+        trajectory(nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------------------------------- shares
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "kind"),
+    [
+        ("bert.encoder.layer.3.attention.self.query.weight", 3, "attention.self.query.weight"),
+        ("bert.encoder.layer.11.output.dense.bias", 11, "output.dense.bias"),
+        ("bert.embeddings.word_embeddings.weight", None, "embeddings.word_embeddings.weight"),
+        ("classifier.weight", None, "classifier.weight"),
+    ],
+)
+def test_layer_and_kind_come_from_the_name(name, layer, kind):
+    names = [name, "bert.encoder.layer.0.output.dense.bias", "bert.pooler.dense.weight", "classifier.weight"]
+    assert places(names)[name] == (layer, kind)
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["encoder.layer.0.q.bias", "embeddings.LayerNorm.bias"], ["q.bias", "embeddings.LayerNorm.bias"]),
+        (
+            ["shared.weight", "encoder.block.0.layer.1.wi.weight", "decoder.block.0.layer.1.wi.weight"],
+            ["shared.weight", "encoder.layer.1.wi.weight", "decoder.layer.1.wi.weight"],
+        ),
+        (
+            ["model.encoder.layers.0.fc1.bias", "model.decoder.layers.0.fc1.bias", "model.encoder.norm.bias"],
+            ["encoder.fc1.bias", "decoder.fc1.bias", "encoder.norm.bias"],
+        ),
+        (["layers.0.experts.7.w1.weight", "layers.0.experts.w1"], ["experts.*.w1.weight", "experts.w1"]),
+        (["layers.0.mlp.experts.expert_12.wi.weight"], ["mlp.experts.*.wi.weight"]),
+        (["layers.0.other_experts.7.weight"], ["other_experts.7.weight"]),
+        (["0.weight", "2.weight"], ["weight", "weight"]),
+        (["0.weight", "body.0.weight"], ["weight", "body.weight"]),
+        (["a.a.0.weight", "a.0.weight"], ["a.weight", "weight"]),
+        (["prompts.0", "prompts.1"], ["prompts", "prompts"]),
+        (["0"], ["0"]),
+        (["weight", "layer1.weight"], ["weight", "layer1.weight"]),
+        ([], []),
+    ],
+)
+def test_kinds_of_other_architectures(names, kinds):
+    assert [place.kind for place in places(names).values()] == kinds
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_two_tensors_of_a_real_architecture_have_one_place(name):
+    found = shares(sparsify(build(name)[0], BUDGET, "random"))
+    assert len({(row.layer, row.kind) for row in found}) == len(found)
+
+
+def test_a_row_is_what_the_summary_counts():
+    model, _ = trained("bert")
+    found, rows = summary(model), shares(model)
+    assert {row.name: row.unmasked for row in rows} == found.counts
+    assert {row.name: row.size for row in rows} == found.sizes
+    assert all(row.share == row.unmasked / row.size for row in rows)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_a_delta_has_the_rows_of_its_tensors(name, tmp_path):
+    model, _ = trained(name, "random", budget=1_000)
+    delta = SparseDelta.from_model(model)
+    delta.save(tmp_path)
+    rows = {row.name: row for row in shares(model) if row.unmasked}
+    assert {row.name: row for row in shares(delta)} == rows
+    assert {row.name: row for row in shares(SparseDelta.load(tmp_path))} == rows
+
+
+def test_several_sources_are_sorted_by_all_their_names():
+    encoder = SparseDelta({"encoder.block.0.weight": entries([1.0, 2.0])})
+    decoder = SparseDelta({"decoder.block.0.weight": entries([1.0, 2.0])})
+    assert [row.kind for row in shares(encoder)] == ["weight"]
+    found = tables({"one": encoder, "other": decoder})
+    assert [row.kind for rows in found.values() for row in rows] == ["encoder.weight", "decoder.weight"]
+
+
+@pytest.mark.parametrize("source", [nn.Linear(2, 2), {"weight": 1}, None])
+def test_anything_else_has_no_shares(source):
+    with pytest.raises(SparsifyError, match=r"is not sparsified|expected a sparsified model or a SparseDelta, got"):
+        shares(source)
+
+
+# -------------------------------------------------------------------------------------- pictures
+
+
+def test_the_curves_are_the_trajectory_from_the_first_unmasked_entry_on():
+    model, _ = trained()
+    entropy, sparsity = plot_trajectory(model).axes
+    points = trajectory(model)[1:]
+    assert entropy.lines[0].get_xydata().tolist() == [[p.step, p.selection_entropy] for p in points]
+    assert sparsity.lines[0].get_xydata().tolist() == [[p.step, 100 * p.tensor_sparsity] for p in points]
+    assert sparsity.get_legend() is None
+
+
+def test_several_models_are_drawn_over_each_other():
+    models = {"id3": trained()[0], "pafi": trained(strategy="pafi")[0]}
+    entropy, sparsity = plot_trajectory(models).axes
+    assert [text.get_text() for text in sparsity.get_legend().get_texts()] == ["id3", "pafi"]
+    assert len({(line.get_color(), line.get_linestyle()) for line in entropy.lines}) == 2
+
+
+def test_axes_that_are_given_are_drawn_on():
+    model, _ = trained()
+    figure, axes = matplotlib.pyplot.subplots(1, 3)
+    assert plot_trajectory(model, axes[:2]) is figure
+    assert plot_shares(model, axes[2]) is figure
+    assert axes[0].lines
+    assert axes[2].collections
+
+
+@pytest.mark.parametrize("draw", [plot_trajectory, plot_shares])
+def test_another_number_of_axes_is_an_error(draw):
+    _, axes = matplotlib.pyplot.subplots(1, 3)
+    with pytest.raises(SparsifyError, match=r"ax has 3 axes; expected [12], or None for a new figure"):
+        draw(trained()[0], axes)
+
+
+@pytest.mark.parametrize("draw", [plot_trajectory, plot_shares])
+def test_no_model_is_no_picture(draw):
+    with pytest.raises(SparsifyError, match="there is nothing to draw: the mapping is empty"):
+        draw({})
+
+
+def test_a_delta_without_entries_is_no_picture():
+    with pytest.raises(SparsifyError, match="there is nothing to draw: no tensor has entries"):
+        plot_shares(SparseDelta({}))
+
+
+def cells(panel):
+    """The drawn cells: (column, row) -> share, None where nothing is unmasked."""
+    [mesh] = panel.collections
+    norm = mesh.norm
+    return {
+        tuple(path.vertices[0]): float(value) if value >= norm.vmin else None
+        for path, value in zip(mesh.get_paths(), mesh.get_array(), strict=True)
+    }
+
+
+def test_every_tensor_is_a_cell():
+    model, _ = trained("bert")
+    [panel] = plot_shares(model).axes
+    kinds = [label.get_text() for label in panel.get_yticklabels()]
+    expected = {
+        (-1.5 if row.layer is None else row.layer, kinds.index(row.kind)): row.share or None for row in shares(model)
+    }
+    assert cells(panel) == expected
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["none", "0", "1"]
+    assert panel.get_title() == f"{BUDGET} unmasked entries"
+
+
+def test_what_has_nothing_unmasked_is_grey():
+    model, _ = trained("bert", "bitfit")
+    [mesh] = plot_shares(model).axes[0].collections
+    grey = matplotlib.colors.to_rgba(NONE_COLOR)
+    shown = [tuple(color) == grey for color in mesh.to_rgba(mesh.get_array())]
+    assert shown == [row.unmasked == 0 for row in shares(model)]
+    assert 0 < sum(shown) < len(shown)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(50, "Normalize"), (5_000, "LogNorm")])
+def test_colours_are_logarithmic_where_shares_are_far_apart(size, scale):
+    delta = SparseDelta({"a": entries([1.0, 1.0], shape=(10,)), "b": entries([1.0, 1.0], shape=(size,))})
+    [panel] = plot_shares(delta).axes
+    [bar] = panel.child_axes
+    assert type(panel.collections[0].norm).__name__ == scale
+    assert all(label.get_text().endswith(" %") for label in bar.get_yticklabels())
+
+
+def test_deltas_side_by_side_share_rows_and_colours():
+    deltas = {name: SparseDelta.from_model(trained("bert", name)[0]) for name in ("id3", "pafi")}
+    first, second = plot_shares(deltas).axes
+    [bar] = second.child_axes
+    assert first.collections[0].norm is second.collections[0].norm
+    assert first.get_ylim() == second.get_ylim()
+    assert second.get_title() == f"pafi\n{BUDGET} unmasked entries"
+    assert bar.get_ylabel() == "unmasked share"  # a delta has no tensor without an entry
+
+
+def test_kinds_are_in_the_order_of_the_layers_where_some_lack_some():
+    model, _ = trained("bert", "random", budget=900)
+    delta = SparseDelta.from_model(model)
+    del delta.tensors["bert.encoder.layer.0.attention.self.key.weight"]
+    del delta.tensors["bert.encoder.layer.0.output.dense.weight"]
+    whole, partial = (
+        [label.get_text() for label in plot_shares(one).axes[0].get_yticklabels()] for one in (model, delta)
+    )
+    assert partial == [kind for kind in whole if kind in partial]
+
+
+def test_a_model_before_its_first_step_is_all_grey():
+    [panel] = plot_shares(sparsify(build("bert")[0], BUDGET, steps=STEPS)).axes
+    [bar] = panel.child_axes
+    assert set(cells(panel).values()) == {None}
+    assert bar.get_ylabel() == "unmasked share (grey: none)"
+
+
+def test_a_deep_model_has_some_of_its_layers_labelled():
+    model = sparsify(nn.Sequential(*(nn.Linear(2, 2) for _ in range(40))), 30, "random")
+    labels = [label.get_text() for label in plot_shares(model).axes[0].get_xticklabels()]
+    assert labels == [str(layer) for layer in range(0, 40, 3)]
+
+
+@pytest.mark.parametrize("draw", [plot_trajectory, plot_shares])
+def test_a_picture_is_written(draw, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw({"id3": trained("bert")[0], "random": trained("t5", "random")[0]}).savefig(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 5_000
+
+
+class Missing:
+    """An import finder for which one package is not installed."""
+
+    def __init__(self, package):
+        self.package = package
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {self.package!r}", name=self.package)
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "scipy"])
+def test_without_the_extra_the_error_names_it(missing, monkeypatch):
+    model, _ = trained()
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(missing), *sys.meta_path])
+    with pytest.raises(MissingExtraError, match=rf"`{missing}` is not installed; .*'sparsify-ft\[plot\]'"):
+        plot_shares(model) if missing == "matplotlib" else change_correlation(model, model)
+
+
+def test_importing_the_analysis_imports_no_extra():
+    code = "import sys, sparsify.analysis; print(sorted({'matplotlib', 'scipy'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# ----------------------------------------------------------------------------------- correlation
+
+
+def dense_changes(model, base):
+    """Trained minus pretrained of all parameters, flat, from the plain models."""
+    plain = desparsify(copy.deepcopy(model)) if hasattr(model, "sparse_values") else model
+    bases = dict(base.named_parameters())
+    return torch.cat([(tuned - bases[name]).detach().flatten() for name, tuned in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize("among", ["either", "both"])
+@pytest.mark.parametrize("other", ["random", "full"])
+def test_it_is_spearmans_coefficient_of_the_dense_changes(other, among, magnitude):
+    (a, base), (b, _) = trained("bert"), trained("bert", other)
+    x, y = dense_changes(a, base), dense_changes(b, base)
+    if other == "random":  # disjoint but for a few: make sure that there are some
+        (b, _) = trained("bert", "random", budget=3_000)
+        y = dense_changes(b, base)
+    keep = (x != 0) | (y != 0) if among == "either" else (x != 0) & (y != 0)
+    x, y = (x.abs(), y.abs()) if magnitude else (x, y)
+    found = change_correlation(a, b, base, among=among, magnitude=magnitude)
+    assert found.num_entries == int(keep.sum()) > 2
+    assert found.overall == pytest.approx(spearmanr(x[keep], y[keep]).statistic)
+
+
+def test_model_delta_and_plain_model_are_the_same_source():
+    (a, base), (b, _) = trained("bert"), trained("bert", "pafi")
+    expected = change_correlation(a, b)
+    delta, plain = SparseDelta.from_model(a), desparsify(copy.deepcopy(a))
+    for source in (delta, plain):
+        found = change_correlation(source, b, base)
+        assert found.num_entries == expected.num_entries
+        assert found.overall == pytest.approx(expected.overall)
+        assert found.by_tensor.keys() == expected.by_tensor.keys()
+
+
+def test_a_fine_tuning_goes_with_itself_and_against_its_opposite():
+    model, base = trained()
+    delta = SparseDelta.from_model(model)
+    assert change_correlation(model, delta, base).overall == pytest.approx(1)
+    opposite = copy.deepcopy(base)
+    for (_, mirrored), tuned in zip(opposite.named_parameters(), desparsify(model).parameters(), strict=True):
+        mirrored.data.mul_(2).sub_(tuned.data)
+    found = change_correlation(delta, opposite, base)
+    assert found.overall == pytest.approx(-1, abs=1e-3)
+
+
+def added(values, indices=(0, 2), shape=(2, 3)):
+    """A delta of differences, which needs no base."""
+    return SparseDelta({"weight": entries(values, indices, shape)})
+
+
+def test_differences_need_no_base_and_count_as_zero_where_one_has_none():
+    found = change_correlation(added([1.0, 2.0]), added([5.0, -1.0], indices=(2, 4)))
+    assert found.num_entries == 3
+    assert found.overall == pytest.approx(spearmanr([1, 2, 0], [0, 5, -1]).statistic)
+    assert found.by_tensor == {"weight": found.overall}
+
+
+def test_an_entry_that_did_not_move_is_no_change():
+    assert change_correlation(added([1.0, 0.0, 2.0], (0, 1, 2)), added([1.0, 3.0])).num_entries == 2
+
+
+def test_changes_that_are_all_equal_have_no_correlation():
+    found = change_correlation(added([1.0, 1.0]), added([1.0, 2.0]))
+    assert math.isnan(found.overall)
+    assert math.isnan(found.by_tensor["weight"])
+
+
+def test_a_tensor_with_a_single_entry_has_no_correlation():
+    base = nn.Linear(3, 2)
+    a = copy.deepcopy(base)
+    with torch.no_grad():
+        a.weight[0] += torch.tensor([1.0, 2.0, 3.0])
+        a.bias[0] += 1
+    found = change_correlation(a, a, base)
+    assert found.by_tensor["weight"] == pytest.approx(1)
+    assert math.isnan(found.by_tensor["bias"])
+
+
+def test_what_one_side_trained_whole_is_left_out():
+    (a, base), (b, _) = trained("bert", modules_to_save=["classifier"]), trained("bert", "full")
+    expected = [name for name in change_correlation(b, b, base).by_tensor if not name.startswith("classifier")]
+    assert list(change_correlation(a, b, base).by_tensor) == expected
+    assert list(change_correlation(b, SparseDelta.from_model(a), base).by_tensor) == expected
+
+
+def test_nothing_is_changed_by_the_comparison():
+    (a, base), (b, _) = trained("bert"), trained("bert", "full")
+    before = [copy.deepcopy(model.state_dict()) for model in (a, b, base)]
+    change_correlation(a, b, base)
+    for model, state in zip((a, b, base), before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_low_precision_is_compared_in_float32():
+    base = nn.Linear(3, 1).bfloat16()
+    tuned = copy.deepcopy(base)
+    tuned.weight.data += torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    assert change_correlation(tuned, tuned, base).overall == pytest.approx(1)
+
+
+def test_a_missing_base_is_named_with_its_side():
+    model, base = trained()
+    delta = SparseDelta.from_model(model)
+    with pytest.raises(SparsifyError, match=r"b is a SparseDelta, which has trained values .* as base="):
+        change_correlation(model, delta)
+    with pytest.raises(SparsifyError, match="a is a MLP, which has trained values"):
+        change_correlation(base, model)
+
+
+@pytest.mark.parametrize(("base", "what"), [("sparsified", "a sparsified MLP"), ({}, "a dict")])
+def test_a_base_is_a_plain_model(base, what):
+    model, plain = trained()
+    with pytest.raises(SparsifyError, match=f"base is {what}; expected the plain pretrained model"):
+        change_correlation(plain, model, model if base == "sparsified" else base)
+
+
+def test_the_wrong_base_of_a_delta_is_an_error():
+    model, _ = trained()
+    with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
+        change_correlation(model, SparseDelta.from_model(model), build("mlp", seed=1)[0])
+
+
+def test_a_base_without_a_tensor_or_with_another_shape_is_an_error():
+    model = nn.Linear(3, 2)
+    with pytest.raises(BaseMismatchError, match="the model has no tensor `weight`"):
+        change_correlation(model, model, nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(BaseMismatchError, match=r"shape \(2, 3\) in the fine-tuned model, \(4, 3\) in the base"):
+        change_correlation(model, model, nn.Linear(3, 4))
+
+
+def test_two_fine_tunings_of_different_models_are_an_error():
+    model = sparsify(nn.Linear(4, 2), 3, "pafi")
+    with pytest.raises(SparsifyError, match=r"tensor `weight` has shape \(2, 3\) in a, \(2, 4\) in b"):
+        change_correlation(added([1.0, 2.0]), model)
+    with pytest.raises(SparsifyError, match=r"tensor `weight` has shape \(2, 3\) in a, \(3, 2\) in b"):
+        change_correlation(added([1.0, 2.0]), added([1.0, 2.0], shape=(3, 2)))
+    with pytest.raises(SparsifyError, match="tensor `weight` is in b, not in a; 1 such in all"):
+        change_correlation(sparsify(nn.Sequential(nn.Linear(3, 2)), 3, "pafi"), added([1.0, 2.0]))
+
+
+def test_fewer_than_two_entries_are_an_error():
+    with pytest.raises(SparsifyError, match=r'both of a and b changed 1 of the entries .* among="either"'):
+        change_correlation(added([1.0, 2.0]), added([1.0, 2.0], indices=(2, 3)), among="both")
+    model = sparsify(nn.Linear(4, 2), 3, "pafi")
+    with pytest.raises(SparsifyError, match=r"either of a and b changed 0 of the entries .* needs at least 2"):
+        change_correlation(model, model)
+
+
+def test_anything_else_is_no_fine_tuning():
+    with pytest.raises(SparsifyError, match="b is a dict; expected a model or a SparseDelta"):
+        change_correlation(added([1.0, 2.0]), {})
+    with pytest.raises(SparsifyError, match="among='all'; expected one of 'either', 'both'"):
+        change_correlation(added([1.0, 2.0]), added([1.0, 2.0]), among="all")
