@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 TUTORIALS = sorted((Path(__file__).parent.parent / "tutorials").glob("*.ipynb"))
-SECONDS_PER_CELL = 300
+SECONDS_PER_CELL = 600
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
