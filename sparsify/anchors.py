@@ -102,6 +102,11 @@ class AnchoredUse:
             anchor.pending += 1
             anchor.root.pending += 1
 
+    def __del__(self) -> None:
+        if self._waits:  # a weight that was only looked at, as for its dtype, or a graph that was dropped
+            self._end()
+            self._anchor.uses -= 1
+
     def wanted(self) -> bool:
         if self._recomputed:
             raise SparsifyError(
@@ -113,11 +118,14 @@ class AnchoredUse:
 
     def collect(self, gradient: Gradient | None) -> None:
         if self._waits:
-            self._waits = False
-            self._anchor.pending -= 1
-            self._anchor.root.pending -= 1
+            self._end()
         if gradient is not None:
             self._anchor.sink.collect(self._anchor.tensor, gradient, whole=self._anchor.uses == 1)
+
+    def _end(self) -> None:
+        self._waits = False
+        self._anchor.pending -= 1
+        self._anchor.root.pending -= 1
 
 
 class Anchors:

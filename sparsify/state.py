@@ -36,7 +36,8 @@ def install(engine: Unmasker) -> None:
     root = engine.root
     root.__dict__[ENGINE] = engine
     root.__dict__[HANDLES] = [
-        root.register_forward_pre_hook(_before_forward),
+        root.register_forward_pre_hook(_before_forward, prepend=True),  # the root's own parameters are tapped after it
+        root.register_forward_hook(_after_forward, always_call=True),
         root.register_state_dict_pre_hook(_before_state_dict),
         root.register_load_state_dict_post_hook(_after_load),
     ]
@@ -90,6 +91,17 @@ def _before_forward(root: nn.Module, args: Any) -> None:
             "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
     _refresh(root)
+    _set_running(root, True)
+
+
+def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
+    _set_running(root, False)
+
+
+def _set_running(root: nn.Module, running: bool) -> None:
+    engine = engine_of(root)
+    if engine is not None:
+        engine.running = running
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:

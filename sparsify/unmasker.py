@@ -1,12 +1,12 @@
 """The engine: what happens to the gradients between ``backward()`` and the weights after ``optimizer.step()``.
 
-    collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the best
-              masked entries are offered to the pool, the rest is freed with the node
-    commit    after the last node: the pool's winners join the index buffers, and the flat gradient is returned to
+    collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the masked
+              entries are shown to the step's chooser, the rest is freed with the node
+    commit    after the last node: the chooser's winners join the index buffers, and the flat gradient is returned to
               autograd, their own gradients included
     step      after the optimizer's step: base + delta is written into the weights
 
-All state is parameters and buffers of the model: ``sparse_values`` (budget,), the flat delta on the root;
+All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
 ``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; and each masked tensor's
 index buffers. This object holds settings and what lives for a single backward pass.
 """
@@ -59,6 +59,7 @@ class Unmasker:
         updates: entry updates done, the trained entries summed over the steps.
         selected: whether the step in progress has had its selection.
         base_digests: what the base was, for :meth:`verify`.
+        running: whether the root is in its forward.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Unmasker:
         self.tensors: list[MaskedTensor] = []
         self.step = 0
         self.updates = 0
+        self.running = False
         self._anchors = Anchors(self)
         self._pass: BackwardPass | None = None
         self.selected = False  # whether this optimizer step has had its selection
@@ -141,6 +143,11 @@ class Unmasker:
         self.activate()
 
     # -------------------------------------------------------------------------------- forward
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a weight that is read is a weight that is used: in the root's forward, or a recomputed part of it."""
+        return self.running or torch._C._current_graph_task_id() != -1
 
     def use(self, tensor: MaskedTensor) -> AnchoredUse | None:
         """Announces a use of a tensor in a forward pass; ``None`` where no gradient will be collected."""
@@ -226,8 +233,8 @@ class Unmasker:
     def _rank(self, importance: WeightImportance, number: int) -> Tensor:
         """The global ids (number,) that the weights say are next.
 
-        Masked entries never change, so for increment-S their order is found once; it follows from the state, and so is
-        none.
+        Masked entries never change, so for increment-S their order is found once. It is no state: it can be found again
+        from the weights and the index buffers.
         """
         values = self.values
         if self._repeats:

@@ -39,12 +39,12 @@ class DenseOracle:
     """
 
     def __init__(
-        self, model, optimizer, budget, steps, exp=2, eps=1, padding_row=None, masks=None, score=None, repeat=False,
+        self, model, optimizer, budget, steps, exp=2, eps=1, masks=None, score=None, repeat=False,
         **schedule,
     ):  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self.budget, self.steps, self.schedule = budget, steps, schedule
-        self.score, self.repeat, self.padding_row = score or d3(exp, eps), repeat, padding_row
+        self.score, self.repeat, self.padding_rows = score or d3(exp, eps), repeat, padding_rows(model)
         self.parameters = dict(model.named_parameters())
         self.static = masks is not None
         self.masks = masks or {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
@@ -76,8 +76,8 @@ class DenseOracle:
                 continue
             score = self.score(name, self.step_number, parameter.detach(), parameter.grad).clone()
             score[self.masks[name]] = -math.inf
-            if self.padding_row is not None and name == self.padding_row[0]:
-                score[self.padding_row[1]] = -math.inf
+            if name in self.padding_rows:
+                score[self.padding_rows[name]] = -math.inf
             for index, value in enumerate(score.flatten().tolist()):
                 if value > -math.inf:
                     scored.append((-value, position, name, index))
@@ -87,6 +87,13 @@ class DenseOracle:
 
     def unmasked_sets(self):
         return {name: mask.flatten().nonzero().flatten().tolist() for name, mask in self.masks.items()}
+
+
+def padding_rows(model):
+    """The row of each embedding's table that stands for padding and is no candidate, by the table's first name."""
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    rows = {module.weight: module.padding_idx for module in embeddings if module.padding_idx is not None}
+    return {name: rows[parameter] for name, parameter in model.named_parameters() if parameter in rows}
 
 
 def unmasked_sets(model):

@@ -1,6 +1,7 @@
 """A collector that selects nothing and remembers what masked modules hand it; and a whole model's gradients."""
 
 import torch
+from oracle import padding_rows
 
 from sparsify import D3, Increment, Strategy, get_unmasker, sparsify
 from sparsify.masked.swap import frozen_row, swap
@@ -14,6 +15,7 @@ class Recorder:
         self.gradients = {}
         self.listening = True
         self.wanted = True
+        self.in_forward = False
         self.values = torch.empty(0)
 
     def use(self, tensor):
@@ -55,8 +57,8 @@ def mask(module, *attributes):
 def sparsify_fully(model, steps=1):
     """Sparsifies a model so that ``steps`` steps unmask every entry with a gradient."""
     budget = sum(parameter.numel() for parameter in set(model.parameters()) if parameter.requires_grad)
-    padding = {m.weight: m.weight.shape[-1] for m in model.modules() if getattr(m, "padding_idx", None) is not None}
-    return sparsify(model, budget - sum(padding.values()), Strategy(D3(exp=0), Increment()), steps=steps)
+    padding = sum(model.get_parameter(name).shape[-1] for name in padding_rows(model))
+    return sparsify(model, budget - padding, Strategy(D3(exp=0), Increment()), steps=steps)
 
 
 def model_gradients(model):

@@ -201,7 +201,7 @@ def test_weight_importances_cover_every_parameter(importance):
 def test_every_importance_is_registered_under_its_own_name():
     assert set(IMPORTANCES) >= {"d3", "fisher", "magnitude", "random", "bias"}
     for name, kind in IMPORTANCES.items():
-        assert kind.name == name
+        assert kind().name == name
 
 
 @pytest.mark.parametrize("kind", IMPORTANCES.values())

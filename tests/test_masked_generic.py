@@ -9,8 +9,9 @@ import torch
 from recorder import mask, model_gradients, sparsify_fully
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from sparsify import get_unmasker
+from sparsify import desparsify, get_unmasker, sparsify
 from sparsify.masked.generic import PLAIN
 
 DIM = 4
@@ -308,3 +309,105 @@ def test_a_copy_trains_by_itself(duplicate):
     model(x).square().sum().backward()
     for name, gradient in model_gradients(model).items():
         assert torch.equal(gradient, model_gradients(twin)[name])
+
+
+class ReadDirectly(nn.Module):
+    """Calls its layer or not, and reads the layer's weight in its own forward, past the layer's."""
+
+    def __init__(self, layer, called):
+        super().__init__()
+        self.layer, self.called = layer, called
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x, fails=False):
+        weight = self.layer.weight
+        if fails:
+            raise RuntimeError("out of memory")
+        y = self.out(x) @ weight.reshape(-1, DIM).t()
+        return y.sum() + self.layer(x.long().abs() if isinstance(self.layer, nn.Embedding) else x).sum() * self.called
+
+
+LAYERS = {
+    "Linear": lambda: nn.Linear(DIM, DIM),
+    "Embedding": lambda: nn.Embedding(9, DIM),
+    "convolution": lambda: nn.Conv1d(3, 2, DIM),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    return LAYERS[request.param]()
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["only read", "called too"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_a_weight_that_is_read_past_its_module_gets_that_uses_gradient_too(layer, called, checkpointed):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = ReadDirectly(layer, called)
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False) if checkpointed else self.part(x)
+
+    plain = Model().double()
+    masked, x = sparsify_fully(copy.deepcopy(plain)), torch.randn(3, DIM).double()
+    for model in (plain, masked):
+        model(x).square().backward()
+    for name, gradient in model_gradients(masked).items():
+        expected = plain.get_parameter(name).grad
+        expected = torch.zeros_like(gradient) if expected is None else expected
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert plain.part.layer.weight.grad.any()
+
+
+def test_a_weight_is_itself_outside_of_the_models_forward(layer):
+    model = nn.Sequential(ReadDirectly(layer, True))
+    weight, x = layer.weight, torch.randn(3, DIM)
+    sparsify_fully(model)
+    assert layer.weight is weight
+    model(x).backward()
+    assert layer.weight is weight
+    with pytest.raises(TypeError):
+        model(x, True)
+    assert layer.weight is weight
+    model[0].register_forward_pre_hook(lambda module, args: (*args, True))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(x)
+    assert layer.weight is weight
+    assert dict(layer.named_parameters())["weight"] is weight
+    desparsify(model)
+    assert type(layer._parameters) is dict
+    assert layer.weight is weight
+
+
+class CastsToItsLayer(nn.Module):
+    """As T5's feed-forward block: it looks at a layer's weight for its dtype before it calls the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.layer(x.to(self.layer.weight.dtype))
+
+
+def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node(monkeypatch):
+    model = sparsify_fully(nn.Sequential(CastsToItsLayer()))
+    engine, whole = get_unmasker(model), []
+    original = engine.collect
+    monkeypatch.setattr(engine, "collect", lambda *args, **options: (whole.append(options), original(*args, **options)))
+    model(torch.randn(3, DIM)).sum().backward()
+    assert whole == [{"whole": True}] * 2
+
+
+@pytest.mark.parametrize("change", ["values", "dtype"])
+def test_a_root_with_parameters_of_its_own_is_brought_in_step_before_they_are_tapped(change):
+    model = sparsify(Scalar(), 1, "pafi")
+    if change == "values":
+        model.sparse_values.data.add_(0.5)  # behind the optimizer's back
+    else:
+        model.bfloat16()
+    model(torch.ones(3, dtype=model.scale.dtype)).sum().backward()
+    assert model.scale.item() == (2.0 if change == "values" else 1.5)
+    assert model.sparse_values.grad.item() == 3.0

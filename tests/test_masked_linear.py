@@ -49,6 +49,21 @@ def run(layer, x, grad_y=None):
     return y.detach(), x.grad
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_output_may_be_written_to_in_place_as_the_plain_layers_may(plain, shape):
+    layer, recorder, tensors = masked_copy(plain.double())
+    x, inputs = torch.randn(shape).double(), []
+    for each in (layer, plain):
+        inputs.append(x.clone().requires_grad_())
+        y = each(inputs[-1])
+        y /= 3
+        y.transpose(0, -1)[1:].mul_(2)
+        y.square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-12, atol=1e-12)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recorder.dense(tensors[name]), parameter.grad, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_output_and_input_gradient_are_the_plain_layers_bit_for_bit(plain, dtype, shape):

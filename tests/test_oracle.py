@@ -60,8 +60,7 @@ def compare(
     sparse = copy.deepcopy(dense)
     schedule = options.pop("schedule", {})
     dense_optimizer = make_optimizer(dense.parameters())
-    padding_row = next(((n, 0) for n, _ in dense.named_parameters() if name == "bert" and "word_emb" in n), None)
-    oracle = DenseOracle(dense, dense_optimizer, budget, steps, padding_row=padding_row, **options, **schedule)
+    oracle = DenseOracle(dense, dense_optimizer, budget, steps, **options, **schedule)
     sparsify(sparse, budget, strategy, steps=steps, schedule=Schedule(**schedule), calibration=calibration)
     sparse_optimizer = make_optimizer([sparse.sparse_values])
     for step in range(run):

@@ -120,7 +120,7 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
         screened_products.append(original(*args))
         return screened_products[-1]
 
-    monkeypatch.setattr("sparsify.unmasker.offer_screened", counting)
+    monkeypatch.setattr("sparsify.choosers.offer_screened", counting)
     sets = []
     for units in (True, False):
         monkeypatch.setattr(screen, "_has_bfloat16_units", lambda units=units: units)

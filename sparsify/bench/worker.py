@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +136,11 @@ def main() -> None:
 
 def _peak_bytes() -> int:
     """The largest resident set that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux counts what the parent had before the exec into ru_maxrss
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+        return int(peak) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _say(message: dict[str, Any]) -> None:

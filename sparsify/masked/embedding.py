@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.masked.module import MaskedModule, announce_use
+from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
 from sparsify.masked.tensor import Use, sum_rows
 
 
@@ -24,7 +24,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """The rows (..., dim) of the table for ids (...)."""
         use = announce_use(self, "weight")
-        weight = self.weight.detach()
+        weight = frozen_if_masked(self, "weight")
         if use is None:
             return F.embedding(input, weight, self.padding_idx)
         rows: Tensor = _MaskedEmbedding.apply(input, weight, use.anchor, use, self.padding_idx)

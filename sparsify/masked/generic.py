@@ -3,6 +3,9 @@
 Two forward hooks put *tapped* parameters in the place of the plain ones for the length of the module's own forward. A
 tap is the identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and
 hands it to ``collect``. The module keeps its class, so nothing that looks at types, names or signatures notices.
+
+A masked weight that is read in the model's forward past its own module's (an embedding's table as the output layer, the
+projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) comes as a tap too.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.masked.module import announce_use, frozen_if_masked, masked_tensors
-from sparsify.masked.tensor import Gradient, Use, as_matrix
+from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
 
 PLAIN = "_plain_parameters"  # attribute of a module in its forward: what the taps stand for
 
@@ -38,12 +41,36 @@ class _Tap(torch.autograd.Function):
         return None, None, None
 
 
+class ReadParameters(dict[str, Any]):
+    """A module's parameters by name, of which the masked ones are tapped when they are read in the model's forward.
+
+    ``module.weight`` comes here by way of ``[]``. ``get()``, ``items()`` and ``values()``, by which this library, state
+    dicts and ``named_parameters()`` look at parameters, give the plain ones.
+
+    Args:
+        parameters: the module's own, plain.
+        tensors: the module's masked tensors by attribute name.
+    """
+
+    def __init__(self, parameters: dict[str, Any], tensors: dict[str, MaskedTensor]) -> None:
+        super().__init__(parameters)
+        self.tensors = tensors
+
+    def __getitem__(self, attribute: str) -> Any:
+        parameter = super().__getitem__(attribute)
+        tensor = self.tensors.get(attribute)
+        if tensor is None or not parameter.is_leaf or not tensor.collector.in_forward:  # no leaf: a tap already
+            return parameter
+        use = tensor.collector.use(tensor)
+        return parameter if use is None else _Tap.apply(parameter, use.anchor, use)
+
+
 def tap_parameters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: the module's forward will read taps instead of its masked parameters."""
     plain: dict[str, nn.Parameter | None] = {}
     for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
         use = announce_use(module, attribute)
-        parameter = plain[attribute] = module._parameters[attribute]
+        parameter = plain[attribute] = module._parameters.get(attribute)
         frozen = frozen_if_masked(module, attribute)
         tap = frozen if use is None else _Tap.apply(parameter, use.anchor, use)
         module._parameters[attribute] = tap

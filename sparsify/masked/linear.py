@@ -82,7 +82,8 @@ class _MaskedLinear(torch.autograd.Function):
         ctx.of_weight, ctx.of_bias, ctx.transposed, ctx.weight_dtype = of_weight, of_bias, transposed, weight.dtype
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        return linear(x, weight, bias, transposed)
+        y = linear(x, weight, bias, transposed)
+        return y.data  # no longer a view of a matrix: models write into a layer's output, as in ``q /= sqrt(dim)``
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -26,7 +26,7 @@ def announce_use(module: nn.Module, attribute: str) -> Use | None:
 
 def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
     """The parameter, cut off from autograd if it is masked: PEFT, for one, sets ``requires_grad`` back on its own."""
-    parameter = module._parameters[attribute]
+    parameter = module._parameters.get(attribute)
     return parameter.detach() if parameter is not None and attribute in masked_tensors(module) else parameter
 
 

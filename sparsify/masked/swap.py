@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
-from sparsify.masked.generic import PLAIN, tap_parameters, untap_parameters
+from sparsify.masked.generic import PLAIN, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
 from sparsify.masked.tensor import MaskedTensor, buffer_names
@@ -58,6 +58,7 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
         tensors: its masked tensors by attribute name.
     """
     module.__dict__[TENSORS] = tensors
+    module.__dict__["_parameters"] = ReadParameters(module._parameters, tensors)
     masked_class = _masked_class(module)
     if masked_class is not None:
         module.__class__ = masked_class
@@ -77,6 +78,7 @@ def unswap(module: nn.Module) -> None:
     for handle in module.__dict__.pop(HOOKS, ()):
         handle.remove()
     module.__dict__.pop(PLAIN, None)
+    module.__dict__["_parameters"] = dict(module._parameters)
     del module.__dict__[TENSORS]
 
 

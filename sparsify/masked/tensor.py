@@ -110,6 +110,10 @@ class Collector(Protocol):
     def values(self) -> Tensor:
         """(budget,) the flat delta."""
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
+
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
 
@@ -145,7 +149,7 @@ class MaskedTensor:
 
     @property
     def parameter(self) -> Tensor:
-        parameter = self.owner._parameters[self.attribute]
+        parameter = self.owner._parameters.get(self.attribute)
         assert parameter is not None
         return parameter
 
