@@ -19,9 +19,9 @@ The safetensors header's metadata has one key, ``sparse_delta``, whose string is
 
 * ``format_version``: 1;
 * ``config``: how the delta came about, for people and tools; nothing here depends on it;
-* ``tensors``: name -> ``shape`` (of T), ``dtype`` (the base's, in safetensors' words: F64, F32, BF16 or F16), ``kind``,
-  ``count`` (entries, at least 1), and ``base_sha256``: SHA-256 in lower-case hex of the base's values at the indices,
-  as little-endian bytes in ``dtype``, so that a wrong base is noticed;
+* ``tensors``: name -> ``shape`` (of T), ``dtype`` (the base's, in safetensors' words: F64, F32, BF16 or F16), ``kind``
+  (only where it is ``add``), ``count`` (entries, at least 1), and ``base_sha256``: SHA-256 in lower-case hex of the
+  base's values at the indices, as little-endian bytes in ``dtype``, so that a wrong base is noticed;
 * ``whole``: the list of the names of the tensors stored whole.
 
 The file holds exactly the keys that this object implies. No object has other keys than these, and none has one twice.
@@ -38,7 +38,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,8 @@ MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
 
 
 _METADATA_KEY = "sparse_delta"
-_RECORD_KEYS = {"shape", "dtype", "kind", "count", "base_sha256"}
+_RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
+_DEFAULT_KIND = "replace"
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 _MAX_DIMS = 64
 _MAX_NUMEL = 2**63 - 1  # positions are int64 in memory
@@ -188,7 +189,7 @@ def _describe(
         name: {
             "shape": list(tensor.shape),
             "dtype": dtype_names[tensor.dtype],
-            "kind": tensor.kind,
+            **({} if tensor.kind == _DEFAULT_KIND else {"kind": tensor.kind}),
             "count": tensor.count,
             "base_sha256": tensor.base_sha256,
         }
@@ -262,8 +263,9 @@ def _parse_json(text: str) -> Any:
 
 def _parse_record(name: str, record: Any) -> _Record:
     where = f"tensor `{name}`"
-    _check_object(where, record, _RECORD_KEYS)
-    shape, dtype, kind, count, sha = (record[k] for k in ("shape", "dtype", "kind", "count", "base_sha256"))
+    _check_object(where, record, _RECORD_KEYS, optional={"kind"})
+    shape, dtype, count, sha = (record[k] for k in ("shape", "dtype", "count", "base_sha256"))
+    kind = record.get("kind", _DEFAULT_KIND)
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_int(d, 0, _MAX_NUMEL) for d in shape):
         raise DeltaFormatError(f"{where}: `shape` is not a list of at most {_MAX_DIMS} sizes")
     numel = math.prod(shape)
@@ -280,8 +282,8 @@ def _parse_record(name: str, record: Any) -> _Record:
     return _Record(tuple(shape), dtype, kind, count, sha)
 
 
-def _check_object(where: str, value: Any, keys: set[str]) -> None:
-    if not isinstance(value, dict) or set(value) != keys:
+def _check_object(where: str, value: Any, keys: set[str], optional: Set[str] = frozenset()) -> None:
+    if not isinstance(value, dict) or not keys <= set(value) <= keys | optional:
         raise DeltaFormatError(f"{where}: expected a JSON object with exactly the keys {', '.join(sorted(keys))}")
 
 

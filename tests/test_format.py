@@ -190,7 +190,7 @@ def test_the_payload_has_the_documented_bytes(path):
     assert json.loads(header["__metadata__"]["sparse_delta"]) == {
         "format_version": 1,
         "config": {},
-        "tensors": {"w": {"shape": [100_000], "dtype": "BF16", "kind": "replace", "count": 3, "base_sha256": SHA}},
+        "tensors": {"w": {"shape": [100_000], "dtype": "BF16", "count": 3, "base_sha256": SHA}},
         "whole": ["n"],
     }
 
