@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.entries import digest
+from sparsify.export import Engine as Exportable
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.schedules import Schedule
-from sparsify.strategies import Increment, Repeat, Strategy
+from sparsify.strategies import Increment, Repeat
 from sparsify.values import VALUES
 
 
@@ -60,24 +60,11 @@ class Verification:
         )
 
 
-class Engine(Protocol):
-    """What is verified."""
+class Engine(Exportable, Protocol):
+    """What is verified: what can be exported, and knows its base."""
 
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    strategy: Strategy
-    schedule: Schedule
-    budget: int
-    steps: int | None
-    step: int
-    dense_names: tuple[str, ...]
     base_digests: dict[str, tuple[torch.dtype, str]]
-
-    @property
-    def unmasked(self) -> int: ...
-
-    @property
-    def selected(self) -> bool: ...
+    selected: bool
 
 
 def digest_base(
