@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -60,7 +60,7 @@ class Given:
         support: the entries by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64.
     """
 
-    support: Mapping[str, Tensor]
+    support: Mapping[str, Tensor] = field(compare=False)  # no setting: it is what a delta's file is made of
     name: ClassVar[str] = "given"
 
 
@@ -137,9 +137,7 @@ class Strategy:
 
 def _described(part: Any) -> dict[str, Any]:
     """An importance or selection as its name and settings; what is compared is what counts as a setting."""
-    settings = {field.name: getattr(part, field.name) for field in fields(part) if field.compare}
-    if isinstance(part, Given):
-        settings = {}  # the set itself is what the delta's file is made of
+    settings = {setting.name: getattr(part, setting.name) for setting in fields(part) if setting.compare}
     return {"name": part.name, **settings}
 
 

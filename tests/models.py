@@ -86,6 +86,16 @@ def loss_of(model, batch):
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
+def train(model, batches, lr=0.01):
+    """One step of AdamW for each batch; the model itself."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return model
+
+
 def _tokens():
     return {"input_ids": torch.randint(3, VOCABULARY, (4, 10)), "attention_mask": torch.ones(4, 10, dtype=torch.long)}
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, train
 
 from sparsify import D3, Repeat, Schedule, Strategy, base_weights, sparsify, summary
 from sparsify.errors import SparsifyError
@@ -16,12 +16,7 @@ STRATEGIES = ["id3", "pafi", "random", "bitfit", Strategy(D3(), Repeat())]
 def trained(strategy="id3", steps=3, planned=6, **options):
     model, batches = build("mlp")
     sparsify(model, None if strategy == "bitfit" else 30, strategy, steps=planned, **options)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    for batch in batches[:steps]:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model
+    return train(model, batches[:steps])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
