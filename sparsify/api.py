@@ -22,6 +22,7 @@ from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.selection import Pool
 from sparsify.state import engine_of, install, uninstall
+from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Dense, Given, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, find_targets
 from sparsify.unmasker import POSITION, Unmasker
@@ -134,7 +135,7 @@ def desparsify(model: Model) -> Model:
     engine = get_unmasker(model)
     engine.refresh()
     uninstall(engine)
-    engine.retire()
+    stop_listening(engine)
     for module in list(engine.root.modules()):
         unswap(module)
     for tensor in engine.tensors:
@@ -350,7 +351,7 @@ def _mask(engine: Unmasker, targets: Targets, capacity: int) -> None:
     )
     model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
     install(engine)
-    engine.activate()
+    listen(engine)
     _freeze([candidate.parameter for candidate in targets.candidates])
     _freeze(targets.frozen.values())
 

@@ -14,14 +14,12 @@ index buffers. This object holds settings and what lives for a single backward p
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsify.anchors import AnchoredUse, Anchors
 from sparsify.backward import BackwardPass
@@ -33,6 +31,7 @@ from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranking import rank_by_weight
 from sparsify.schedules import Schedule
 from sparsify.selection import Pool, Winners
+from sparsify.stepping import listen
 from sparsify.strategies import Increment, Repeat, Strategy
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import Verification, verify
@@ -140,7 +139,7 @@ class Unmasker:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.activate()
+        listen(self)
 
     # -------------------------------------------------------------------------------- forward
 
@@ -370,16 +369,6 @@ class Unmasker:
         self.refresh()
         return export(self, budget)
 
-    def activate(self) -> None:
-        """Optimizer steps are counted from now on."""
-        if not _HOOK:
-            _HOOK.append(register_optimizer_step_post_hook(_after_optimizer_step))
-        _LIVE.add(self)
-
-    def retire(self) -> None:
-        """No optimizer step is counted any more."""
-        _LIVE.discard(self)
-
     def _remember_written(self) -> None:
         self._written = self.values.detach().clone()
         self._written_dtype = self.tensors[0].parameter.dtype
@@ -410,24 +399,3 @@ def _check_single_rank() -> None:
             f"training on {distributed.get_world_size()} ranks is not supported: each would unmask entries of its own; "
             "train on one."
         )
-
-
-_LIVE: weakref.WeakSet[Unmasker] = weakref.WeakSet()
-_HOOK: list[Any] = []
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Global hook: tells the engines whose flat delta this optimizer has just moved."""
-    if not _LIVE:
-        return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for engine in list(_LIVE):
-        values = engine.values
-        if id(values) in held and values.grad is not None and not _skipped(optimizer):
-            engine.optimizer_stepped()
-
-
-def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer was told by GradScaler to leave the parameters alone."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)

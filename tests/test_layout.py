@@ -13,7 +13,7 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"importance", "schedules", "names", "extras", "values", "kernels"},
+    {"importance", "schedules", "names", "extras", "values", "stepping", "kernels"},
     {"strategies", "targets", "entries"},
     {"format", "edits"},
     {"delta", "selection"},
@@ -49,6 +49,7 @@ TRAINING = {
     "screen",
     "selection",
     "state",
+    "stepping",
     "strategies",
     "targets",
     "unmasker",
