@@ -3,7 +3,8 @@
     python examples/compare_strategies.py --tasks mrpc cola --seeds 0 1 2
 
 Every finished run is a line of JSON in ``--results``; what is there already is not run again, so an interrupted
-comparison goes on where it stopped. Options that are not known here go to ``text_classification.py``.
+comparison goes on where it stopped. All strategies train at one learning rate, but for full fine-tuning, which keeps its
+own. Options that are not known here go to ``text_classification.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rows", type=int, default=1_500, help="training rows")
+    parser.add_argument("--lr", default="5e-4", help="learning rate of every strategy but full")
     parser.add_argument("--results", type=Path, default=Path("strategies.jsonl"))
     return parser.parse_known_args(arguments)
 
@@ -37,19 +39,26 @@ def read_runs(path: Path) -> Runs:
 
 
 def make_table(runs: Runs, tasks: list[str]) -> str:
-    """A row a strategy in Markdown: for each task the metric in percent, mean ± standard deviation over the seeds."""
-    header = ["strategy", "entries", *tasks]
+    """A row a strategy in Markdown: the metric in percent and the loss, mean ± standard deviation over the seeds."""
+    names = [(task, METRIC.get(task, "accuracy")) for task in tasks]
+    header = ["strategy", "entries", *[cell for task, metric in names for cell in (f"{task} {metric}", "loss")]]
     lines = [" | ".join(header), "|".join(["---", *["---:"] * (len(header) - 1)])]
     for strategy in dict.fromkeys(strategy for _, strategy, _ in runs):
         own = [run for (_, name, _), run in runs.items() if name == strategy]
         entries = {run.get("entries") for run in own} - {None}
         cells = [strategy, f"{min(entries):,}".replace(",", " ") if entries else "all"]
-        for task in tasks:
-            values = [100 * run[METRIC.get(task, "accuracy")] for run in own if run["task"] == task]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.1f} ± {spread:.1f} ({len(values)})" if values else "")
+        for task, metric in names:
+            runs_of_task = [run for run in own if run["task"] == task]
+            cells.append(mean_and_spread([100 * run[metric] for run in runs_of_task], digits=1))
+            cells.append(mean_and_spread([run["loss"] for run in runs_of_task], digits=3))
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def mean_and_spread(values: list[float], digits: int) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}" if values else ""
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
         if (task, strategy, seed) in runs:
             continue
         own = ["--task", task, "--strategy", strategy, "--seed", str(seed), "--rows", str(options.rows)]
-        run = text_classification.main([*own, *others])
+        rate = [] if strategy == "full" else ["--lr", options.lr]
+        run = text_classification.main([*own, *rate, *others])
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(run) + "\n")
         runs[task, strategy, seed] = run

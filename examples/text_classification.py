@@ -163,12 +163,16 @@ class LengthBatches:
 
 @torch.no_grad()
 def evaluate(model, loader: DataLoader, metrics: tuple[str, ...]) -> dict[str, float]:
+    """The metrics and the mean loss, which moves before any prediction does."""
     model.eval()
-    predictions, labels = [], []
+    predictions, labels, loss = [], [], 0.0
     for batch in loader:
-        labels += batch.pop("labels").tolist()
-        predictions += model(**batch).logits.argmax(-1).tolist()
-    return {name: round(float(METRICS[name](labels, predictions)), 4) for name in metrics}
+        labels += batch["labels"].tolist()
+        output = model(**batch)
+        predictions += output.logits.argmax(-1).tolist()
+        loss += output.loss.item() * len(batch["labels"])
+    values = {name: METRICS[name](labels, predictions) for name in metrics} | {"loss": loss / len(labels)}
+    return {name: round(float(value), 4) for name, value in values.items()}
 
 
 def main(arguments: list[str] | None = None) -> dict:

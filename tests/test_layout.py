@@ -15,8 +15,11 @@ LAYERS = [
     {"errors", "version"},
     {"importance", "schedules", "names", "extras", "values", "stepping", "kernels"},
     {"strategies", "targets", "entries"},
-    {"format", "edits"},
+    {"format", "edits", "checkpoint", "hub"},
+    {"conversion"},
+    {"algebra", "card", "diffing", "merging", "patches", "peft_files"},
     {"delta", "selection"},
+    {"loading", "switching"},
     {"masked.tensor"},
     {"masked.module", "masked.product", "masked.recompute"},
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
@@ -29,8 +32,8 @@ LAYERS = [
     {"state", "report"},
     {"api"},
     {""},  # the package itself: the public names
-    {"analysis", "hub", "integrations"},
-    {"cli", "demo", "bench"},
+    {"analysis", "integrations"},
+    {"cli", "commands", "demo", "bench"},
 ]
 TRAINING = {
     "anchors",
