@@ -3,7 +3,7 @@
     python examples/compare_strategies.py --tasks mrpc cola --seeds 0 1 2
 
 Every finished run is a line of JSON in ``--results``; what is there already is not run again, so an interrupted
-comparison goes on where it stopped. All strategies train at one learning rate, but for full fine-tuning, which keeps its
+comparison goes on where it stopped. All strategies train at one learning rate, except full fine-tuning, which has its
 own. Options that are not known here go to ``text_classification.py``.
 """
 
