@@ -15,6 +15,7 @@ from sparsify.api import (
     summary,
     sync,
 )
+from sparsify.comparing import overlap
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
 from sparsify.importance import D3, Bias, Fisher, Magnitude, Random, register_importance
@@ -22,6 +23,7 @@ from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
 from sparsify.schedules import Schedule
 from sparsify.strategies import Increment, Repeat, Static, Strategy
+from sparsify.switching import DeltaSwitch
 from sparsify.version import __version__
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "BaseMismatchError",
     "Bias",
     "DeltaFormatError",
+    "DeltaSwitch",
     "Fisher",
     "Increment",
     "Magnitude",
@@ -45,6 +48,7 @@ __all__ = [
     "base_weights",
     "desparsify",
     "get_unmasker",
+    "overlap",
     "print_trainable_parameters",
     "register_importance",
     "sparsify",

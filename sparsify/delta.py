@@ -22,7 +22,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sparsify import format as delta_format
-from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, plan_whole, write_all
+from sparsify.algebra import Summable
+from sparsify.diffing import diff
+from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, plan_whole, undo_all, write_all
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
 from sparsify.format import CONFIG_NAME, FILE_NAME
@@ -33,7 +35,7 @@ __all__ = ["SparseDelta", "TensorDelta"]
 _RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft")
 
 
-class SparseDelta:
+class SparseDelta(Summable):
     """The entries that training changed, and what they changed to.
 
     Args:
@@ -125,6 +127,35 @@ class SparseDelta:
             )
         return cls(*delta_format.read(file))
 
+    @classmethod
+    def diff(
+        cls,
+        base: nn.Module | str | os.PathLike[str],
+        tuned: nn.Module | str | os.PathLike[str],
+        budget: int | None = None,
+        *,
+        progress: bool = True,
+    ) -> SparseDelta:
+        """What a fine-tuned model has that its base has not.
+
+        ``config["diff"]`` says how many entries changed, how many are kept, and their share of the squared change.
+
+        Args:
+            base: the pretrained model, plain, or the path of its checkpoint, which is read a tensor at a time.
+            tuned: the fine-tuned model, likewise. Tensors that the base lacks are stored whole; what only the base has
+                is left out.
+            budget: keep the entries with the largest absolute change only, in the whole model; ``None``: all, exactly.
+            progress: show a progress bar.
+
+        Raises:
+            BaseMismatchError: when a tensor has another shape or dtype in the two.
+            SparsifyError: when the models do not differ, the budget is no positive number, or a change is not finite.
+        """
+        for model in (base, tuned):
+            if isinstance(model, nn.Module):
+                _check_plain(model)
+        return cls(*diff(base, tuned, budget, progress=progress))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the delta, whole or not at all; what was there before is replaced.
 
@@ -165,12 +196,8 @@ class SparseDelta:
                 "this delta is already applied to this model, and applying it again would lose the original values: "
                 "call `revert(model)` first."
             )
-        delta_format.check_names(self.tensors, self.whole)
-        targets = find_targets([*self.tensors, *self.whole], model, self.whole)
-        edits = [plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
-        edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
-        self._warn_of_casts(targets)
-        write_all(edits, targets)
+        edits = self.plan(model)
+        write_all(edits, model)
         self._applied[model] = edits
         return model
 
@@ -192,13 +219,31 @@ class SparseDelta:
                 "got, not a copy or a wrapper of it."
             )
         _check_plain(model)
-        edits = self._applied[model]
-        targets = find_targets([edit.name for edit in edits], model, self.whole)
-        for edit in edits:
-            edit.check_written(targets[edit.name])
-        write_all([edit.inverse() for edit in edits], targets)
+        undo_all(self._applied[model], model)
         del self._applied[model]
         return model
+
+    def swap(self, model: nn.Module, other: SparseDelta) -> nn.Module:
+        """Takes this delta off and puts another one on; only the entries of the two are read and written.
+
+        Args:
+            model: a model that this delta is applied to.
+            other: a delta trained on the same base.
+
+        Returns:
+            The same model.
+
+        Raises:
+            SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
+        """
+        edits = self._applied.get(model, [])
+        self.revert(model)
+        try:
+            return other.apply(model)
+        except BaseException:
+            write_all(edits, model)
+            self._applied[model] = edits
+            raise
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -208,6 +253,16 @@ class SparseDelta:
             yield model
         finally:
             self.revert(model)
+
+    def plan(self, model: nn.Module) -> list[Edit]:
+        """The edits that :meth:`apply` would write into a model, all checked; nothing is written."""
+        _check_plain(model)
+        delta_format.check_names(self.tensors, self.whole)
+        targets = find_targets([*self.tensors, *self.whole], model, self.whole)
+        edits = [plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
+        edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
+        self._warn_of_casts(targets)
+        return edits
 
     @property
     def support(self) -> dict[str, Tensor]:
@@ -242,7 +297,7 @@ class SparseDelta:
                 f"the model holds {targets[cast[0]].dtype} where the delta was trained on {dtypes[cast[0]]} "
                 f"(`{cast[0]}`; {counted(len(cast), 'tensor')} in all): whether it is the right base cannot be "
                 "checked, and the trained values are cast. Load the base in the delta's dtype for an exact result.",
-                stacklevel=3,
+                stacklevel=4,  # the caller of what called `plan`
             )
 
 

@@ -5,14 +5,14 @@ In: a model and what a delta wants to put into it. Out: edits, each with what wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.entries import DTYPES, TensorDelta, digest
+from sparsify.entries import DTYPES, TensorDelta, as_bits, digest
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.names import named_tensors
 
@@ -41,17 +41,12 @@ class Edit:
             else:
                 target.put_(self.indices.to(target.device), new)
 
-    def check_written(self, target: Tensor) -> None:
-        """Raises unless the tensor still holds ``new``, in its present dtype."""
-        held = tuple(target.shape) == self.shape and _same_bits(
-            own_copy(target) if self.indices is None else _take(target, self.indices), self.new.to(target.dtype)
-        )
-        if not held:
-            raise SparsifyError(
-                f"tensor `{self.name}` no longer holds the delta's values, so reverting would undo what came after "
-                "(another delta, training, or two casts); nothing was changed: revert deltas in the reverse order of "
-                "their application, or load the base afresh."
-            )
+    def is_written(self, target: Tensor) -> bool:
+        """Whether the tensor holds ``new``, in its present dtype."""
+        if tuple(target.shape) != self.shape:
+            return False
+        held = own_copy(target) if self.indices is None else _take(target, self.indices)
+        return torch.equal(as_bits(held), as_bits(self.new.to(target.dtype)))
 
     def inverse(self) -> Edit:
         """The edit that undoes this one."""
@@ -147,8 +142,38 @@ def _added(base: Tensor, difference: Tensor) -> Tensor:
     return (base.to(wide) + difference.to(wide)).to(base.dtype)
 
 
-def write_all(edits: list[Edit], targets: Mapping[str, Tensor]) -> None:
+def write_all(edits: Sequence[Edit], model: nn.Module) -> None:
     """Writes all edits or, where one fails, none."""
+    _write(edits, _targets_of(edits, model))
+
+
+def undo_all(edits: Sequence[Edit], model: nn.Module) -> None:
+    """Puts back what the edits replaced, if the model still holds what they wrote."""
+    targets = _targets_of(edits, model)
+    for edit in edits:
+        if not edit.is_written(targets[edit.name]):
+            raise SparsifyError(
+                f"tensor `{edit.name}` no longer holds the delta's values, so reverting would undo what came after "
+                "(another delta, training, or two casts); nothing was changed: revert deltas in the reverse order of "
+                "their application, or load the base afresh."
+            )
+    _write([edit.inverse() for edit in edits], targets)
+
+
+def redo_all(edits: Sequence[Edit], model: nn.Module) -> None:
+    """Writes edits again that were undone, if the model still holds what they replaced."""
+    targets = _targets_of(edits, model)
+    for edit in edits:
+        if not edit.inverse().is_written(targets[edit.name]):
+            raise SparsifyError(
+                f"tensor `{edit.name}` no longer holds the base's values, which something else has changed since the "
+                "delta was checked against them (another delta, training, or two casts): undo that, or load the base "
+                "afresh."
+            )
+    _write(edits, targets)
+
+
+def _write(edits: Sequence[Edit], targets: Mapping[str, Tensor]) -> None:
     done: list[Edit] = []
     try:
         for edit in edits:
@@ -160,6 +185,10 @@ def write_all(edits: list[Edit], targets: Mapping[str, Tensor]) -> None:
         raise
 
 
+def _targets_of(edits: Sequence[Edit], model: nn.Module) -> dict[str, Tensor]:
+    return find_targets([edit.name for edit in edits], model, [edit.name for edit in edits if edit.indices is None])
+
+
 def _take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
     return tensor.detach().take(indices.to(tensor.device)).cpu()
@@ -167,11 +196,6 @@ def _take(tensor: Tensor, indices: Tensor) -> Tensor:
 
 def own_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal in every bit: -0.0 is not 0.0, and NaN is itself."""
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -441,6 +441,36 @@ def test_revert_sees_a_zeros_sign(model):
         delta.revert(model)
 
 
+def test_swap_leaves_what_applying_the_other_alone_would(model, delta):
+    other = SparseDelta({"0.weight": added(model[0].weight, [1.0, 2.0], [7, 8])}, {"1.running_mean": torch.ones(4)})
+    base = bits(model)
+    with other.applied(model):
+        expected = bits(model)
+    delta.apply(model)
+    assert delta.swap(model, other) is model
+    assert bits(model) == expected
+    other.swap(model, delta)
+    delta.revert(model)
+    assert bits(model) == base
+
+
+def test_a_swap_that_fails_leaves_the_first_delta_on(model, delta):
+    base = bits(model)
+    wrong = SparseDelta({"2.bias": added(torch.randn(3), [1.0])})
+    delta.apply(model)
+    before = bits(model)
+    with pytest.raises(BaseMismatchError, match=r"tensor `2.bias` does not hold the values"):
+        delta.swap(model, wrong)
+    assert bits(model) == before
+    delta.revert(model)
+    assert bits(model) == base
+
+
+def test_swapping_what_is_not_applied_is_an_error(model, delta, unchanged):
+    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
+        delta.swap(model, make_delta(model))
+
+
 def test_reverting_what_is_not_applied_is_an_error(model, delta, unchanged):
     with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
         delta.revert(model)

@@ -19,7 +19,7 @@ LAYERS = [
     {"conversion"},
     {"algebra", "card", "diffing", "merging", "patches", "peft_files"},
     {"delta", "selection"},
-    {"loading", "switching"},
+    {"comparing", "loading", "switching"},
     {"masked.tensor"},
     {"masked.module", "masked.product", "masked.recompute"},
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},

@@ -1,0 +1,77 @@
+"""What two deltas have in common, against the same on dense vectors."""
+
+import math
+
+import pytest
+import torch
+from deltas import make_base, task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsify import SparseDelta, overlap
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+def dense(base, delta):
+    """The change of the whole model as one vector, and where there is one."""
+    names = [name for name, _ in base.named_parameters()]
+    before = torch.cat([p.detach().reshape(-1).clone() for p in base.parameters()])
+    with delta.applied(base):
+        change = torch.cat([p.detach().reshape(-1) for p in base.parameters()]) - before
+    mask = torch.cat([torch.zeros(p.numel(), dtype=torch.bool) for p in base.parameters()])
+    start = 0
+    for name, parameter in zip(names, base.parameters(), strict=True):
+        if name in delta.tensors:
+            mask[start + delta.tensors[name].indices] = True
+        start += parameter.numel()
+    return change, mask
+
+
+@PROPERTY
+@given(st.integers(0, 20), st.floats(0.05, 0.9))
+def test_counts_and_cosine_are_those_of_the_dense_changes(seed, share):
+    base = make_base(torch.float64)
+    a, b = task(base, 2 * seed, share), task(base, 2 * seed + 1, share)
+    (left, in_a), (right, in_b) = dense(base, a), dense(base, b)
+    both = in_a & in_b
+    found = overlap(a, b, base)
+    assert found.shared == int(both.sum()) == sum(found.by_tensor.values())
+    assert found.union == int((in_a | in_b).sum())
+    assert found.jaccard == pytest.approx(found.shared / found.union)
+    assert found.opposed == int((left * right < 0)[both].sum())
+    if found.shared:
+        expected = torch.nn.functional.cosine_similarity(left[both], right[both], dim=0)
+        assert found.cosine == pytest.approx(float(expected))
+    else:
+        assert math.isnan(found.cosine)
+
+
+def test_without_a_base_only_places_are_compared():
+    base = make_base()
+    found = overlap(task(base, 1), task(base, 1))
+    assert found.jaccard == 1.0
+    assert found.cosine is None
+    assert found.opposed is None
+    assert str(found) == f"{found.shared} of {found.shared} entries shared (Jaccard 1.0000)"
+
+
+def test_heads_that_disagree_are_named():
+    base = make_base()
+    a, same, b = (SparseDelta({}, {"2.weight": torch.full((3, 5), value)}) for value in (1.0, 1.0, 2.0))
+    assert overlap(a, same).conflicting_whole == ()
+    found = overlap(a, b, base)
+    assert found.conflicting_whole == ("2.weight",)
+    assert found.jaccard == 0.0
+    assert "stored whole by both, and different: 2.weight" in str(found)
+
+
+def test_deltas_of_different_models_are_refused():
+    base, other = make_base(), torch.nn.Sequential(torch.nn.Linear(2, 5))
+    with pytest.raises(SparsifyError, match=r"`0.weight` has shape \(5, 6\) in one delta and \(5, 2\) in the other"):
+        overlap(task(base, 1), task(other, 1, 0.9))
+    with pytest.raises(BaseMismatchError, match="does not hold the values"):
+        overlap(task(base, 1), task(base, 2), make_base(seed=3))
+    with pytest.raises(BaseMismatchError, match=r"the base has no tensor `0.weight`"):
+        overlap(task(base, 1), task(base, 1), torch.nn.Linear(1, 1))

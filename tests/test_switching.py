@@ -1,0 +1,136 @@
+"""Many deltas at hand for one model: what is active is what applying it alone would give, and the base comes back."""
+
+import pytest
+import torch
+from deltas import bits, make_base, task
+
+from sparsify import DeltaSwitch, SparseDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+SEEDS = (1, 2, 3)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def base(request):
+    return make_base(request.param)
+
+
+@pytest.fixture
+def deltas(base):
+    head = SparseDelta({}, {"2.weight": torch.ones(3, 5, dtype=base[2].weight.dtype)})
+    return {"head": head, **{str(seed): task(base, seed) for seed in SEEDS}}
+
+
+@pytest.fixture
+def switch(base, deltas):
+    switch = DeltaSwitch(base)
+    for name, delta in deltas.items():
+        switch.attach(name, delta)
+    return switch
+
+
+def test_the_active_delta_is_in_the_model_and_no_other(base, deltas, switch):
+    before, expected = bits(base), {}
+    for name, delta in deltas.items():
+        with delta.applied(base):
+            expected[name] = bits(base)
+    for name in ["1", "2", "2", "head", "1", "3"]:
+        switch.activate(name)
+        assert switch.active == name
+        assert bits(base) == expected[name]
+    switch.deactivate()
+    switch.deactivate()
+    assert switch.active is None
+    assert bits(base) == before
+
+
+def test_a_block_ends_with_what_was_active_before(base, switch):
+    before = bits(base)
+    switch.activate("1")
+    one = bits(base)
+    with switch.activated("2") as model, switch.deactivated():
+        assert model is base
+        assert bits(base) == before
+    assert switch.active == "1"
+    assert bits(base) == one
+    with pytest.raises(ZeroDivisionError), switch.activated("3"):
+        raise ZeroDivisionError
+    assert bits(base) == one
+
+
+def test_a_delta_is_attached_while_another_is_active(base, switch):
+    delta = task(base, 9)
+    switch.activate("1")
+    before = bits(base)
+    switch.attach("9", delta)
+    assert switch.active == "1"
+    assert bits(base) == before
+
+
+def test_a_delta_of_another_base_is_refused_when_it_is_attached(base, switch):
+    switch.activate("1")
+    before = bits(base)
+    with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
+        switch.attach("other", task(make_base(base[0].weight.dtype, seed=5), 9))
+    assert list(switch) == ["head", "1", "2", "3"]
+    assert bits(base) == before
+
+
+def test_a_detached_delta_is_off_and_gone(base, switch):
+    before = bits(base)
+    switch.activate("1")
+    switch.detach("1")
+    assert switch.active is None
+    assert bits(base) == before
+    assert len(switch) == 3
+    with pytest.raises(SparsifyError, match=r"no delta called '1' is attached \(there are: 'head', '2', '3'\)"):
+        switch.activate("1")
+
+
+def test_names_are_taken_once(switch, deltas):
+    with pytest.raises(SparsifyError, match="a delta called '1' is attached already: `detach"):
+        switch.attach("1", deltas["2"])
+
+
+def test_a_model_that_was_changed_meanwhile_is_left_alone(base, deltas, switch):
+    switch.activate("1")
+    with torch.no_grad():
+        base[0].weight.add_(1)
+    before = bits(base)
+    with pytest.raises(SparsifyError, match=r"tensor `0.weight` no longer holds the delta's values"):
+        switch.activate("2")
+    assert switch.active == "1"
+    assert bits(base) == before
+
+
+def test_a_base_that_was_changed_meanwhile_is_noticed_and_the_active_delta_stays(base, deltas, switch):
+    only_there = next(
+        i for i in deltas["2"].tensors["0.weight"].indices.tolist()
+        if i not in deltas["1"].tensors["0.weight"].indices.tolist()
+    )  # fmt: skip
+    switch.activate("1")
+    with torch.no_grad():
+        base[0].weight.view(-1)[only_there] += 1
+    before = bits(base)
+    with pytest.raises(SparsifyError, match=r"tensor `0.weight` no longer holds the base's values"):
+        switch.activate("2")
+    assert switch.active == "1"
+    assert bits(base) == before
+
+
+def test_a_model_that_was_cast_switches_on():
+    base = make_base()
+    switch = DeltaSwitch(base)
+    for seed in (1, 2):
+        switch.attach(str(seed), task(base, seed))
+    base.bfloat16()
+    before = bits(base)
+    switch.activate("1")
+    switch.activate("2")
+    switch.deactivate()
+    assert bits(base) == before
+
+
+def test_it_shows_which_one_is_active(switch):
+    switch.activate("2")
+    assert repr(switch) == "DeltaSwitch(head, 1, *2, 3)"
