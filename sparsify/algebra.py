@@ -110,7 +110,7 @@ class DeltaSum(Summable):
         Args:
             base: the plain model, or the path of its checkpoint, which is not loaded as a whole.
             kind: ``"replace"``: the delta stores the new values in the base's dtype, and loads without arithmetic;
-                ``"add"``: it stores the differences, in float32 at least, which can go onto the base in another dtype, too.
+                ``"add"``: it stores the differences, in float32 at least, which go onto a base in another dtype, too.
 
         Returns:
             A :class:`sparsify.SparseDelta`.
