@@ -14,7 +14,7 @@ from sparsify.extras import MissingExtraError, require
 if TYPE_CHECKING:
     import typer
 
-COMMANDS = ("sparsify.demo.command:demo", "sparsify.bench.command:bench")
+COMMANDS = ("sparsify.demo.command:demo", "sparsify.bench.command:bench", "sparsify.bench.swapping:bench_swap")
 
 
 def make_app() -> typer.Typer:

@@ -75,13 +75,17 @@ def measure(
 
 def to_json(results: Sequence[Measurement]) -> str:
     """The raw measurements with the conditions they were made under."""
-    conditions = {
+    return json.dumps({"conditions": conditions(), "results": [asdict(result) for result in results]}, indent=2)
+
+
+def conditions() -> dict[str, Any]:
+    """What a measurement depends on beside its settings."""
+    return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }
-    return json.dumps({"conditions": conditions, "results": [asdict(result) for result in results]}, indent=2)
 
 
 def _start(settings: Settings) -> subprocess.Popen[str]:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
-import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.api import get_unmasker, sparsify
+from sparsify.bench.memory import peak_bytes
 
 FILL_STEPS = 6
 PLANNED_STEPS = 1000
@@ -117,7 +115,7 @@ def main() -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     importlib.import_module("transformers.models.bert.modeling_bert")
-    libraries = _peak_bytes()
+    libraries = peak_bytes()
     model = build(settings)
     started = time.perf_counter()
     step = make_step(settings, model)
@@ -131,16 +129,7 @@ def main() -> None:
             started = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - started)
-        _say({"seconds": seconds, "peak_bytes": _peak_bytes() - libraries})
-
-
-def _peak_bytes() -> int:
-    """The largest resident set that this process has had."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux counts what the parent had before the exec into ru_maxrss
-        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
-        return int(peak) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        _say({"seconds": seconds, "peak_bytes": peak_bytes() - libraries})
 
 
 def _say(message: dict[str, Any]) -> None:
