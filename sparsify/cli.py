@@ -14,7 +14,18 @@ from sparsify.extras import MissingExtraError, require
 if TYPE_CHECKING:
     import typer
 
-COMMANDS = ("sparsify.demo.command:demo", "sparsify.bench.command:bench", "sparsify.bench.swapping:bench_swap")
+COMMANDS = (
+    "sparsify.demo.command:demo",
+    "sparsify.commands:info",
+    "sparsify.commands:verify",
+    "sparsify.commands:merge",
+    "sparsify.commands:diff",
+    "sparsify.commands:add",
+    "sparsify.commands:to_peft",
+    "sparsify.commands:push",
+    "sparsify.bench.command:bench",
+    "sparsify.bench.swapping:bench_swap",
+)
 
 
 def make_app() -> typer.Typer:
@@ -23,8 +34,8 @@ def make_app() -> typer.Typer:
     Raises:
         MissingExtraError: when typer or rich is not installed.
     """
-    require("rich", extra="demo")
-    app = require("typer", extra="demo").Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+    require("rich", extra="cli")
+    app = require("typer", extra="cli").Typer(name="sparsify", no_args_is_help=True, add_completion=False)
 
     @app.callback()
     def root() -> None:
@@ -32,7 +43,7 @@ def make_app() -> typer.Typer:
 
     for command in COMMANDS:
         module, _, function = command.partition(":")
-        app.command()(getattr(require(module, extra="demo"), function))
+        app.command()(getattr(require(module, extra="cli"), function))
     return app
 
 

@@ -33,7 +33,7 @@ def test_the_command_line_without_the_extra_is_one_line(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit) as error:
         cli.main()
-    assert str(error.value) == f"sparsify: `{missing}` is not installed; it comes with: pip install 'sparsify-ft[demo]'"
+    assert str(error.value) == f"sparsify: `{missing}` is not installed; it comes with: pip install 'sparsify-ft[cli]'"
 
 
 def test_an_error_of_ours_on_the_command_line_is_one_line(monkeypatch):

@@ -1,0 +1,225 @@
+"""The command line's verbs for deltas: look inside, check, merge, take, add, convert, publish.
+
+Each is an option parser around one method of :class:`sparsify.SparseDelta`; an error of ours ends it with status 1.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparsify.algebra import DeltaSum
+from sparsify.analysis.shares import TensorShare, shares
+from sparsify.comparing import overlap
+from sparsify.delta import SparseDelta
+from sparsify.errors import SparsifyError
+from sparsify.format import FILE_NAME
+
+_BAR_WIDTH = 32
+_FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
+_BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
+_OUT = typer.Option(help="Folder to write to.")
+
+
+def info(
+    delta: Annotated[str, _FILE], json: Annotated[bool, typer.Option("--json", help="For programs to read.")] = False
+) -> None:
+    """Show what is in a delta: where its entries are, how it was trained, what it takes on disk.
+
+    Example: sparsify info my-delta
+    """
+    loaded = SparseDelta.load(delta)
+    size = _size_on_disk(delta)
+    if json:
+        print(json_module.dumps(_description(loaded, size), indent=2))
+        return
+    console = Console(highlight=False)
+    for label, value in _facts(loaded, size):
+        console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
+    if loaded.tensors:
+        console.print(_layer_table(shares(loaded)))
+
+
+def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
+    """Check that a delta is whole, and that a checkpoint is the base it was trained on.
+
+    Example: sparsify verify my-delta --base path/to/base
+    """
+    print(SparseDelta.load(delta).check(base))
+
+
+def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annotated[Path, _OUT]) -> None:
+    """Write an ordinary checkpoint, base and delta in one, shard by shard.
+
+    Example: sparsify merge my-delta --base path/to/base --out merged
+    """
+    SparseDelta.load(delta).merge(base, out)
+    print(f"wrote {out}")
+
+
+def diff(
+    base: Annotated[Path, typer.Argument(help="Checkpoint of the base.")],
+    tuned: Annotated[Path, typer.Argument(help="Checkpoint of the fine-tuned model.")],
+    out: Annotated[Path, _OUT],
+    budget: Annotated[int | None, typer.Option(help="Keep only this many entries, the most changed.")] = None,
+) -> None:
+    """Take a delta from two checkpoints: what the tuned one has that the base has not.
+
+    Example: sparsify diff base tuned --budget 100000 --out my-delta
+    """
+    delta = SparseDelta.diff(base, tuned, budget)
+    delta.save(out)
+    report = delta.config["diff"]
+    print(
+        f"{report['kept']:,} of {report['changed']:,} changed entries kept, {report['squared_share']:.1%} of the "
+        f"squared change; wrote {out}"
+    )
+
+
+def add(
+    deltas: Annotated[list[str], typer.Argument(help="Two or more deltas of one base.", metavar="DELTA...")],
+    base: Annotated[Path, _BASE],
+    out: Annotated[Path, _OUT],
+    weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
+    kind: Annotated[Literal["replace", "add"], typer.Option(help="Store new values, or differences.")] = "replace",
+) -> None:
+    """Add deltas up, each times a weight, and say where they meet.
+
+    Example: sparsify add mrpc cola --weights 1,0.5 --base base --out both
+    """
+    loaded = [SparseDelta.load(delta) for delta in deltas]
+    factors = parse_weights(weights, len(loaded))
+    DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
+    for at, first in enumerate(loaded):
+        for other in range(at + 1, len(loaded)):
+            print(f"{deltas[at]} and {deltas[other]}: {overlap(first, loaded[other], base)}")
+    print(f"wrote {out}")
+
+
+def to_peft(
+    delta: Annotated[str, _FILE],
+    base: Annotated[Path, _BASE],
+    out: Annotated[Path, _OUT],
+    method: Annotated[
+        Literal["shira", "supertuning"], typer.Option(help="PEFT's tuner that is to hold it.")
+    ] = "supertuning",
+) -> None:
+    """Write an adapter that PEFT loads without sparsify.
+
+    Example: sparsify to-peft my-delta --base base --out adapter
+    """
+    print(SparseDelta.load(delta).to_peft(out, method=method, base=base))
+
+
+def push(
+    delta: Annotated[str, _FILE],
+    repo: Annotated[str, typer.Argument(help="user/repo; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repo private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+) -> None:
+    """Publish a delta on the Hugging Face hub, with a model card.
+
+    Example: sparsify push my-delta me/my-delta --private
+    """
+    commit = SparseDelta.load(delta).push_to_hub(
+        repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
+    )
+    print(commit.pr_url or commit.commit_url)
+
+
+def parse_weights(text: str, count: int) -> list[float]:
+    """A coefficient for each of ``count`` deltas.
+
+    Example:
+        >>> parse_weights("1, -0.5", 2), parse_weights("", 3)
+        ([1.0, -0.5], [1.0, 1.0, 1.0])
+    """
+    if not text:
+        return [1.0] * count
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != count:
+        raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
+    return weights
+
+
+def printable(text: object) -> str:
+    """Text from a file that may come from anyone: what could steer a terminal is shown as its escape.
+
+    Example:
+        >>> printable("layer.0\\x1b[2J")
+        'layer.0\\\\x1b[2J'
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
+
+
+def _size_on_disk(delta: str) -> int | None:
+    path = Path(delta) / FILE_NAME if Path(delta).is_dir() else Path(delta)
+    return path.stat().st_size if path.is_file() else None
+
+
+def _description(delta: SparseDelta, size: int | None) -> dict[str, Any]:
+    """What ``info --json`` prints; the config is the one that the file holds."""
+    tensors = {
+        name: {
+            "shape": list(part.shape),
+            "dtype": str(part.dtype).removeprefix("torch."),
+            "kind": part.kind,
+            "entries": part.count,
+        }
+        for name, part in delta.tensors.items()
+    }
+    whole = {
+        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for name, tensor in delta.whole.items()
+    }
+    return {"bytes": size, "entries": delta.num_entries, "tensors": tensors, "whole": whole, "config": delta.config}
+
+
+def _facts(delta: SparseDelta, size: int | None) -> Iterable[tuple[str, str]]:
+    config = delta.config
+    known = sum(row.size for row in shares(delta)) if delta.tensors else 0
+    share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
+    yield "entries", f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"
+    if delta.whole:
+        yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
+    if size is not None:
+        entries = f", {size / delta.num_entries:.2f} an entry, all included" if delta.num_entries else ""
+        yield "bytes", f"{size:,}{entries}"
+    yield "kinds", ", ".join(sorted({f"{part.kind} ({part.dtype})" for part in delta.tensors.values()})) or "none"
+    yield "base", str(config.get("base_model_name_or_path") or "not recorded")
+    for key in ("base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum"):
+        if config.get(key) is not None:
+            yield key.replace("_", " "), json_module.dumps(config[key])
+
+
+def _layer_table(rows: list[TensorShare]) -> Table:
+    """A bar a layer: its entries, and their share of the tensors that have any."""
+    table = Table()
+    for column in ("layer", "entries", "share", "most in", ""):
+        table.add_column(column, justify="right" if column in ("layer", "entries", "share") else "left")
+    layers = sorted({row.layer for row in rows}, key=lambda layer: -1 if layer is None else layer)
+    by_layer = {layer: [row for row in rows if row.layer == layer] for layer in layers}
+    most = max(sum(row.unmasked for row in own) for own in by_layer.values())
+    for layer, own in by_layer.items():
+        entries = sum(row.unmasked for row in own)
+        fullest = max(own, key=lambda row: row.unmasked)
+        table.add_row(
+            "-" if layer is None else str(layer),
+            f"{entries:,}",
+            f"{entries / sum(row.size for row in own):.3%}",
+            Text(f"{printable(fullest.kind)} ({fullest.unmasked:,})"),
+            "█" * max(1, round(_BAR_WIDTH * entries / most)),
+        )
+    return table

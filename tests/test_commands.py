@@ -1,0 +1,166 @@
+"""Every verb of the command line, through the function that the console script calls."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from deltas import fine_tuned, make_base, task
+
+from sparsify import SparseDelta
+from sparsify.commands import parse_weights, printable
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs ``sparsify ...`` as the console script does; returns its exit status and what it printed."""
+    (script,) = entry_points(group="console_scripts", name="sparsify")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sparsify", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ending:
+            script.load()()
+        printed = capsys.readouterr()
+        code = ending.value.code
+        return (code, printed.out) if isinstance(code, int) else (1, str(code))
+
+    return run
+
+
+@pytest.fixture
+def base(tmp_path):
+    model = make_base()
+    (tmp_path / "base").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path, base):
+    delta = task(base, 1)
+    delta.whole["head.weight"] = torch.ones(2, 3)
+    delta.config = {"base_model_name_or_path": "user/base", "strategy": {"importance": "d3"}, "budget": 12, "steps": 7}
+    delta.save(tmp_path / "delta")
+    return delta
+
+
+def test_info_shows_where_the_entries_are(run, tmp_path, saved):
+    code, text = run("info", tmp_path / "delta")
+    assert code == 0
+    for part in (f"{saved.num_entries} in", "user/base", "head.weight (2, 3)", "an entry, all included", "█"):
+        assert part in text
+    size = (tmp_path / "delta" / "sparse_delta.safetensors").stat().st_size
+    assert f"{size:,}" in text
+
+
+def test_info_is_there_for_programs_too(run, tmp_path, saved):
+    code, text = run("info", tmp_path / "delta" / "sparse_delta.safetensors", "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert found["entries"] == saved.num_entries
+    assert {name: row["entries"] for name, row in found["tensors"].items()} == {
+        name: part.count for name, part in saved.tensors.items()
+    }
+    assert found["config"] == saved.config
+    assert found["whole"] == {"head.weight": {"shape": [2, 3], "dtype": "float32"}}
+
+
+def test_info_does_not_let_a_file_steer_the_terminal(run, tmp_path, base):
+    delta = task(base, 1)
+    delta.config = {"base_model_name_or_path": "\x1b[2J[red]evil[/red]"}
+    delta.tensors = {"layers.0.\x1b[31m[bold]": delta.tensors["0.weight"]}
+    delta.save(tmp_path / "delta")
+    code, text = run("info", tmp_path / "delta")
+    assert code == 0
+    assert "\\x1b[2J[red]evil[/red]" in text
+    assert "\\x1b[31m[bold]" in text
+    assert "\x1b[2J" not in text
+
+
+def test_verify_accepts_the_base_and_refuses_another(run, tmp_path, base, saved):
+    del saved.whole["head.weight"]
+    saved.save(tmp_path / "delta")
+    code, text = run("verify", tmp_path / "delta", "--base", tmp_path / "base")
+    assert code == 0
+    assert f"{saved.num_entries}" in text
+    (tmp_path / "other").mkdir()
+    safetensors.torch.save_file(make_base(seed=4).state_dict(), tmp_path / "other" / "model.safetensors")
+    code, text = run("verify", tmp_path / "delta", "--base", tmp_path / "other")
+    assert code == 1
+    assert "does not hold the values" in text
+
+
+def test_merge_writes_what_apply_would_give(run, tmp_path, base):
+    delta = task(base, 1)
+    delta.save(tmp_path / "delta")
+    code, _ = run("merge", tmp_path / "delta", "--base", tmp_path / "base", "--out", tmp_path / "merged")
+    assert code == 0
+    merged = safetensors.torch.load_file(tmp_path / "merged" / "model.safetensors")
+    with delta.applied(base):
+        assert all(torch.equal(merged[name], tensor) for name, tensor in base.state_dict().items())
+
+
+def test_diff_takes_a_delta_from_two_checkpoints(run, tmp_path, base):
+    (tmp_path / "tuned").mkdir()
+    safetensors.torch.save_file(fine_tuned(base, 1).state_dict(), tmp_path / "tuned" / "model.safetensors")
+    out = tmp_path / "delta"
+    code, text = run("diff", tmp_path / "base", tmp_path / "tuned", "--out", out, "--budget", 4)
+    assert code == 0
+    assert text.startswith("4 of ")
+    assert SparseDelta.load(out).num_entries == 4
+
+
+def test_add_weighs_the_deltas_and_says_where_they_meet(run, tmp_path, base):
+    a, b = task(base, 1), task(base, 2)
+    a.save(tmp_path / "a")
+    b.save(tmp_path / "b")
+    out = ["--base", tmp_path / "base", "--out", tmp_path / "sum", "--kind", "add"]
+    code, text = run("add", tmp_path / "a", tmp_path / "b", "--weights", "1,-0.5", *out)
+    assert code == 0
+    assert "Jaccard" in text
+    assert "opposite directions" in text
+    with (a - 0.5 * b).applied(base):
+        expected = base[0].weight.detach().clone()
+    with SparseDelta.load(tmp_path / "sum").applied(base):
+        torch.testing.assert_close(base[0].weight.detach(), expected)
+    code, text = run("add", tmp_path / "a", tmp_path / "b", "--weights", "1", *out)
+    assert code == 1
+    assert "expected 2 numbers, comma-separated" in text
+
+
+@pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "to-peft", "push"])
+def test_help_teaches(run, command):
+    code, text = run(*command.split(), "--help")
+    assert code == 0
+    assert ("Example: sparsify " + command in text) if command else ("to-peft" in text)
+
+
+def test_what_is_not_there_is_one_line_and_status_1(run, tmp_path):
+    code, text = run("info", tmp_path / "nothing")
+    assert code == 1
+    assert text.startswith("sparsify: ")
+    assert "\n" not in text
+
+
+def test_the_installed_script_ends_with_the_status(tmp_path):
+    script = Path(sys.executable).parent / "sparsify"
+    run = subprocess.run([script, "info", tmp_path / "nothing"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert run.stderr.startswith("sparsify: ")
+    assert subprocess.run([script, "info"], capture_output=True, timeout=120).returncode == 2
+
+
+def test_weights_are_numbers_one_for_each_delta():
+    assert parse_weights("0.5,2", 2) == [0.5, 2.0]
+    for text in ("1,x", "1,2,3"):
+        with pytest.raises(ValueError, match="expected 2 numbers"):
+            parse_weights(text, 2)
+
+
+def test_printable_keeps_what_is():
+    assert printable("a.b.ü-漢") == "a.b.ü-漢"
