@@ -29,6 +29,7 @@ from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
 from sparsify.format import CONFIG_NAME, FILE_NAME
 from sparsify.names import ENGINE, find_engine
+from sparsify.peft_files import PeftAdapter, read_adapter, write_adapter
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
@@ -263,6 +264,63 @@ class SparseDelta(Summable):
         edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
         self._warn_of_casts(targets)
         return edits
+
+    def to_peft(
+        self,
+        folder: str | os.PathLike[str],
+        method: str = "shira",
+        base: nn.Module | str | os.PathLike[str] | None = None,
+    ) -> PeftAdapter:
+        """Writes the delta as an adapter that PEFT loads by itself: ``PeftModel.from_pretrained(base, folder)``.
+
+        PEFT gives every layer a number of places that follows from its size. It is chosen to fit the fullest layer; in
+        the others, differences of zero fill the rest. All of PEFT's sparse adapters' entries are in weights of
+        ``nn.Linear``; modules that the delta stores whole become ``modules_to_save``.
+
+        Args:
+            folder: made if need be; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
+            method: ``"shira"``, or ``"supertuning"``: smaller, and transformers' ``load_adapter`` takes it, too.
+            base: the model that the delta was trained on, or the path of its checkpoint; it is only read. It has to
+                be given, since PEFT stores differences.
+
+        Returns:
+            What was written and what padding it took; it prints well.
+
+        Raises:
+            BaseMismatchError: when it is not the delta's base.
+            SparsifyError: when PEFT's format cannot hold the delta; nothing is written then.
+
+        Example:
+            >>> import tempfile, torch
+            >>> base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+            >>> weight = base[0].weight.detach().flatten()
+            >>> entry = TensorDelta(
+            ...     torch.tensor([5]), weight[5:6] + 1, (4, 3), torch.float32, "replace", digest(weight[5:6])
+            ... )
+            >>> delta = SparseDelta({"0.weight": entry})
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     adapter = delta.to_peft(folder, "supertuning", base)
+            ...     adapter.settings, adapter.padding, SparseDelta.from_peft(folder, base)
+            ({'sparsity': 0.9166666666666666}, 0, SparseDelta(1 entry in 1 tensor, 0 tensors stored whole))
+        """
+        return write_adapter(folder, method, self.tensors, self.whole, self.config, base)
+
+    @classmethod
+    def from_peft(cls, folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> SparseDelta:
+        """Reads a SHiRA or Supertuning adapter that PEFT, or :meth:`to_peft`, wrote.
+
+        Args:
+            folder: with ``adapter_config.json`` and ``adapter_model.safetensors``; pickles are not read.
+            base: the model that the adapter was trained on, in the dtype it is used in, or the path of its checkpoint.
+
+        Returns:
+            The entries that differ from the base, with the values that PEFT computes with.
+
+        Raises:
+            DeltaFormatError: when the adapter is broken, or of another type.
+            BaseMismatchError: when it does not fit the base.
+        """
+        return cls(*read_adapter(folder, base))
 
     @property
     def support(self) -> dict[str, Tensor]:

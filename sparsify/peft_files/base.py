@@ -1,0 +1,88 @@
+"""The base that an adapter belongs to: its tensors, and its modules, which tell linear layers from the rest.
+
+In: a model, or the path of a checkpoint. Out: a :class:`Source`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.checkpoint import open_base
+from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.names import named_tensors, plain_name
+
+Base = nn.Module | str | os.PathLike[str]
+
+
+class Source(NamedTuple):
+    """A base: its tensors by name, and its modules, which a checkpoint's config tells."""
+
+    tensors: Mapping[str, Tensor]
+    modules: dict[str, nn.Module]
+    same: dict[str, list[str]]  # see `tied_names`
+    closed: bool  # whether there is nothing else than these: a checkpoint may lack the head that was trained
+
+    @classmethod
+    def of(cls, base: Base) -> Source:
+        model = base if isinstance(base, nn.Module) else _skeleton(Path(base))
+        modules = {
+            plain_name(f"{name}.weight").rpartition(".")[0]: module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name
+        }
+        return cls(open_base(base), modules, tied_names(model), isinstance(base, nn.Module))
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the base, as a model that was loaded in ``dtype`` would hold it."""
+        if name not in self.tensors:
+            near = get_close_matches(name, list(self.tensors), n=3, cutoff=0.7)
+            hint = f" (near: {', '.join(f'`{other}`' for other in near)})" if near else ""
+            remedy = "Give the base that the delta was trained on" + ("." if self.closed else ", as a model.")
+            raise BaseMismatchError(f"the base has no tensor `{name}`{hint}. {remedy}")
+        tensor = self.tensors[name]
+        if tensor.is_meta:
+            raise SparsifyError(f"tensor `{name}` of the base is on the meta device: load the model's weights first.")
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _skeleton(path: Path) -> nn.Module:
+    """The model of a checkpoint, without its weights: only its config says which weights are linear layers'."""
+    import transformers
+
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
+        raise SparsifyError(
+            f"`{folder}` has no config.json that would say which of its tensors are weights of nn.Linear layers, the "
+            "only ones that PEFT's sparse adapters change: give the base as a model."
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        model_class = getattr(transformers, (config.architectures or ["none"])[0])
+        with torch.device("meta"):
+            model: Any = model_class(config)
+        model.tie_weights()
+    except (ValueError, AttributeError, TypeError, KeyError, OSError) as error:
+        raise SparsifyError(
+            f"the architecture in `{folder / 'config.json'}` cannot be built ({error}): give the base as a model."
+        ) from error
+    return cast(nn.Module, model)
+
+
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or tensor lies in one of the modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor that has more than one, by each of them."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    return {name: names for names in names_of.values() if len(names) > 1 for name in names}
