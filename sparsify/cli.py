@@ -24,6 +24,7 @@ COMMANDS = (
     "sparsify.commands:to_peft",
     "sparsify.commands:push",
     "sparsify.bench.command:bench",
+    "sparsify.bench.file:bench_file",
     "sparsify.bench.swapping:bench_swap",
 )
 
