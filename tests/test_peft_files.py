@@ -268,6 +268,25 @@ def test_differences_are_written_too(base, tmp_path):
     torch.testing.assert_close(outputs(load(base, tmp_path)), outputs(tuned), rtol=0, atol=1e-6)
 
 
+@BOTH
+def test_a_wrapped_base_is_seen_through(base, delta, method, tmp_path):
+    delta.to_peft(tmp_path, method, nn.ModuleDict({"module": base}))  # as in DDP
+    tuned = delta.apply(copy.deepcopy(base))
+    torch.testing.assert_close(outputs(load(base, tmp_path)), outputs(tuned), rtol=0, atol=1e-6)
+
+
+@BOTH
+def test_buffers_that_training_changed_are_kept(method, tmp_path):
+    base = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
+    changed = {"1.running_mean": torch.ones(6), "1.num_batches_tracked": torch.tensor(7)}
+    delta = SparseDelta({"0.weight": entries(base[0].weight, 5)}, changed)
+    delta.to_peft(tmp_path, method, base)
+    x, loaded = torch.randn(3, 6), load(base, tmp_path)
+    torch.testing.assert_close(loaded(x), delta.apply(copy.deepcopy(base))(x), rtol=0, atol=1e-6)
+    back = SparseDelta.from_peft(tmp_path, base)
+    assert torch.equal(back.whole["1.num_batches_tracked"], torch.tensor(7))
+
+
 class Nested(nn.Module):
     """Layers one of whose names is another's ending."""
 
@@ -303,6 +322,11 @@ def refused(delta, base, tmp_path, match, method="shira", error=SparsifyError):
 
 def test_a_method_that_is_not_known_is_refused(base, delta, tmp_path):
     refused(delta, base, tmp_path, "method='lora'; expected one of 'shira', 'supertuning'", "lora")
+
+
+def test_a_peft_without_the_method_is_refused(base, delta, tmp_path, monkeypatch):
+    monkeypatch.delattr("peft.SupertuningConfig")
+    refused(delta, base, tmp_path, "has no `SupertuningConfig`: upgrade it", "supertuning")
 
 
 def test_no_base_is_refused(delta, tmp_path):
@@ -407,8 +431,9 @@ def test_a_difference_that_overflows_is_refused(tmp_path):
 def test_a_checkpoint_without_a_config_is_refused(base, delta, tmp_path):
     save_file({QUERY: torch.zeros(16, 16)}, tmp_path / "model.safetensors")
     refused(delta, tmp_path, tmp_path, "has no config.json that would say .*give the base as a model")
-    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["Nothing"]}')
-    refused(delta, tmp_path, tmp_path, "the architecture in .* cannot be built .*give the base as a model")
+    for name in ("Nothing", "pipeline", "BertTokenizer"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": [name]}))
+        refused(delta, tmp_path, tmp_path, "the architecture in .* cannot be built .*give the base as a model")
 
 
 # Adapters that PEFT trained

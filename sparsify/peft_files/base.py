@@ -63,8 +63,10 @@ def _skeleton(path: Path) -> nn.Module:
             "only ones that PEFT's sparse adapters change: give the base as a model."
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["none"])[0])
+        if not issubclass(model_class, transformers.PreTrainedModel):
+            raise TypeError(f"{model_class} is no model")
         with torch.device("meta"):
             model: Any = model_class(config)
         model.tie_weights()

@@ -26,7 +26,7 @@ from sparsify.peft_files.base import Base, Source, inside
 from sparsify.peft_files.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod
 
 _NAMED_IN_ERRORS = 5
-_MASK_TYPE = "sparse_delta"  # SHiRA's words for: the positions are those in the file
+_CONFIG_CLASSES = {"shira": "ShiraConfig", "supertuning": "SupertuningConfig"}
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,11 @@ def _make_config(
     modules: Mapping[str, nn.Module],
 ) -> Any:
     """PEFT's own config for the adapter."""
-    from peft import ShiraConfig, SupertuningConfig
+    import peft
 
+    config_class = getattr(peft, _CONFIG_CLASSES[method], None)
+    if config_class is None:
+        raise SparsifyError(f"PEFT {peft.__version__} has no `{_CONFIG_CLASSES[method]}`: upgrade it.")
     name_or_path = config.get("base_model_name_or_path")
     common: dict[str, Any] = {
         "base_model_name_or_path": name_or_path or (None if isinstance(base, nn.Module) else os.fspath(base)),
@@ -284,13 +287,10 @@ def _make_config(
         "modules_to_save": saved or None,
         "inference_mode": True,
     }
-    # A mask of its own, not SHiRA's random one: a loader that passes over the stored positions fails instead of putting
-    # the differences anywhere.
-    made = (
-        ShiraConfig(**{"mask_type": _MASK_TYPE, **settings, **common})
-        if method == "shira"
-        else SupertuningConfig(**settings, **common)
-    )
+    if method == "shira":
+        # Not its random mask: a loader that passes over the stored positions fails instead of making some up.
+        common["mask_type"] = "sparse_delta"
+    made = config_class(**settings, **common)
     layers = sorted(name.removesuffix(".weight") for name in weights)
     ambiguous = any(other.endswith(f".{layer}") for layer in layers for other in modules)
     # In a list PEFT takes names for endings; a regular expression has to match as a whole.
