@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsify.entries import digest
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.names import plain_name
+from sparsify.names import plain_model, plain_name
 from sparsify.schedules import Schedule
 from sparsify.strategies import Strategy
 
@@ -119,16 +119,32 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _config(engine: Engine, budget: int) -> dict[str, Any]:
-    model_config = getattr(engine.root, "config", None)
+    model = plain_model(engine.root)
+    model_config = getattr(model, "config", None)
     dtypes = {str(tensor.parameter.dtype).removeprefix("torch.") for tensor in engine.tensors}
     schedule = engine.schedule
     return {
         "base_model_name_or_path": getattr(model_config, "_name_or_path", None) or None,
         "base_model_revision": getattr(model_config, "_commit_hash", None),
         "base_dtypes": sorted(dtypes),
+        "architecture": type(model).__name__,
+        "model_config": _head_config(model_config) if engine.dense_names else {},
         "strategy": engine.strategy.to_dict(),
         "budget": budget,
         "schedule": {"shape": schedule.shape, "every": schedule.every, "until": schedule.until},
         "steps": engine.steps,
         "steps_done": engine.step,
     }
+
+
+def _head_config(model_config: Any) -> dict[str, Any]:
+    """What has to be known, beside the base's own config, to build a transformers model with a new head."""
+    labels = getattr(model_config, "id2label", None)
+    if not isinstance(labels, dict) or not labels:
+        return {}
+    head: dict[str, Any] = {"num_labels": len(labels)}
+    if any(label != f"LABEL_{index}" for index, label in labels.items()):
+        head["id2label"] = {str(index): str(label) for index, label in labels.items()}
+    if problem_type := getattr(model_config, "problem_type", None):
+        head["problem_type"] = str(problem_type)
+    return head

@@ -42,6 +42,23 @@ def plain_name(name: str) -> str:
     return ".".join((*parts, last))
 
 
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model within the wrappers whose prefixes :func:`plain_name` strips.
+
+    Example:
+        >>> type(plain_model(nn.ModuleDict({"module": nn.Linear(2, 2)}))).__name__
+        'Linear'
+    """
+    for prefix in ((_COMPILED,), *_PREFIXES):
+        inner: nn.Module | None = model
+        for part in prefix:
+            only_child = inner is not None and list(inner._modules) == [part]
+            inner = inner._modules[part] if inner is not None and only_child else None
+        if inner is not None:
+            return plain_model(inner)
+    return model
+
+
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers of a model by plain name.
 
