@@ -1,6 +1,6 @@
 """What was learned, apart from any model: take it from a trained model, save, load, apply, revert.
 
-    model in training --from_model--> SparseDelta <--save, load--> file
+    model in training --from_model--> SparseDelta <--save, load--> file, <--push_to_hub, load--> hub
     plain base model  <--apply, revert--> SparseDelta
 
 A delta knows nothing of training: ``from_model`` asks the model's own engine. It is O(budget) throughout; what it
@@ -12,15 +12,17 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from sparsify import card, hub
 from sparsify import format as delta_format
 from sparsify.algebra import Summable
 from sparsify.diffing import diff
@@ -30,6 +32,9 @@ from sparsify.errors import SparsifyError
 from sparsify.format import CONFIG_NAME, FILE_NAME
 from sparsify.names import ENGINE, find_engine
 from sparsify.peft_files import PeftAdapter, read_adapter, write_adapter
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
@@ -108,23 +113,50 @@ class SparseDelta(Summable):
         return cls(tensors, whole, {**copy.deepcopy(dict(export.config)), "versions": _library_versions()})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> SparseDelta:
-        """Reads a delta that :meth:`save` wrote.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+    ) -> SparseDelta:
+        """Reads a delta that :meth:`save` wrote, here or, by way of :meth:`push_to_hub`, on the hub.
 
         Args:
-            path: the folder, or the file itself.
+            path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
+                the hub, ``"user/name"``, is taken for one.
+            revision: of the repository: branch, tag or commit.
+            token: for the hub: a token, ``True`` for the stored one, ``False`` for none.
+            cache_dir: where to keep what the hub sent; huggingface_hub's cache by default.
+            local_files_only: take it from the cache, ask nobody.
 
         Raises:
-            SparsifyError: when there is nothing at the path.
+            SparsifyError: when there is nothing at the path, or the hub does not hand it out; a ``revision`` of a path.
             DeltaFormatError: when the file is broken, or no delta.
         """
         file = Path(path)
+        if isinstance(path, str) and not file.exists() and _is_on_hub(path):
+            file = hub.download(
+                path,
+                FILE_NAME,
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                local_files_only=local_files_only,
+            )
+        elif revision is not None:
+            raise SparsifyError(
+                f"revision={revision!r} of `{path}`, which is taken for a path, and paths have no revisions: leave it "
+                "out, or give the id of a repository on the hub and rename the path that hides it."
+            )
         if file.is_dir():
             file = file / FILE_NAME
         if not file.exists():
             raise SparsifyError(
                 f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
-                f"`{FILE_NAME}`, or the path of such a file."
+                f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'."
             )
         return cls(*delta_format.read(file))
 
@@ -322,6 +354,63 @@ class SparseDelta(Summable):
         """
         return cls(*read_adapter(folder, base))
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+    ) -> CommitInfo:
+        """Puts the delta on the hub, with a model card, in one commit; the repository is made if need be.
+
+        A card that is there already keeps what a person wrote: only the part between our two comments is renewed, and
+        a card without them is left alone. A base that is a folder of this machine is not published; to name it, set
+        ``config["base_model_name_or_path"]`` to its id on the hub first.
+
+        Args:
+            repo_id: ``"user/name"``; a bare name goes to the token's owner.
+            private: whether a new repository is private; the owner's default where ``None``.
+            token: a token that may write, ``None`` or ``True`` for the one that ``hf auth login`` stored.
+            revision: the branch to write to, made if need be.
+            create_pr: open a pull request instead of writing to the branch.
+            commit_message: the commit's first line.
+
+        Returns:
+            huggingface_hub's ``CommitInfo``: its ``oid`` is a revision for :meth:`load`.
+
+        Raises:
+            SparsifyError: when the delta cannot be saved, or the hub does not take it.
+        """
+        public = SparseDelta(self.tensors, self.whole, card.public_config(self.config))
+        if self.config.get("base_model_name_or_path") and card.public_base(self.config) is None:
+            warnings.warn(
+                "the base is recorded as a path of this machine, which is left out of what is published: for others to "
+                "find the base, set `delta.config['base_model_name_or_path']` to its id on the hub and push again.",
+                stacklevel=2,
+            )
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            public.save(folder)
+            file_bytes = (folder / FILE_NAME).stat().st_size
+
+            def new_card(full_id: str, present: str | None) -> str:
+                parts = (public.tensors, public.whole, public.config)
+                return card.update_card(present, card.model_card(*parts, repo_id=full_id, file_bytes=file_bytes))
+
+            return hub.upload(
+                folder,
+                repo_id,
+                card=new_card,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message or "Upload a sparse delta",
+            )
+
     @property
     def support(self) -> dict[str, Tensor]:
         """The changed entries' flat indices (count,) by tensor name: a strategy for :func:`sparsify.sparsify`.
@@ -357,6 +446,11 @@ class SparseDelta(Summable):
                 "checked, and the trained values are cast. Load the base in the delta's dtype for an exact result.",
                 stacklevel=4,  # the caller of what called `plan`
             )
+
+
+def _is_on_hub(path: str) -> bool:
+    """Whether a string that is no path here means a repository on the hub."""
+    return path.count("/") == 1 and not path.endswith(".safetensors") and hub.is_repo_id(path)
 
 
 def _tensor_delta(item: Any) -> TensorDelta:

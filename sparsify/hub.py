@@ -1,0 +1,200 @@
+"""The Hugging Face Hub: one file out of a repository, a folder into one, and what to do when that fails.
+
+In: the id of a repository. Out: a file in the hub's local cache, or a commit. Nothing here knows what a delta is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsify.errors import SparsifyError
+
+if TYPE_CHECKING:
+    import os
+
+    from huggingface_hub import CommitInfo, HfApi
+
+CARD_NAME = "README.md"
+_MAIN = "main"
+
+
+def is_repo_id(text: object) -> bool:
+    """Whether a text could be the id of a repository on the hub: ``"user/name"``, or a bare ``"name"``.
+
+    Example:
+        >>> is_repo_id("google-bert/bert-base-uncased"), is_repo_id("gpt2")
+        (True, True)
+        >>> is_repo_id("/models/bert"), is_repo_id("./bert"), is_repo_id("a/b/c")
+        (False, False, False)
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in __all__
+
+    if not isinstance(text, str):
+        return False
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
+def download(
+    repo_id: str,
+    filename: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """One file of a repository, from the hub or from the local cache.
+
+    Args:
+        repo_id: such as ``"user/name"``.
+        filename: the file's path in the repository.
+        revision: branch, tag or commit; the main branch by default.
+        token: as in huggingface_hub: a token, ``True`` for the stored one, ``False`` for none.
+        cache_dir: where to keep what was downloaded; huggingface_hub's cache by default.
+        local_files_only: take it from the cache, ask nobody.
+
+    Returns:
+        The file in the cache.
+
+    Raises:
+        SparsifyError: when it is not to be had; says why and what to do.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _explained(f"`{filename}` of `{repo_id}`", repo_id, revision):
+        return Path(
+            hf_hub_download(
+                repo_id,
+                filename,
+                revision=revision,
+                token=token,
+                cache_dir=None if cache_dir is None else str(cache_dir),
+                local_files_only=local_files_only,
+                library_name="sparsify",
+            )
+        )
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    card: Callable[[str, str | None], str],
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str,
+) -> CommitInfo:
+    """Puts a folder's files and a card into a repository, in one commit; both are made if need be.
+
+    Args:
+        folder: the files; its ``README.md`` is written here.
+        repo_id: ``"user/name"``; a bare name goes to the token's owner.
+        card: makes the card from the repository's full id and the text of its present card, ``None`` if it has none.
+        private: whether a new repository is private; the owner's default where ``None``.
+        token: as in huggingface_hub.
+        revision: the branch; made if need be.
+        create_pr: open a pull request instead of writing to the branch.
+        commit_message: the commit's first line.
+
+    Raises:
+        SparsifyError: when the hub does not take it; says why and what to do.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(token=token, library_name="sparsify")
+    with _explained(f"a delta in `{repo_id}`", repo_id, revision):
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and revision != _MAIN and not revision.startswith("refs/"):
+            _make_branch(api, repo_id, revision, create_pr)
+        present = _present_card(api, repo_id, revision)
+        text = card(repo_id, present)
+        if text != present:
+            (folder / CARD_NAME).write_bytes(text.encode())
+        # Not upload_folder, which may make several commits, so that a reader could see the half of it.
+        return api.create_commit(
+            repo_id,
+            [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file) for file in sorted(folder.iterdir())],
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def _make_branch(api: HfApi, repo_id: str, branch: str, create_pr: bool) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api.create_branch(repo_id, branch=branch, exist_ok=True)
+    except HfHubHTTPError as error:
+        # Who may only open pull requests may not make branches: then the branch has to be there.
+        if not (create_pr and error.response.status_code == 403):
+            raise
+
+
+def _present_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    """The text of a repository's card, or ``None``; always the hub's, never a cached one that may be old."""
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
+    except LocalEntryNotFoundError:
+        raise  # the hub cannot be reached: nobody knows whether there is a card
+    except EntryNotFoundError:
+        return None
+    return Path(file).read_bytes().decode("utf-8", errors="replace")
+
+
+@contextmanager
+def _explained(what: str, repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turns what huggingface_hub raises into one sentence that says what to do."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except SparsifyError:
+        raise
+    except errors.HFValidationError as error:
+        raise SparsifyError(
+            f"{repo_id!r} is no repository's id: expected one such as 'user/name', of letters, digits, '-', '_' and '.'"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise SparsifyError(
+            f"`{repo_id}` is gated: ask for access on its page at {constants.ENDPOINT}/{repo_id}, then log in with "
+            "`hf auth login` or pass `token=...`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise SparsifyError(
+            f"`{repo_id}` is neither a path here nor a repository at {constants.ENDPOINT} that you may see: check the "
+            "spelling and, if it is private, log in with `hf auth login` or pass `token=...`."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise SparsifyError(
+            f"`{repo_id}` has no revision {revision!r}: give one of its branches or tags, or a commit's full hash."
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = (
+            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} was not asked or is silent"
+        )
+        raise SparsifyError(
+            f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy."
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise SparsifyError(
+            f"there is no {what} at revision {revision or _MAIN!r}: give a repository that `push_to_hub` wrote."
+        ) from error
+    except Exception as error:  # the client's transport, and so its errors, differ from version to version
+        reason = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+        raise SparsifyError(
+            f"the hub at {constants.ENDPOINT} did not serve {what} ({reason}): check the network and, if it is a "
+            "matter of rights, the token that `hf auth login` stored or `token=...` gives."
+        ) from error
