@@ -3,7 +3,7 @@
 model = sparsify(model, budget=320_000, strategy="id3", steps=1_000)
 ...                                                    # any training loop
 SparseDelta.from_model(model).save("my-delta")
-SparseDelta.load("my-delta").apply(base)
+SparseDelta.load("my-delta").apply(base)               # or, in one call: load_model("user/base", "user/delta")
 """
 
 from sparsify.api import (
@@ -19,6 +19,7 @@ from sparsify.comparing import overlap
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
 from sparsify.importance import D3, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
 from sparsify.schedules import Schedule
@@ -48,6 +49,7 @@ __all__ = [
     "base_weights",
     "desparsify",
     "get_unmasker",
+    "load_model",
     "overlap",
     "print_trainable_parameters",
     "register_importance",

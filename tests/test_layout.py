@@ -60,6 +60,7 @@ TRAINING = {
     "verification",
 }
 HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "scipy", "typer", "rich", "sklearn", "pandas", "datasets"]
+HEAVY += ["huggingface_hub", "yaml"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

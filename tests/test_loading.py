@@ -1,0 +1,211 @@
+"""From a base's name and a delta to the model: the same logits, bit for bit, or an error that says what to do."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from models import build, train
+from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
+
+from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
+from sparsify.names import plain_model
+
+LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
+
+
+def trained(model, batches):
+    """A delta of a model that was trained for two steps, and the logits of the trained model."""
+    new_head = ["classifier"] if hasattr(model, "classifier") else None
+    train(sparsify(model, 40, steps=2, modules_to_save=new_head), batches[:2])
+    delta = SparseDelta.from_model(model)
+    return delta, logits(desparsify(model).eval(), batches)
+
+
+def logits(model, batches):
+    assert not model.training
+    inputs = {name: value for name, value in batches[-1].items() if name != "labels"}
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.fixture
+def pretrained(tmp_path):
+    """A base as it is published, without the head that will be trained; and batches for it."""
+    model, batches = build("bert")
+    BertForMaskedLM(model.config).save_pretrained(tmp_path / "other")
+    model.bert.save_pretrained(tmp_path / "base")
+    return tmp_path / "base", batches
+
+
+@pytest.fixture
+def classifier(pretrained):
+    """The base's folder, a delta with a new head of four named labels, batches, and the trained model's logits."""
+    base, batches = pretrained
+    torch.manual_seed(1)
+    model = BertForSequenceClassification.from_pretrained(base, num_labels=4, id2label=LABELS)
+    return base, *trained(model, batches), batches
+
+
+# The model comes out
+
+
+def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
+    base, delta, expected, batches = classifier
+    delta.save(tmp_path / "delta")
+    torch.manual_seed(2)
+    model = load_model(base, tmp_path / "delta")
+    assert type(model) is BertForSequenceClassification
+    assert torch.equal(logits(model, batches), expected)
+    assert model.config.id2label == LABELS
+    assert model.config.label2id == {"no": 0, "maybe": 1, "yes": 2, "so-so": 3}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_language_model_has_equal_logits_in_the_dtype_of_training(tmp_path, name, dtype):
+    model, batches = build(name, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    model = type(model).from_pretrained(tmp_path / "base", dtype=dtype).train()
+    if name == "t5":
+        batches = [{**batch, "decoder_input_ids": batch["labels"]} for batch in batches]
+    delta, expected = trained(model, batches)
+    loaded = load_model(tmp_path / "base", delta)
+    assert loaded.dtype == dtype
+    assert torch.equal(logits(loaded, batches), expected)
+    assert delta.config["model_config"] == {}
+
+
+def test_the_recorded_base_is_the_default(classifier):
+    base, delta, expected, batches = classifier
+    assert delta.config["base_model_name_or_path"] == str(base)
+    assert torch.equal(logits(load_model(None, delta), batches), expected)
+
+
+def test_a_class_of_ones_own_choice(classifier):
+    base, delta, expected, batches = classifier
+    delta.config["architecture"] = "MyOwn"
+    model = load_model(base, delta, model_class=AutoModelForSequenceClassification)
+    assert torch.equal(logits(model, batches), expected)
+
+
+def test_a_head_replaces_one_of_another_size(classifier, tmp_path):
+    base, delta, expected, batches = classifier
+    BertForSequenceClassification.from_pretrained(base, num_labels=2).save_pretrained(tmp_path / "two")
+    assert torch.equal(logits(load_model(tmp_path / "two", delta), batches), expected)
+
+
+def test_another_dtype_is_taken_with_a_warning(classifier):
+    base, delta, *_ = classifier
+    with pytest.warns(UserWarning, match="cannot be checked, and the trained values are cast"):
+        assert load_model(base, delta, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_head_that_the_delta_brings_is_no_reason_to_warn(classifier, caplog):
+    base, delta, *_ = classifier
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING, logger="transformers"):
+        warnings.simplefilter("error")
+        logger = logging.getLogger("transformers")
+        logger.addHandler(caplog.handler)
+        load_model(base, delta)
+        delta.config["model_config"] = {"num_labels": 4}
+        assert load_model(base, delta).config.num_labels == 4
+        logger.removeHandler(caplog.handler)
+    assert caplog.records == []
+
+
+# What is recorded
+
+
+def test_what_it_takes_to_build_the_model_is_recorded_and_no_more(classifier):
+    _, delta, *_ = classifier
+    assert delta.config["architecture"] == "BertForSequenceClassification"
+    assert delta.config["base_dtypes"] == ["float32"]
+    assert delta.config["model_config"] == {
+        "num_labels": 4,
+        "id2label": {"0": "no", "1": "maybe", "2": "yes", "3": "so-so"},
+        "problem_type": "single_label_classification",
+    }
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torch.nn.ModuleDict({"module": torch.compile(model)})])
+def test_the_plain_model_is_found_within_wrappers(wrap):
+    model, _ = build("bert")
+    assert plain_model(wrap(model)) is model
+    assert plain_model(model) is model
+
+
+def test_the_class_within_peft_is_recorded(pretrained):
+    from peft import LoraConfig, get_peft_model
+
+    model, batches = build("bert")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
+    train(sparsify(adapted, 10, steps=2), batches[:1])
+    assert SparseDelta.from_model(adapted).config["architecture"] == "BertForSequenceClassification"
+
+
+# What goes wrong
+
+
+def test_a_wrong_base_is_refused(classifier, tmp_path):
+    _, delta, *_ = classifier
+    build("bert", seed=5)[0].bert.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
+        load_model(tmp_path / "wrong", delta)
+
+
+def test_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classifier, tmp_path):
+    _, delta, *_ = classifier  # trained with the base's pooler, which a masked language model lacks
+    with pytest.raises(BaseMismatchError, match=r"tensor `bert.pooler.dense.bias` \(2 in all\) is neither in the base"):
+        load_model(tmp_path / "other", delta)
+    delta.whole.pop("classifier.bias")
+    with pytest.raises(
+        BaseMismatchError, match=r"tensor `classifier.bias` \(1 in all\).*drawn at random: pass the base"
+    ):
+        load_model(None, delta)
+
+
+@pytest.mark.parametrize(
+    "name", ["MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"]]
+)
+def test_only_model_classes_of_transformers_are_looked_up(classifier, name):
+    base, delta, *_ = classifier
+    delta.config["architecture"] = name
+    with pytest.raises(SparsifyError, match=r"which is no model class of transformers: pass `model_class=...`"):
+        load_model(base, delta)
+
+
+def test_a_class_that_is_not_recorded_is_asked_for(classifier):
+    base, delta, *_ = classifier
+    del delta.config["architecture"]
+    with pytest.raises(SparsifyError, match=r"does not record which class it was trained in: pass `model_class=...`"):
+        load_model(base, delta)
+
+
+def test_a_base_that_is_not_recorded_is_asked_for(classifier):
+    _, delta, *_ = classifier
+    delta.config["base_model_name_or_path"] = None
+    with pytest.raises(SparsifyError, match=r"does not record its base.*pass the base's id on the hub or its folder"):
+        load_model(None, delta)
+
+
+@pytest.mark.parametrize("base", ["nowhere/at-all", "/no/such/folder"])
+def test_a_base_that_is_not_there_says_so(classifier, base):
+    _, delta, *_ = classifier
+    with pytest.raises(SparsifyError, match=rf"the base `{base}` cannot be loaded \(.*pass its id on the hub"):
+        load_model(base, delta)
+
+
+def test_the_size_of_a_head_is_not_taken_on_trust(classifier):
+    base, delta, *_ = classifier
+    delta.config["model_config"] = {"num_labels": 10**15}
+    with pytest.raises(BaseMismatchError, match="build the model with that head or module as it was in training"):
+        load_model(base, delta)
+
+
+@pytest.mark.parametrize("model_config", [None, [], {"id2label": {"0": "no"}}, {"num_labels": "4"}, {"num_labels": -4}])
+def test_a_config_of_nonsense_is_no_config(classifier, model_config):
+    base, delta, *_ = classifier
+    delta.config["model_config"] = model_config
+    with pytest.raises(BaseMismatchError, match="`classifier"):
+        load_model(base, delta)
