@@ -137,13 +137,13 @@ def _head_config(delta: SparseDelta) -> dict[str, Any]:
     """The recorded labels as arguments of ``from_pretrained``.
 
     The number of labels decides how much memory a head takes, so it is believed only as far as the delta brings the
-    head along.
+    head along: a tensor with values (an empty one may claim any shape) that has as many rows, say.
     """
     recorded = delta.config.get("model_config")
     if not isinstance(recorded, dict):
         return {}
     number, labels, problem = (recorded.get(key) for key in ("num_labels", "id2label", "problem_type"))
-    if not isinstance(number, int) or not any(number in tensor.shape for tensor in delta.whole.values()):
+    if not isinstance(number, int) or not any(t.numel() and number in t.shape for t in delta.whole.values()):
         return {}
     given = labels if isinstance(labels, dict) else {}
     names = {index: str(given.get(str(index), f"LABEL_{index}")) for index in range(number)}
