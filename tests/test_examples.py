@@ -106,7 +106,7 @@ def compare(main, monkeypatch):
         ran.append(options)
         seed = int(options["--seed"])
         return {"task": options["--task"], "strategy": options["--strategy"], "seed": seed, "entries": 10, "rows": 5,
-                "accuracy": 0.5 + seed / 10, "matthews": 0.25}  # fmt: skip
+                "accuracy": 0.5 + seed / 10, "matthews": 0.25, "loss": 0.5}  # fmt: skip
 
     ran = []
     monkeypatch.setattr(compare_strategies.text_classification, "main", fake)
@@ -123,4 +123,7 @@ def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(compare
     ]
     main([*options, "2", "--tasks", "mrpc", "cola"])
     assert [(run["--task"], run["--seed"]) for run in ran[1:]] == [("cola", "0"), ("mrpc", "2"), ("cola", "2")]
-    assert capsys.readouterr().out.splitlines()[-1] == "| id3 | 10 | 60.0 ± 14.1 (2) | 25.0 ± 0.0 (2) |"
+    main([*options, "0", "--tasks", "rte", "--strategies", "full"])
+    assert "--lr" not in ran[-1], "full fine-tuning has a rate of its own"
+    main([*options, "2", "--tasks", "mrpc", "cola"])
+    assert capsys.readouterr().out.splitlines()[-1] == "| id3 | 10 | 60.0 ± 14.1 | 0.500 ± 0.000 | 25.0 ± 0.0 | 0.500 ± 0.000 |"
