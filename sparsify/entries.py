@@ -20,6 +20,7 @@ from sparsify.errors import DeltaFormatError, SparsifyError
 KINDS = ("replace", "add")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ESCAPE = 0xFFFF
+_CHUNK = 2**18  # numbers of a gap stream that are decoded at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,23 +120,38 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
         DeltaFormatError: when the dtype is no encoding, a gap stream ends in an escape, or the count is another.
     """
     if stored.dtype == torch.uint16:
-        indices = _decode_gaps(stored)
-    elif stored.dtype in (torch.uint32, torch.uint64):
+        return _decode_gaps(stored, count)
+    if stored.dtype in (torch.uint32, torch.uint64):
         indices = stored.to(torch.int64)
     else:
         raise DeltaFormatError(f"indices are stored as {stored.dtype}, expected uint16, uint32 or uint64")
-    if indices.numel() != count:
-        raise DeltaFormatError(f"indices hold {indices.numel()} entries, expected {count}")
+    _check_count(indices.numel(), count)
     return indices
 
 
-def _decode_gaps(stored: Tensor) -> Tensor:
-    stream = stored.to(torch.int64)
-    if stream.numel() and int(stream[-1]) == ESCAPE:
+def _decode_gaps(stored: Tensor, count: int) -> Tensor:
+    """Positions (count,) from gaps (count or more,), a chunk at a time: a number takes 2 bytes, its way 30 more."""
+    if stored.numel() and int(stored[-1]) == ESCAPE:
         raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
-    is_entry = stream != ESCAPE
-    steps = stream + is_entry  # an escape skips 65535 positions, an entry its gap and itself
-    return steps.cumsum(0)[is_entry] - 1
+    chunks = stored.split(_CHUNK)
+    _check_count(sum(int((chunk.to(torch.int32) != ESCAPE).sum()) for chunk in chunks), count)
+    indices = torch.empty(count, dtype=torch.int64)
+    done, position = 0, -1
+    for chunk in chunks:
+        stream = chunk.to(torch.int64)
+        is_entry = stream != ESCAPE
+        # an escape skips 65535 positions, an entry its gap and itself
+        positions = (stream + is_entry).cumsum(0) + position
+        found = positions[is_entry]
+        indices[done : done + found.numel()] = found
+        done += found.numel()
+        position = int(positions[-1:].sum())  # [-1:]: there may be no number
+    return indices
+
+
+def _check_count(found: int, expected: int) -> None:
+    if found != expected:
+        raise DeltaFormatError(f"indices hold {found} entries, expected {expected}")
 
 
 def _check_types(tensor: TensorDelta) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsify import entries as sparsify_entries
 from sparsify import format as delta_format
 from sparsify.entries import TensorDelta, decode_indices, digest, encode_indices
 from sparsify.errors import DeltaFormatError, SparsifyError
@@ -128,6 +129,15 @@ def test_encodings_are_the_documented_ones(indices, stored, dtype):
     assert decode_indices(encoded, len(indices)).tolist() == indices
 
 
+@PROPERTY
+@given(st.lists(ESCAPING_GAP, min_size=1, max_size=60), st.integers(1, 7))
+def test_a_gap_stream_is_decoded_alike_whatever_the_chunks(gaps, chunk):
+    stored = torch.tensor([n for gap in gaps for n in [ESCAPE] * (gap // ESCAPE) + [gap % ESCAPE]]).to(torch.uint16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparsify_entries, "_CHUNK", chunk)
+        assert torch.equal(decode_indices(stored, len(gaps)), positions_from(gaps))
+
+
 def test_a_far_entry_does_not_build_a_long_gap_stream():
     assert encode_indices(torch.tensor([2**62])).numel() == 1  # the gap stream would take 2^46 numbers
 
@@ -175,24 +185,6 @@ def test_what_is_written_is_read(path, good):
     assert (tensors["b.values"].kind, tensors["b.values"].base_sha256) == ("add", SHA)
     assert whole["head.weight"].isnan().tolist() == [[False, True]]
     assert config == {"steps": 3}
-
-
-def test_the_payload_has_the_documented_bytes(path):
-    write(path, {"w": entries((2, 65_538, 65_539), (1.0, -2.0, 0.5), (100_000,))}, {"n": torch.tensor(7)}, {})
-    header, payload = split(path.read_bytes())
-    found = {key: payload[slice(*header[key]["data_offsets"])].hex() for key in ("w.indices", "w.values", "n.whole")}
-    assert found == {
-        "w.indices": "0200" + "ffff" + "0000" + "0000",  # 65538 - 2 - 1 = 65535: one escape, then a gap of 0
-        "w.values": "803f" + "00c0" + "003f",
-        "n.whole": "0700000000000000",
-    }
-    assert {key: header[key]["dtype"] for key in found} == {"w.indices": "U16", "w.values": "BF16", "n.whole": "I64"}
-    assert json.loads(header["__metadata__"]["sparse_delta"]) == {
-        "format_version": 1,
-        "config": {},
-        "tensors": {"w": {"shape": [100_000], "dtype": "BF16", "count": 3, "base_sha256": SHA}},
-        "whole": ["n"],
-    }
 
 
 def test_parameters_may_be_named_like_the_files_own_keys(path):
@@ -329,8 +321,8 @@ def test_replacements_have_the_bases_dtype_and_differences_need_not():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "header too small"),
-        (b"abc", "header too small"),
+        (b"", "cut short within its header"),
+        (b"abc", "its header claims|cut short"),
         (b"PK\x03\x04 and so on, as a pickled checkpoint starts", "its header claims"),
         (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
         (struct.pack("<Q", 2**63) + b"{}", "its header claims"),
@@ -338,7 +330,8 @@ def test_replacements_have_the_bases_dtype_and_differences_need_not():
         (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
         (join({"__metadata__": {"sparse_delta": 3}}, b""), "header"),
         (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
-        (join({"__metadata__": {"sparse_delta": "[" * 100_000}}, b""), "recursion"),
+        (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "recursion"),
+        (join({"__metadata__": {"sparse_delta": "[" * 100_000}}, b""), "opens 100,002 objects and lists, more than"),
         (join({"__metadata__": {"sparse_delta": "[]"}}, b""), "format version is None"),
         (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
     ],
@@ -371,12 +364,31 @@ def set_in(*keys, to):
     return change
 
 
+def nested(depth):
+    """Lists in lists."""
+    return [] if depth == 1 else [nested(depth - 1)]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (set_in("format_version", to=2), "format version is 2, this sparsify reads 1"),
         (set_in("format_version", to="1"), "format version is '1'"),
         (set_in("format_version", to=True), "format version is True"),
+        (set_in("format_version", to=1.0), "format version is 1.0"),
+        (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*\.\.\., this sparsify reads 1"),
+        (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
+        (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
+        (set_in("config", "steps", to=10**1000), "a number has 1,001 characters, at most 1,000"),
+        (
+            set_in("whole", to=["a\x1b[31m"]),
+            r"name is 'a\\x1b\[31m' \(6 characters\), expected at most 1,000, and no control",
+        ),
+        (set_in("whole", to=["a\nb"]), r"name is 'a\\nb'"),
+        (set_in("whole", to=["a\0"]), r"name is 'a\\x00'"),
+        (set_in("whole", to=["a\u202eb"]), r"name is 'a\\u202eb'"),
+        (set_in("whole", to=["\udc80"]), "surrogates not allowed"),
+        (set_in("whole", to=["n" * 1001]), r"name is 'nnn.*\.\.\. \(1,001 characters\)"),
         (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
         (lambda d: d.pop("whole") and None, "metadata: expected a JSON object with exactly the keys"),
         (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
@@ -416,6 +428,76 @@ def set_in(*keys, to):
 def test_metadata_that_is_wrong_is_refused_by_name(path, good, change, message):
     with pytest.raises(DeltaFormatError, match=message):
         read_bytes(path, edited(good, change))
+
+
+def test_a_number_beyond_floats_is_refused(path, good):
+    text = good.replace(b'\\"steps\\":3', b'\\"s\\":1e999')
+    assert len(text) == len(good)
+    with pytest.raises(DeltaFormatError, match="the number 1e999 is beyond what a float holds"):
+        read_bytes(path, text)
+
+
+def test_a_key_twice_in_the_header_is_refused(path, good):
+    header, payload = split(good)
+    entry = json.dumps(header["a.values"]).encode()
+    text = json.dumps(header).encode()[:-1] + b', "a.values": ' + entry + b"}"
+    with pytest.raises(DeltaFormatError, match="an object has a key twice"):
+        read_bytes(path, join(text, payload))
+
+
+def test_nothing_unprintable_from_a_file_gets_into_a_message(path, good):
+    header, payload = split(good)
+    for key in ("\x1b[2J\u202e", "k" * 10_000):
+        with pytest.raises(DeltaFormatError) as caught:
+            read_bytes(path, join({**header, key: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}, payload))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+        assert caught.value.__suppress_context__  # a traceback does not show the library's own words
+
+
+def test_a_config_as_deep_as_is_allowed_is_written_and_read(path):
+    config = {"a": nested(62)}  # with the document and the config itself: 64
+    write(path, {}, {}, config, sidecar=path.with_name("c.json"))
+    assert read(path).config == config
+    with pytest.raises(SparsifyError, match="more than 64 deep in each other"):
+        write(path, {}, {}, {"a": nested(63)})
+    endless = {}
+    endless["a"] = endless
+    with pytest.raises(SparsifyError, match="config does not go into JSON"):
+        write(path, {}, {}, endless)
+    assert read(path).config == config
+
+
+def test_a_config_of_very_many_lists_is_refused_both_ways(path, good):
+    write(path, {}, {}, {"log": [[0, 1]] * 4000})
+    with pytest.raises(SparsifyError, match=r"opens 50,\d+ objects and lists, more than the .* shorten `config`"):
+        write(path, {}, {}, {"log": [[]] * 50_000})
+    assert len(read(path).config["log"]) == 4000
+    with pytest.raises(DeltaFormatError, match=r"opens 50,\d+ objects and lists"):
+        read_bytes(path, edited(good, set_in("config", "log", to=[[]] * 50_000)))
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b"])
+def test_names_that_a_reader_refuses_are_not_written(path, name):
+    with pytest.raises(SparsifyError, match=r"a tensor's name is|surrogates not allowed"):
+        write(path, {}, {name: torch.zeros(1)}, {})
+    assert not path.exists()
+
+
+def test_names_are_not_paths_and_any_script_will_do(tmp_path, path):
+    names = ["../../outside", "/etc/x", "C:\\x", "слой.вес", "层.😀", "a b", "CON", "~", "%s{}"]
+    write(path, {}, {name: torch.zeros(1) for name in names}, {})
+    assert list(read(path).whole) == names
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("shape", ["[0,9223372036854775808]", "[0,18446744073709551615]"])
+def test_sizes_beyond_what_torch_counts_are_refused(path, shape):
+    write(path, {}, {"x": torch.zeros(0, 1)}, {})
+    header, payload = split(path.read_bytes())
+    text = json.dumps(header).replace("[0, 1]", shape)
+    with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
+        read_bytes(path, join(text.encode(), payload))
 
 
 def test_a_tensor_named_twice_in_the_metadata_is_refused(path, good):

@@ -15,6 +15,7 @@ LAYERS = [
     {"errors", "version"},
     {"importance", "schedules", "names", "extras", "values", "stepping", "kernels"},
     {"strategies", "targets", "entries"},
+    {"metadata"},
     {"format", "edits", "checkpoint", "hub"},
     {"conversion"},
     {"algebra", "card", "diffing", "merging", "patches", "peft_files"},

@@ -1,0 +1,243 @@
+"""The JSON object in a delta file's header: what it says, written and checked.
+
+In: the parts of a delta, or a stranger's text. Out: the text, or records that are known to be sound. ``format.md`` says
+what each field means; nothing from a file reaches a message, a terminal or the rest of the library unchecked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sparsify.entries import DTYPES, KINDS, TensorDelta
+from sparsify.errors import DeltaFormatError, SparsifyError
+
+FORMAT_VERSION = 1
+METADATA_KEY = "sparse_delta"
+MAX_NAME_CHARACTERS = 1000
+MAX_DEPTH = 64  # of objects and lists in each other
+MAX_NUMBER_CHARACTERS = 1000  # the time to read a longer integer grows with its square
+
+_DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
+_RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
+_DEFAULT_KIND = "replace"
+_MAX_DIMS = 64
+_MAX_NUMEL = 2**63 - 1  # positions are int64 in memory
+# control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
+_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST_SHOWN = 120
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the metadata says about one tensor.
+
+    Attributes:
+        shape: the tensor's.
+        dtype: the base's, a key of ``DTYPES``.
+        kind: ``"replace"`` or ``"add"``.
+        count: number of entries, between 1 and the tensor's own.
+        base_sha256: not checked here.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    count: int
+    base_sha256: str
+
+
+def describe(
+    tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The metadata object of a delta."""
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
+    records = {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": dtype_names[tensor.dtype],
+            **({} if tensor.kind == _DEFAULT_KIND else {"kind": tensor.kind}),
+            "count": tensor.count,
+            "base_sha256": tensor.base_sha256,
+        }
+        for name, tensor in tensors.items()
+    }
+    return {"format_version": FORMAT_VERSION, "config": dict(config), "tensors": records, "whole": list(whole)}
+
+
+def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
+    """The metadata object as text.
+
+    Raises:
+        SparsifyError: when its config holds what JSON cannot.
+    """
+    separators = (",", ":") if indent is None else (",", ": ")
+    try:
+        return json.dumps(document, allow_nan=False, indent=indent, separators=separators)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SparsifyError(
+            f"the delta's config does not go into JSON ({error}), so it cannot be saved: keep it to strings, finite "
+            "numbers, booleans, None, lists and dicts."
+        ) from error
+
+
+def parse(metadata: Mapping[str, str] | None) -> tuple[dict[str, Record], list[str], dict[str, Any]]:
+    """Records by tensor name, names of whole tensors, and config, from the safetensors header's metadata.
+
+    Raises:
+        SparsifyError: when the metadata is not that of a delta, or anything in it is not as ``format.md`` says.
+    """
+    if not metadata or METADATA_KEY not in metadata:
+        raise DeltaFormatError(
+            f"its header has no metadata `{METADATA_KEY}`: it is a safetensors file of something else"
+        )
+    document = parse_json(metadata[METADATA_KEY])
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if not _is_int(version, FORMAT_VERSION, FORMAT_VERSION):
+        raise DeltaFormatError(
+            f"its format version is {shown(version)}, this sparsify reads {FORMAT_VERSION}: upgrade it if the file is "
+            "newer"
+        )
+    _check_object("metadata", document, _DOCUMENT_KEYS)
+    records, whole, config = document["tensors"], document["whole"], document["config"]
+    if not (isinstance(records, dict) and isinstance(whole, list) and isinstance(config, dict)):
+        raise DeltaFormatError("metadata: `tensors` and `config` have to be objects, `whole` a list")
+    check_names(records, whole)
+    return {name: _parse_record(name, record) for name, record in records.items()}, whole, config
+
+
+def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
+    """Checks the names of one delta.
+
+    Args:
+        tensors: of tensors that are changed at some entries.
+        whole: of tensors that are stored whole.
+
+    Raises:
+        SparsifyError: unless all are strings of 1 to ``MAX_NAME_CHARACTERS`` characters without control characters
+            and their like, and none is there twice.
+    """
+    seen: set[str] = set()
+    for name in [*tensors, *whole]:
+        if not isinstance(name, str) or not name:
+            raise SparsifyError(f"a tensor's name is {shown(name)}, expected a string that is not empty")
+        if len(name) > MAX_NAME_CHARACTERS or _NOT_IN_NAMES.search(name):
+            raise SparsifyError(
+                f"a tensor's name is {shown(name)} ({len(name):,} characters), expected at most "
+                f"{MAX_NAME_CHARACTERS:,}, and no control characters: rename the module"
+            )
+        if name in seen:
+            raise SparsifyError(
+                f"tensor `{name}` is there twice: it is either changed at entries or stored whole, once"
+            )
+        seen.add(name)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON as the standard has it, from a source that is not trusted.
+
+    Raises:
+        ValueError: for what is no JSON or not UTF-8; NaN, Infinity, or a number that only fits into those; an object
+            with a key twice; a number too long; half of a surrogate pair.
+        RecursionError, DeltaFormatError: for objects and lists too deep in each other.
+    """
+    value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_int, parse_float=_float)
+    _check_depth_and_strings(value)
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value from a file as it may stand in a message: on one line, printable, and not long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise DeltaFormatError("metadata: an object has a key twice")
+    return result
+
+
+def _refuse(constant: str) -> None:
+    raise DeltaFormatError(f"metadata: {constant} is not JSON")
+
+
+def _int(digits: str) -> int:
+    _check_number_length(digits)
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    _check_number_length(digits)
+    number = float(digits)
+    if not math.isfinite(number):
+        raise DeltaFormatError(f"metadata: the number {digits} is beyond what a float holds")
+    return number
+
+
+def _check_number_length(digits: str) -> None:
+    if len(digits) > MAX_NUMBER_CHARACTERS:
+        raise DeltaFormatError(f"metadata: a number has {len(digits):,} characters, at most {MAX_NUMBER_CHARACTERS:,}")
+
+
+def _check_depth_and_strings(value: Any) -> None:
+    """Raises where a parsed value is too deep, or a string in it is no Unicode text."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                _check_text(item)
+            elif isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        level = below
+    raise DeltaFormatError(f"metadata: objects and lists are more than {MAX_DEPTH} deep in each other")
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DeltaFormatError(f"metadata: {shown(text)} is no Unicode text ({error.reason})") from error
+
+
+def _parse_record(name: str, record: Any) -> Record:
+    where = f"tensor `{name}`"
+    _check_object(where, record, _RECORD_KEYS, optional={"kind"})
+    shape, dtype, count, sha = (record[k] for k in ("shape", "dtype", "count", "base_sha256"))
+    kind = record.get("kind", _DEFAULT_KIND)
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_int(d, 0, _MAX_NUMEL) for d in shape):
+        raise DeltaFormatError(f"{where}: `shape` is not a list of at most {_MAX_DIMS} sizes")
+    numel = math.prod(shape)
+    if numel > _MAX_NUMEL:
+        raise DeltaFormatError(f"{where}: `shape` is that of more than 2^63 entries")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DeltaFormatError(f"{where}: `dtype` is {shown(dtype)}, expected one of {', '.join(DTYPES)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise DeltaFormatError(f"{where}: `kind` is {shown(kind)}, expected one of {', '.join(KINDS)}")
+    if not _is_int(count, 1, numel):
+        raise DeltaFormatError(
+            f"{where}: `count` is {shown(count)}, expected a number from 1 to the tensor's {numel} entries"
+        )
+    return Record(tuple(shape), dtype, kind, count, sha)
+
+
+def _check_object(where: str, value: Any, keys: set[str], optional: Set[str] = frozenset()) -> None:
+    if not isinstance(value, dict) or not keys <= set(value) <= keys | optional:
+        raise DeltaFormatError(f"{where}: expected a JSON object with exactly the keys {', '.join(sorted(keys))}")
+
+
+def _is_int(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
