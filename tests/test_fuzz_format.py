@@ -1,0 +1,70 @@
+"""A few hundred of the damaged files of ``fuzz_format.py``, and that it notices when the promise is broken."""
+
+import sys
+
+import fuzz_format
+import pytest
+import torch
+from fuzz_format import MUTATIONS, damaged, examine, fuzz, good_files, make_model
+
+from sparsify.delta import SparseDelta
+from sparsify.edits import Edit
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and an address-space limit")
+
+
+@linux_only
+def test_damaged_files_are_refused_or_valid():
+    counts, failure = fuzz(files=300, seed=1)
+    assert failure is None
+    assert set(counts) == {mutation.__name__ for mutation in MUTATIONS}
+    total = sum(counts.values(), start=type(next(iter(counts.values())))())
+    assert total.total() == 300
+    assert total["refused"] > 150
+    assert total["valid, applied"] > 10
+
+
+def test_a_number_and_a_seed_give_the_same_file():
+    good = good_files()
+    for number in range(len(MUTATIONS)):
+        assert damaged(number, 7, good) == damaged(number, 7, good_files())
+
+
+@linux_only
+def test_a_worker_that_dies_or_takes_too_much_is_a_failure(monkeypatch):
+    monkeypatch.setattr(fuzz_format, "work", take_too_much)
+    assert fuzz_format.run_batch([3], 0, {}) == (3, "BROKEN: MemoryError")
+    monkeypatch.setattr(fuzz_format, "work", die)
+    assert fuzz_format.run_batch([3], 0, {}) == (3, "BROKEN: the worker died")
+
+
+def take_too_much(numbers, seed, folder, results):
+    fuzz_format.limit_address_space(fuzz_format.address_space() + fuzz_format.ALLOWANCE)
+    try:
+        bytearray(2 * fuzz_format.ALLOWANCE)
+    except MemoryError:
+        results.send((numbers[0], "BROKEN: MemoryError", ""))
+
+
+def die(numbers, seed, folder, results):
+    import os
+
+    os.abort()
+
+
+def test_a_model_that_changes_is_noticed(tmp_path, monkeypatch):
+    model, path = make_model(), tmp_path / "x.safetensors"
+    untouched = fuzz_format.bits(model)
+    path.write_bytes(good_files()[0])
+    assert examine(path, model, untouched) == "valid, applied"
+    monkeypatch.setattr(Edit, "inverse", lambda edit: edit)
+    with pytest.raises(AssertionError, match="the model has changed"):
+        examine(path, model, untouched)
+
+
+def test_a_delta_that_does_not_survive_saving_is_noticed(tmp_path, monkeypatch):
+    path, save = tmp_path / "x.safetensors", SparseDelta.save
+    path.write_bytes(good_files()[0])
+    monkeypatch.setattr(SparseDelta, "save", lambda delta, to: save(SparseDelta({}, {"x": torch.ones(1)}), to))
+    with pytest.raises(AssertionError, match="saved and loaded again, the delta is another"):
+        examine(path, make_model(), {})
