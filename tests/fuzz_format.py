@@ -3,9 +3,9 @@
     python tests/fuzz_format.py --files 10000 --seed 0
 
 Good files are damaged by structured mutations. Worker processes with a bounded address space and a time limit read
-each result; what loads is saved and loaded again, and put onto a small model. The promise: a `SparsifyError`, or a delta
-that comes back from a second file as it was; a model that is bit for bit as before after any error, and after a revert;
-no death, hang, other exception or great allocation. The first file that breaks it is kept, and the exit status is 1.
+each result; what loads is saved and loaded again, and put onto a small model. The promise: a `SparsifyError`, or a
+delta that comes back from a second file as it was; a model that is bit for bit as before after any error, and after a
+revert; no death, hang, other exception or great allocation. The first file that breaks it is kept: exit status 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ BATCH = 500  # files of one worker
 MODEL_SHAPES = {"a": (40, 50), "b": (300_000,), "c": (3, 4, 5), "head": (2, 3), "n": ()}
 
 HOSTILE = [
-    0, 1, -1, 2, 3, 7, 255, 2**16, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30,
+    0, 1, -1, 2, 3, 7, 255,
+    2**16, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30,
     -(2**63), 1.0, 2.5, 1e308, -0.0, True, False, None, "", "1", "F32", "F16", "BF16", "F64", "I8", "U16",
     "F8_E4M3", "F4",
     "C64", "replace", "add", "0" * 64, "f" * 64, "G" * 64, "../../x", "/etc/passwd", "a\0b", "a\nb", "\x1b[2J",
