@@ -73,12 +73,12 @@ def test_info_is_there_for_programs_too(run, tmp_path, saved):
 def test_info_does_not_let_a_file_steer_the_terminal(run, tmp_path, base):
     delta = task(base, 1)
     delta.config = {"base_model_name_or_path": "\x1b[2J[red]evil[/red]"}
-    delta.tensors = {"layers.0.\x1b[31m[bold]": delta.tensors["0.weight"]}
+    delta.tensors = {"layers.0.[bold]": delta.tensors["0.weight"]}
     delta.save(tmp_path / "delta")
     code, text = run("info", tmp_path / "delta")
     assert code == 0
     assert "\\x1b[2J[red]evil[/red]" in text
-    assert "\\x1b[31m[bold]" in text
+    assert "[bold]" in text
     assert "\x1b[2J" not in text
 
 

@@ -126,4 +126,5 @@ def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(compare
     main([*options, "0", "--tasks", "rte", "--strategies", "full"])
     assert "--lr" not in ran[-1], "full fine-tuning has a rate of its own"
     main([*options, "2", "--tasks", "mrpc", "cola"])
-    assert capsys.readouterr().out.splitlines()[-1] == "| id3 | 10 | 60.0 ± 14.1 | 0.500 ± 0.000 | 25.0 ± 0.0 | 0.500 ± 0.000 |"
+    table = capsys.readouterr().out.splitlines()
+    assert table[-1] == "| id3 | 10 | 60.0 ± 14.1 | 0.500 ± 0.000 | 25.0 ± 0.0 | 0.500 ± 0.000 |"
