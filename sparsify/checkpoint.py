@@ -3,6 +3,9 @@
 In: a model, or the path of a checkpoint as ``save_pretrained`` writes it, in one file or in shards. Out: a mapping from
 tensor names to tensors. Those of a checkpoint are mapped from their file when they are asked for, so that looking at a
 few entries of each costs a few pages of memory, whatever the model's size.
+
+A checkpoint's tensors go by the names in its files, and by those that the model has at run time, where transformers
+renames or fuses them at load.
 """
 
 from __future__ import annotations
@@ -10,16 +13,41 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sparsify.errors import SparsifyError
+from sparsify.conversion import Conversion
+from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.layout import Layout
 from sparsify.names import named_tensors
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_FINGERPRINT_BYTES = 64
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        file: the safetensors file.
+        dtype: in safetensors' words: F32, BF16.
+        shape: its shape.
+        begin: position of its first byte in the file.
+        nbytes: how many there are.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
 
 
 def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
@@ -40,6 +68,9 @@ def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
 class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, each mapped from its file when it is asked for.
 
+    Iterating gives the names in the files. Looking a tensor up takes a name at run time as well, as ``from_pretrained``
+    would make it from the files; only then is transformers imported.
+
     Args:
         path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the shards that it
             names; or a safetensors file.
@@ -50,34 +81,168 @@ class Checkpoint(Mapping[str, Tensor]):
     Attributes:
         path: the folder, or the file.
         files: the safetensors files, in the order of their names.
+        stored: where each tensor lies, by its name in the files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.files = _weight_files(self.path)
-        self._file_of: dict[str, Path] = {}
+        self.stored: dict[str, Stored] = {}
         for file in self.files:
-            for name in _names_in(file):
-                if name in self._file_of:
+            for name, stored in _read_header(file).items():
+                if name in self.stored:
                     raise SparsifyError(
-                        f"`{name}` is both in `{self._file_of[name].name}` and in `{file.name}` of `{self.path}`: the "
-                        "checkpoint is damaged, download or save it again."
+                        f"`{name}` is both in `{self.stored[name].file.name}` and in `{file.name}` of `{self.path}`: "
+                        "the checkpoint is damaged, download or save it again."
                     )
-                self._file_of[name] = file
+                self.stored[name] = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._file_of[name], framework="pt", device="cpu") as file:
-            return file.get_tensor(name)
+        if name in self.stored:
+            return self.read(name)
+        layouts = self.converted(name)
+        if not layouts:
+            raise KeyError(name)
+        return layouts[0].assemble(self.read)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored or (isinstance(name, str) and bool(self.converted(name)))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self.stored)
+
+    def plain_names(self) -> list[str]:
+        """The tensors' names in the model at run time; those in the files where transformers does not know the model.
+
+        Imports transformers.
+        """
+        return list(self) if isinstance(self._conversion, SparsifyError) else self._conversion.names
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the files are in."""
+        return self.path if self.path.is_dir() else self.path.parent
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._file_of[name]
+        """The file that holds a tensor, by its name in the files."""
+        return self.stored[name].file
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, mapped from its file, by its name in the files."""
+        with safe_open(self.stored[name].file, framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
+
+    def layout(self, name: str) -> Layout:
+        """Where the entries of a tensor are stored.
+
+        Args:
+            name: its name in the files, or in the model at run time.
+
+        Raises:
+            BaseMismatchError: when it is not in the checkpoint, under any name; near names are listed.
+            SparsifyError: when transformers converts it at load in a way that entries cannot be followed through.
+        """
+        if name in self.stored:
+            return Layout.stored(name, self.stored[name].shape)
+        layouts = self.converted(name)
+        if not layouts:
+            raise BaseMismatchError(self._missing_text(name))
+        return layouts[0]
+
+    def converted(self, name: str) -> list[Layout]:
+        """Where transformers would take a tensor from at load; nowhere if it does not know the model. Imports it.
+
+        Args:
+            name: its name in the model at run time.
+
+        Raises:
+            SparsifyError: when transformers converts it in a way that entries cannot be followed through.
+        """
+        return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
+
+    def copies(self, name: str, first: Layout) -> list[Layout]:
+        """All places that hold a tensor: more than one where a tied tensor is stored under several of its names.
+
+        ``from_pretrained`` ties such tensors only where the stored ones are equal, so they have to change together.
+
+        Args:
+            name: the tensor's name.
+            first: one of the places.
+        """
+        alike = self._look_alikes(first.windows[0].key) if len(first.windows) == 1 else set()
+        if not alike:
+            return [first]
+        tied = self.converted(name)
+        return [first, *(layout for layout in tied if layout.keys[0] in alike and layout.shape == first.shape)]
+
+    def take(self, layout: Layout, indices: Tensor) -> Tensor:
+        """The values (count,) at flat positions (count,) of a tensor, on the CPU; only their pages are read.
+
+        Args:
+            layout: of the tensor.
+            indices: int64, strictly increasing.
+        """
+        values = torch.empty(indices.numel(), dtype=self.dtype(layout))
+        for part in layout.locate(indices):
+            values[part.entries] = self.read(part.key).take(part.indices)
+        return values
+
+    def dtype(self, layout: Layout) -> torch.dtype:
+        """The dtype of a tensor.
+
+        Raises:
+            SparsifyError: when it is made of stored tensors of several dtypes.
+        """
+        if len({self.stored[key].dtype for key in layout.keys}) > 1:
+            raise SparsifyError(
+                f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}` are one tensor in the "
+                "model, but are stored in several dtypes: save the checkpoint again in one dtype."
+            )
+        return self.read(layout.keys[0]).dtype
+
+    @cached_property
+    def _conversion(self) -> Conversion | SparsifyError:
+        """What the tensors are called at run time, or why that is not known."""
+        try:
+            return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
+        except SparsifyError as error:
+            return error
+
+    def _missing_text(self, name: str) -> str:
+        """Says that a name is not in the checkpoint, what is near, and what to do."""
+        near = get_close_matches(name, list(self), n=3, cutoff=0.7)
+        hint = f" (near: {', '.join(f'`{key}`' for key in near)})" if near else ""
+        text = f"the checkpoint `{self.path}` has no tensor `{name}`{hint}"
+        if isinstance(self._conversion, SparsifyError):
+            return (
+                f"{text}, and what its tensors are called in a model is not known, since {self._conversion}. Give the "
+                "base that the delta was trained on, with its `config.json` next to the weights."
+            )
+        return f"{text}, nor does transformers load one under that name. Give the base that the delta was trained on."
+
+    def _look_alikes(self, name: str) -> set[str]:
+        """Other tensors of the same shape and dtype that begin with the same values."""
+        return self._alike.get(name, set()) - {name}
+
+    @cached_property
+    def _alike(self) -> dict[str, set[str]]:
+        """For each tensor that is not the only one of its shape and dtype, all that begin with the same values."""
+        by_kind: dict[object, set[str]] = {}
+        for name, stored in self.stored.items():
+            by_kind.setdefault((stored.dtype, stored.shape), set()).add(name)
+        groups: dict[object, set[str]] = {}
+        for file in self.files:
+            with file.open("rb") as opened:
+                for name, stored in self.stored.items():
+                    kind = (stored.dtype, stored.shape)
+                    if stored.file == file and len(by_kind[kind]) > 1:
+                        opened.seek(stored.begin)
+                        start = opened.read(min(stored.nbytes, _FINGERPRINT_BYTES))
+                        groups.setdefault((kind, start), set()).add(name)
+        return {name: group for group in groups.values() for name in group}
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -108,9 +273,20 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _names_in(file: Path) -> list[str]:
+def _read_header(file: Path) -> dict[str, Stored]:
+    """Where each tensor of a safetensors file lies."""
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            return list(opened.keys())
+        with safe_open(file, framework="pt", device="cpu"):
+            pass  # it checks the whole header, and that the file is as long as that says
     except SafetensorError as error:
         raise SparsifyError(f"`{file}` is no safetensors file ({error}): download or save it again.") from error
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    data = 8 + length
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
+        for name, entry in header.items()
+        if name != "__metadata__"
+        for begin, end in [entry["data_offsets"]]
+    }

@@ -13,11 +13,11 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"importance", "schedules", "names", "extras", "values", "stepping", "kernels"},
-    {"strategies", "targets", "entries"},
+    {"importance", "schedules", "names", "extras", "values", "stepping", "kernels", "layout"},
+    {"strategies", "targets", "entries", "conversion"},
     {"metadata"},
     {"format", "edits", "checkpoint", "hub"},
-    {"conversion"},
+    {"checking"},
     {"algebra", "card", "diffing", "merging", "patches", "peft_files"},
     {"delta", "selection"},
     {"comparing", "loading", "switching"},

@@ -1,0 +1,148 @@
+"""What transformers makes of a checkpoint's tensors: the names that it gives them at load, and those that it fuses.
+
+In: the names and shapes of the tensors in a checkpoint, and the folder with its ``config.json``. Out: for a name of the
+model's state dict at run time, a :class:`sparsify.layout.Layout` that says where its entries are stored.
+
+The rules are transformers' own. The model is built without weights, and the conversions that ``from_pretrained`` would
+run on tensors are run on layouts, so that a renamed tensor, a stack of experts or a chunk of a fused projection comes
+out as what it is. What else is done to tensors at load (permuted, interleaved, dequantized) is an error by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from sparsify.errors import SparsifyError
+from sparsify.layout import Layout
+from sparsify.names import named_tensors
+
+
+class Conversion:
+    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers.
+
+    Args:
+        shapes: shapes of the stored tensors by name.
+        folder: where ``config.json`` is.
+
+    Raises:
+        SparsifyError: when transformers cannot tell what model the checkpoint is of.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+        model = _model_without_weights(folder)
+        self._prefix: str = model.base_model_prefix
+        self._tied = _tied_names(model)
+        self._layouts, self._unmappable = _convert(model, shapes)
+
+    @property
+    def names(self) -> list[str]:
+        """Names at run time of all the tensors."""
+        return [*self._layouts, *self._unmappable]
+
+    def find(self, name: str) -> list[Layout]:
+        """Where a tensor is stored: more than one layout where a checkpoint has a tied tensor under several names.
+
+        Args:
+            name: its name in the model at run time, which may have a head on top of the checkpoint's, or lack its.
+
+        Returns:
+            Layouts of one shape; none when the checkpoint does not have the tensor.
+
+        Raises:
+            SparsifyError: when the tensor is converted at load in a way that entries cannot be followed through.
+        """
+        found = []
+        for alias in self._aliases(name):
+            if alias in self._unmappable:
+                raise SparsifyError(
+                    f"transformers converts tensor `{name}` at load in a way that single entries cannot be followed "
+                    f"through ({self._unmappable[alias]}), so it has no place of its own in the checkpoint's files: "
+                    "load the model with `from_pretrained`, `apply` the delta, and `save_pretrained`."
+                )
+            if alias in self._layouts:
+                found.append(self._layouts[alias])
+        return list({tuple(layout.keys): layout for layout in found}.values())
+
+    def _aliases(self, name: str) -> Iterator[str]:
+        """The name, those that it is tied to, and each with and without the prefix of the model under the head."""
+        for plain in self._with_and_without_prefix(name):
+            for tied in self._tied.get(plain, (plain,)):
+                yield from self._with_and_without_prefix(tied)
+
+    def _with_and_without_prefix(self, name: str) -> tuple[str, ...]:
+        prefix = f"{self._prefix}."
+        if not self._prefix:
+            return (name,)
+        return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+
+
+def _model_without_weights(folder: Path) -> Any:
+    """The model of a checkpoint's ``config.json`` on the meta device; no code from the folder is run."""
+    if not (folder / "config.json").is_file():
+        raise SparsifyError(f"`{folder}` has no `config.json` that says what model it is")
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            if isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel):
+                return architecture(config)
+            return transformers.AutoModel.from_config(config, trust_remote_code=False)
+    except Exception as error:  # it is third parties' code for hundreds of models; whatever it is, we cannot go on
+        raise SparsifyError(
+            f"transformers cannot build the model of `{folder / 'config.json'}` ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _tied_names(model: Any) -> dict[str, tuple[str, ...]]:
+    """For each name of a tensor that has several, all of them, the model's first one first."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Layout], dict[str, str]]:
+    """Layouts by name at run time; and for names whose conversion no layout can follow, what is done to them.
+
+    Follows ``convert_and_load_state_dict_in_model`` of transformers step by step, dtypes and devices left out.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:  # transformers 4 has no conversions beyond the prefix
+        return {key: Layout.stored(key, shape) for key, shape in shapes.items()}, {}
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    expected = model.state_dict()
+    layouts: dict[str, Layout] = {}
+    converting: dict[str, Any] = {}
+    for key in sorted(shapes, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+        if name not in expected and key in expected:  # the rules were for an older layout of the checkpoint
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
+        layout = Layout.stored(key, shapes[key])
+        if pattern is None:
+            layouts.setdefault(name, layout)
+        else:
+            converter = converting.setdefault(name, deepcopy(converter_of[pattern]))
+            converter.add_tensor(name, key, pattern, layout)
+    unmappable: dict[str, str] = {}
+    for name, converter in converting.items():
+        try:
+            converted = converter.convert(name, model=model, config=model.config)
+        except Exception:  # an operation that layouts do not have, in whatever way it tells so
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+            first, *_ = converter.target_patterns
+            unmappable |= {name.replace(first, target): operations for target in converter.target_patterns}
+        else:
+            layouts |= {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
+    return layouts, unmappable

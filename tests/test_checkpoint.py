@@ -1,0 +1,148 @@
+"""A checkpoint's tensors are mapped from its files; one that is broken says what is wrong."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import bert, gpt2, save
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sparsify.checkpoint import Checkpoint, open_base
+from sparsify.errors import SparsifyError
+from sparsify.layout import Layout
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(bert(), tmp_path / "base")
+
+
+def test_a_model_is_its_tensors_by_plain_name():
+    model = nn.Linear(2, 1)
+    assert open_base(nn.ModuleDict({"module": model}))["weight"] is model.weight
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_folder_is_the_tensors_of_its_files(tmp_path, shards):
+    model = bert()
+    base = open_base(save(model, tmp_path, shards))
+    state = model.state_dict()
+    assert set(base) == set(state)
+    assert len(base) == len(state)
+    assert all(torch.equal(base[name], tensor) for name, tensor in state.items())
+
+
+def test_a_file_is_a_checkpoint_too(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    save_file({"a": torch.arange(3.0)}, file)
+    checkpoint = Checkpoint(file)
+    assert checkpoint["a"].tolist() == [0, 1, 2]
+    assert checkpoint.folder == tmp_path
+
+
+def test_it_knows_where_each_tensors_bytes_are(folder):
+    checkpoint = Checkpoint(folder)
+    for name, stored in checkpoint.stored.items():
+        assert stored.file == checkpoint.file_of(name)
+        data = stored.file.read_bytes()[stored.begin : stored.begin + stored.nbytes]
+        assert data == checkpoint[name].numpy().tobytes()
+        assert (stored.shape, stored.dtype) == (tuple(checkpoint[name].shape), "F32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+def test_entries_of_any_dtype_are_taken(tmp_path, dtype):
+    values = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype)
+    save_file({"other": torch.ones(3, dtype=torch.uint8), "a": values}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert torch.equal(checkpoint.take(checkpoint.layout("a"), torch.tensor([1, 5])), values.view(-1)[[1, 5]])
+
+
+def test_a_scalar_has_an_entry(tmp_path):
+    save_file({"a": torch.tensor(7)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.take(checkpoint.layout("a"), torch.tensor([0])).tolist() == [7]
+
+
+def copies(folder, name):
+    """The stored tensors that hold one of the model's."""
+    checkpoint = Checkpoint(folder)
+    return [key for layout in checkpoint.copies(name, checkpoint.layout(name)) for key in layout.keys]
+
+
+def test_a_tied_tensor_that_is_stored_twice_is_found_twice(tmp_path):
+    model = gpt2()
+    save(model, tmp_path, shards=False)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, file, metadata={"format": "pt"})
+    assert copies(tmp_path, "transformer.wte.weight") == ["transformer.wte.weight", "lm_head.weight"]
+    assert copies(tmp_path, "lm_head.weight") == ["lm_head.weight", "transformer.wte.weight"]
+    untied = {**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}
+    save_file(untied, file, metadata={"format": "pt"})
+    assert copies(tmp_path, "transformer.wte.weight") == ["transformer.wte.weight"]
+
+
+def test_tensors_that_only_look_alike_are_not_copies(folder):
+    """All biases are zero when they are new."""
+    name = "bert.encoder.layer.0.output.dense.bias"
+    assert copies(folder, name) == [name]
+
+
+def test_pieces_in_several_dtypes_are_an_error(tmp_path):
+    tensors = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    layout = torch.stack([Layout.stored("a", (2,)), Layout.stored("b", (2,))])
+    with pytest.raises(SparsifyError, match=r"`a` and 1 more tensors of .* are stored in several dtypes: save"):
+        checkpoint.dtype(layout)
+
+
+# Broken checkpoints
+
+
+def test_a_name_that_is_not_there_is_a_key_error(folder):
+    with pytest.raises(KeyError, match="nothing"):
+        Checkpoint(folder)["nothing"]
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(SparsifyError, match=r"holds no checkpoint: expected a folder with `model.safetensors`"):
+        open_base(tmp_path)
+
+
+def test_a_missing_shard_is_named(folder):
+    next(folder.glob("model-00002*")).unlink()
+    with pytest.raises(SparsifyError, match=r"the shard `model-00002-of-.*` that .* names is missing"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": {}}}'])
+def test_a_broken_index_is_an_error(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(SparsifyError, match="is no index of a checkpoint"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/a.safetensors"])
+def test_an_index_names_files_next_to_it_only(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(SparsifyError, match="expected the name of a file next to it"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 40, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"])
+def test_a_file_of_something_else_is_an_error(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(SparsifyError, match="is no safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_an_error(tmp_path):
+    for name in ("1.safetensors", "2.safetensors"):
+        save_file({"a": torch.ones(1)}, tmp_path / name)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    )
+    with pytest.raises(SparsifyError, match=r"`a` is both in `1.safetensors` and in `2.safetensors`"):
+        Checkpoint(tmp_path)
