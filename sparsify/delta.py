@@ -25,12 +25,15 @@ from torch import Tensor, nn
 from sparsify import card, hub
 from sparsify import format as delta_format
 from sparsify.algebra import Summable
+from sparsify.checking import CheckReport, check_base
 from sparsify.diffing import diff
 from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, plan_whole, undo_all, write_all
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
 from sparsify.format import CONFIG_NAME, FILE_NAME
+from sparsify.merging import merge
 from sparsify.names import ENGINE, find_engine
+from sparsify.patches import WeightPatch, make_patches
 from sparsify.peft_files import PeftAdapter, read_adapter, write_adapter
 
 if TYPE_CHECKING:
@@ -410,6 +413,84 @@ class SparseDelta(Summable):
                 create_pr=create_pr,
                 commit_message=commit_message or "Upload a sparse delta",
             )
+
+    def check(self, base: nn.Module | str | os.PathLike[str]) -> CheckReport:
+        """Whether a base is the one that the delta was trained on; nothing is changed.
+
+        Args:
+            base: a model, or the path of a checkpoint, of which only the pages with changed entries are read.
+
+        Returns:
+            What was checked; ``print`` it.
+
+        Raises:
+            BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
+            SparsifyError: when there is no checkpoint at the path, or the model is being trained sparsely.
+
+        Example:
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> delta = SparseDelta.diff(base, tuned, progress=False)
+            >>> print(delta.check(base))
+            3 entries in 2 tensors: the base holds the values that the delta was trained on.
+        """
+        if isinstance(base, nn.Module):
+            _check_plain(base)
+        return check_base(self.tensors, self.whole, base)
+
+    def merge(self, base: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+        """Writes the trained model as an ordinary checkpoint, shard by shard, in the memory of one tensor.
+
+        All checks come before the first write, and the new folder appears complete or not at all. The base's config,
+        tokenizer and the like come along; tensors stored whole that the base lacks go into a shard of their own.
+
+        Args:
+            base: the folder of the checkpoint that the delta was trained on, in safetensors files.
+            out: the folder to write; it must not exist, or be empty.
+
+        Returns:
+            The path of ``out``.
+
+        Raises:
+            BaseMismatchError: when the checkpoint is not that of the delta's base.
+            SparsifyError: when there is no checkpoint, ``out`` is not free, or transformers converts a tensor at load
+                in a way that entries cannot be followed through.
+
+        Example:
+            >>> import tempfile
+            >>> from safetensors.torch import load_file, save_file
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> save_file(base.state_dict(), folder / "model.safetensors")
+            >>> merged = SparseDelta.diff(base, tuned, progress=False).merge(folder, folder / "merged")
+            >>> import torch
+            >>> torch.equal(load_file(merged / "model.safetensors")["weight"], tuned.weight)
+            True
+        """
+        return merge(self.tensors, self.whole, self.config, base, out)
+
+    def patches(self, checkpoint: str | os.PathLike[str] | None = None) -> Iterator[WeightPatch]:
+        """The delta as patches of a checkpoint's tensors, the form in which inference engines take weights.
+
+        Args:
+            checkpoint: the path of the checkpoint that the engine has loaded. Names, shapes and dtypes of the patches
+                are then the checkpoint's, also where transformers renames or fuses tensors at load, and everything is
+                checked before the first patch. Without it they are the model's at run time.
+
+        Returns:
+            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None.
+
+        Raises:
+            BaseMismatchError: when the checkpoint is not that of the delta's base.
+            SparsifyError: without a checkpoint, when the delta stores differences.
+
+        Example:
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> for patch in SparseDelta.diff(base, tuned, progress=False).patches():
+            ...     print(patch.name, patch.shape, patch.indices.tolist())
+            weight (1, 2) [0, 1]
+            bias (1,) [0]
+        """
+        return make_patches(self.tensors, self.whole, checkpoint)
 
     @property
     def support(self) -> dict[str, Tensor]:

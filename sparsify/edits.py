@@ -96,43 +96,70 @@ def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) 
 
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> Edit:
     """The edit of a tensor at a delta's entries; raises where the tensor is not the delta's base."""
-    _check_shape(name, delta.shape, target, "Load the base that the delta was trained on.")
-    if target.dtype not in DTYPES.values():
+    check_shape(name, delta.shape, target.shape, "Load the base that the delta was trained on.")
+    check_dtype(name, delta, target.dtype)
+    old = _take(target, delta.indices)
+    return Edit(name, delta.shape, delta.indices, old, new_values(name, delta, old))
+
+
+def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = "the model") -> None:
+    """Raises where a base's tensor has a dtype that a delta's values do not go into."""
+    if dtype not in DTYPES.values():
         raise BaseMismatchError(
-            f"tensor `{name}` is {target.dtype} in the model, which cannot take trained values of {delta.dtype}: "
+            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {delta.dtype}: "
             "load the base unquantized."
         )
-    old = _take(target, delta.indices)
-    if target.dtype == delta.dtype and digest(old) != delta.base_sha256:
+
+
+def new_values(name: str, delta: TensorDelta, old: Tensor, place: str = "the model") -> Tensor:
+    """What a delta makes of a base's values (count,) at its indices, in their dtype.
+
+    Args:
+        name: the tensor's name, for messages.
+        delta: the tensor's part of the delta.
+        old: the base's values at the delta's indices.
+        place: where the base is, for messages.
+
+    Raises:
+        BaseMismatchError: when the values are not those that the delta was trained on, or what it makes of them is not
+            finite.
+    """
+    if old.dtype == delta.dtype and digest(old) != delta.base_sha256:
         raise BaseMismatchError(
             f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be a "
             "model that nobody trained: load the exact base, and revert any other delta first. (A head that is drawn "
             "at random has no exact base: train it with modules_to_save=[...].)"
         )
-    new = _added(old, delta.values) if delta.kind == "add" else delta.values.to(target.dtype)
+    new = _added(old, delta.values) if delta.kind == "add" else delta.values.to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
         raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in the model's {target.dtype}: "
+            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in {place}'s {old.dtype}: "
             f"load the base in {delta.dtype}."
         )
-    return Edit(name, delta.shape, delta.indices, old, new)
+    return new
 
 
 def plan_whole(name: str, tensor: Tensor, target: Tensor) -> Edit:
     """The edit that replaces a tensor as a whole; raises where the model's has another shape or sort of dtype."""
-    remedy = "The delta stores it whole: build the model with that head or module as it was in training."
-    _check_shape(name, tuple(tensor.shape), target, remedy)
-    if target.dtype != tensor.dtype and not (target.is_floating_point() and tensor.is_floating_point()):
-        raise BaseMismatchError(
-            f"tensor `{name}` is {target.dtype} in the model, {tensor.dtype} in the delta. {remedy}"
-        )
+    check_whole(name, tensor, target.shape, target.dtype)
     return Edit(name, tuple(tensor.shape), None, own_copy(target), tensor.detach().cpu().to(target.dtype))
 
 
-def _check_shape(name: str, shape: tuple[int, ...], target: Tensor, remedy: str) -> None:
-    if tuple(target.shape) != shape:
+def check_whole(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model") -> None:
+    """Raises where a tensor stored whole cannot take the place of a base's one of some shape and dtype."""
+    remedy = "The delta stores it whole: build the model with that head or module as it was in training."
+    check_shape(name, tuple(tensor.shape), shape, remedy, place)
+    if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+        raise BaseMismatchError(f"tensor `{name}` is {dtype} in {place}, {tensor.dtype} in the delta. {remedy}")
+
+
+def check_shape(
+    name: str, shape: tuple[int, ...], base_shape: Sequence[int], remedy: str, place: str = "the model"
+) -> None:
+    """Raises where a base's tensor has another shape than in the delta."""
+    if tuple(base_shape) != shape:
         raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(target.shape)} in the model, {shape} in the delta. {remedy}"
+            f"tensor `{name}` has shape {tuple(base_shape)} in {place}, {shape} in the delta. {remedy}"
         )
 
 
