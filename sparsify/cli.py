@@ -26,6 +26,7 @@ COMMANDS = (
     "sparsify.bench.command:bench",
     "sparsify.bench.file:bench_file",
     "sparsify.bench.swapping:bench_swap",
+    "sparsify.bench.merging:bench_merge",
 )
 
 
