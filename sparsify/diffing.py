@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from sparsify.checkpoint import open_base
+from sparsify.checkpoint import Checkpoint, open_base
 from sparsify.edits import own_copy
 from sparsify.entries import DTYPES, TensorDelta, as_bits, digest
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -101,9 +101,9 @@ class _Largest:
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names without those under which a model has a tensor again."""
+    """The names without those under which a model has a tensor again; a checkpoint's as its model has them."""
     if not isinstance(tensors, dict):
-        return list(tensors)
+        return tensors.plain_names() if isinstance(tensors, Checkpoint) else list(tensors)
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return [name for name, tensor in tensors.items() if first[id(tensor)] == name]
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import safetensors.torch
 import torch
+from checkpoints import mixtral, save, tuned
 from deltas import bits, fine_tuned, make_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,3 +146,12 @@ def test_a_model_in_sparse_training_is_refused():
     model = sparsify(copy.deepcopy(base), 5, steps=2)
     with pytest.raises(SparsifyError, match="this model is sparsified"):
         diff(base, model)
+
+
+def test_checkpoints_are_compared_under_the_names_of_the_model_at_run_time(tmp_path):
+    """A mixture of experts is stored expert by expert, and is one tensor in the model."""
+    base = mixtral()
+    changed = tuned(base)
+    delta = diff(save(base, tmp_path / "base"), save(changed, tmp_path / "tuned"))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in delta.tensors
+    assert bits(delta.apply(base)) == bits(changed)
