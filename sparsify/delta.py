@@ -12,39 +12,32 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from sparsify import card, hub
 from sparsify import format as delta_format
+from sparsify import hub
 from sparsify.algebra import Summable
-from sparsify.checking import CheckReport, check_base
 from sparsify.diffing import diff
 from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, plan_whole, undo_all, write_all
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
+from sparsify.exchange import Exchange
 from sparsify.format import CONFIG_NAME, FILE_NAME
-from sparsify.merging import merge
-from sparsify.names import ENGINE, find_engine
-from sparsify.patches import WeightPatch, make_patches
-from sparsify.peft_files import PeftAdapter, read_adapter, write_adapter
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo
+from sparsify.names import check_plain, find_engine
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
 _RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft")
 
 
-class SparseDelta(Summable):
+class SparseDelta(Summable, Exchange):
     """The entries that training changed, and what they changed to.
 
     Args:
@@ -80,9 +73,7 @@ class SparseDelta(Summable):
         whole: Mapping[str, Tensor] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tensors: dict[str, TensorDelta] = dict(tensors)
-        self.whole: dict[str, Tensor] = dict(whole or {})
-        self.config: dict[str, Any] = dict(config or {})
+        super().__init__(tensors, whole, config)
         self._applied: WeakKeyDictionary[nn.Module, list[Edit]] = WeakKeyDictionary()
 
     @classmethod
@@ -189,7 +180,7 @@ class SparseDelta(Summable):
         """
         for model in (base, tuned):
             if isinstance(model, nn.Module):
-                _check_plain(model)
+                check_plain(model)
         return cls(*diff(base, tuned, budget, progress=progress))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -226,7 +217,7 @@ class SparseDelta(Summable):
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
         """
-        _check_plain(model)
+        check_plain(model)
         if model in self._applied:
             raise SparsifyError(
                 "this delta is already applied to this model, and applying it again would lose the original values: "
@@ -254,7 +245,7 @@ class SparseDelta(Summable):
                 "this delta is not applied to this model, so there is nothing to revert: pass the object that `apply` "
                 "got, not a copy or a wrapper of it."
             )
-        _check_plain(model)
+        check_plain(model)
         undo_all(self._applied[model], model)
         del self._applied[model]
         return model
@@ -292,205 +283,13 @@ class SparseDelta(Summable):
 
     def plan(self, model: nn.Module) -> list[Edit]:
         """The edits that :meth:`apply` would write into a model, all checked; nothing is written."""
-        _check_plain(model)
+        check_plain(model)
         delta_format.check_names(self.tensors, self.whole)
         targets = find_targets([*self.tensors, *self.whole], model, self.whole)
         edits = [plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
         edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
         self._warn_of_casts(targets)
         return edits
-
-    def to_peft(
-        self,
-        folder: str | os.PathLike[str],
-        method: str = "shira",
-        base: nn.Module | str | os.PathLike[str] | None = None,
-    ) -> PeftAdapter:
-        """Writes the delta as an adapter that PEFT loads by itself: ``PeftModel.from_pretrained(base, folder)``.
-
-        PEFT gives every layer a number of places that follows from its size. It is chosen to fit the fullest layer; in
-        the others, differences of zero fill the rest. All of PEFT's sparse adapters' entries are in weights of
-        ``nn.Linear``; modules that the delta stores whole become ``modules_to_save``.
-
-        Args:
-            folder: made if need be; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
-            method: ``"shira"``, or ``"supertuning"``: smaller, and transformers' ``load_adapter`` takes it, too.
-            base: the model that the delta was trained on, or the path of its checkpoint; it is only read. It has to
-                be given, since PEFT stores differences.
-
-        Returns:
-            What was written and what padding it took; it prints well.
-
-        Raises:
-            BaseMismatchError: when it is not the delta's base.
-            SparsifyError: when PEFT's format cannot hold the delta; nothing is written then.
-
-        Example:
-            >>> import tempfile, torch
-            >>> base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-            >>> weight = base[0].weight.detach().flatten()
-            >>> entry = TensorDelta(
-            ...     torch.tensor([5]), weight[5:6] + 1, (4, 3), torch.float32, "replace", digest(weight[5:6])
-            ... )
-            >>> delta = SparseDelta({"0.weight": entry})
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     adapter = delta.to_peft(folder, "supertuning", base)
-            ...     adapter.settings, adapter.padding, SparseDelta.from_peft(folder, base)
-            ({'sparsity': 0.9166666666666666}, 0, SparseDelta(1 entry in 1 tensor, 0 tensors stored whole))
-        """
-        return write_adapter(folder, method, self.tensors, self.whole, self.config, base)
-
-    @classmethod
-    def from_peft(cls, folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> SparseDelta:
-        """Reads a SHiRA or Supertuning adapter that PEFT, or :meth:`to_peft`, wrote.
-
-        Args:
-            folder: with ``adapter_config.json`` and ``adapter_model.safetensors``; pickles are not read.
-            base: the model that the adapter was trained on, in the dtype it is used in, or the path of its checkpoint.
-
-        Returns:
-            The entries that differ from the base, with the values that PEFT computes with.
-
-        Raises:
-            DeltaFormatError: when the adapter is broken, or of another type.
-            BaseMismatchError: when it does not fit the base.
-        """
-        return cls(*read_adapter(folder, base))
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
-    ) -> CommitInfo:
-        """Puts the delta on the hub, with a model card, in one commit; the repository is made if need be.
-
-        A card that is there already keeps what a person wrote: only the part between our two comments is renewed, and
-        a card without them is left alone. A base that is a folder of this machine is not published; to name it, set
-        ``config["base_model_name_or_path"]`` to its id on the hub first.
-
-        Args:
-            repo_id: ``"user/name"``; a bare name goes to the token's owner.
-            private: whether a new repository is private; the owner's default where ``None``.
-            token: a token that may write, ``None`` or ``True`` for the one that ``hf auth login`` stored.
-            revision: the branch to write to, made if need be.
-            create_pr: open a pull request instead of writing to the branch.
-            commit_message: the commit's first line.
-
-        Returns:
-            huggingface_hub's ``CommitInfo``: its ``oid`` is a revision for :meth:`load`.
-
-        Raises:
-            SparsifyError: when the delta cannot be saved, or the hub does not take it.
-        """
-        public = SparseDelta(self.tensors, self.whole, card.public_config(self.config))
-        if self.config.get("base_model_name_or_path") and card.public_base(self.config) is None:
-            warnings.warn(
-                "the base is recorded as a path of this machine, which is left out of what is published: for others to "
-                "find the base, set `delta.config['base_model_name_or_path']` to its id on the hub and push again.",
-                stacklevel=2,
-            )
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            public.save(folder)
-            file_bytes = (folder / FILE_NAME).stat().st_size
-
-            def new_card(full_id: str, present: str | None) -> str:
-                parts = (public.tensors, public.whole, public.config)
-                return card.update_card(present, card.model_card(*parts, repo_id=full_id, file_bytes=file_bytes))
-
-            return hub.upload(
-                folder,
-                repo_id,
-                card=new_card,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-                commit_message=commit_message or "Upload a sparse delta",
-            )
-
-    def check(self, base: nn.Module | str | os.PathLike[str]) -> CheckReport:
-        """Whether a base is the one that the delta was trained on; nothing is changed.
-
-        Args:
-            base: a model, or the path of a checkpoint, of which only the pages with changed entries are read.
-
-        Returns:
-            What was checked; ``print`` it.
-
-        Raises:
-            BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
-            SparsifyError: when there is no checkpoint at the path, or the model is being trained sparsely.
-
-        Example:
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> delta = SparseDelta.diff(base, tuned, progress=False)
-            >>> print(delta.check(base))
-            3 entries in 2 tensors: the base holds the values that the delta was trained on.
-        """
-        if isinstance(base, nn.Module):
-            _check_plain(base)
-        return check_base(self.tensors, self.whole, base)
-
-    def merge(self, base: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
-        """Writes the trained model as an ordinary checkpoint, shard by shard, in the memory of one tensor.
-
-        All checks come before the first write, and the new folder appears complete or not at all. The base's config,
-        tokenizer and the like come along; tensors stored whole that the base lacks go into a shard of their own.
-
-        Args:
-            base: the folder of the checkpoint that the delta was trained on, in safetensors files.
-            out: the folder to write; it must not exist, or be empty.
-
-        Returns:
-            The path of ``out``.
-
-        Raises:
-            BaseMismatchError: when the checkpoint is not that of the delta's base.
-            SparsifyError: when there is no checkpoint, ``out`` is not free, or transformers converts a tensor at load
-                in a way that entries cannot be followed through.
-
-        Example:
-            >>> import tempfile
-            >>> from safetensors.torch import load_file, save_file
-            >>> folder = Path(tempfile.mkdtemp())
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> save_file(base.state_dict(), folder / "model.safetensors")
-            >>> merged = SparseDelta.diff(base, tuned, progress=False).merge(folder, folder / "merged")
-            >>> import torch
-            >>> torch.equal(load_file(merged / "model.safetensors")["weight"], tuned.weight)
-            True
-        """
-        return merge(self.tensors, self.whole, self.config, base, out)
-
-    def patches(self, checkpoint: str | os.PathLike[str] | None = None) -> Iterator[WeightPatch]:
-        """The delta as patches of a checkpoint's tensors, the form in which inference engines take weights.
-
-        Args:
-            checkpoint: the path of the checkpoint that the engine has loaded. Names, shapes and dtypes of the patches
-                are then the checkpoint's, also where transformers renames or fuses tensors at load, and everything is
-                checked before the first patch. Without it they are the model's at run time.
-
-        Returns:
-            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None.
-
-        Raises:
-            BaseMismatchError: when the checkpoint is not that of the delta's base.
-            SparsifyError: without a checkpoint, when the delta stores differences.
-
-        Example:
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> for patch in SparseDelta.diff(base, tuned, progress=False).patches():
-            ...     print(patch.name, patch.shape, patch.indices.tolist())
-            weight (1, 2) [0, 1]
-            bias (1,) [0]
-        """
-        return make_patches(self.tensors, self.whole, checkpoint)
 
     @property
     def support(self) -> dict[str, Tensor]:
@@ -553,12 +352,3 @@ def _library_versions() -> dict[str, str]:
     """Versions of the libraries in use; none is imported for it."""
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _RECORDED_VERSIONS}
     return {name: str(version) for name, version in versions.items() if version is not None}
-
-
-def _check_plain(model: nn.Module) -> None:
-    """Raises where a model, or a part of it, is in sparse training."""
-    if any(ENGINE in vars(module) for module in model.modules()):
-        raise SparsifyError(
-            "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
-            "learn on top of what a delta writes. Call `desparsify(model)` first, or use another copy of the base."
-        )

@@ -114,3 +114,12 @@ def find_engine(model: nn.Module) -> Any:
             f"{', '.join(f'`{name}`' for name in engines)}; pass the one that is meant."
         )
     return next(iter(engines.values()), None)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises where a model, or a part of it, is in sparse training."""
+    if any(ENGINE in vars(module) for module in model.modules()):
+        raise SparsifyError(
+            "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
+            "learn on top of what a delta writes. Call `desparsify(model)` first, or use another copy of the base."
+        )

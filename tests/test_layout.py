@@ -19,6 +19,7 @@ LAYERS = [
     {"format", "edits", "checkpoint", "hub"},
     {"checking"},
     {"algebra", "card", "diffing", "merging", "patches", "peft_files"},
+    {"exchange"},
     {"delta", "selection"},
     {"comparing", "loading", "switching"},
     {"masked.tensor"},
