@@ -8,11 +8,13 @@ process of its own with ``HF_ENDPOINT`` set.
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 OWNER, TOKEN = "owner", "hf_write"
@@ -191,6 +193,16 @@ class Hub:
 
     def __init__(self, endpoint):
         self.endpoint, self.repos, self.large_files, self.requests = endpoint, {}, {}, []
+
+
+def client_environment(hub, home, token=TOKEN):
+    """The environment of a process that has this hub for the hub."""
+    inherited = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
+    return {
+        **inherited, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token,
+        "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }  # fmt: skip
 
 
 @contextmanager

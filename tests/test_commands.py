@@ -1,5 +1,6 @@
 """Every verb of the command line, through the function that the console script calls."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,9 +11,14 @@ import pytest
 import safetensors.torch
 import torch
 from deltas import fine_tuned, make_base, task
+from hub_server import OWNER, client_environment, hub_server
+from models import bert
+from peft import PeftModel
 
 from sparsify import SparseDelta
 from sparsify.commands import parse_weights, printable
+
+SCRIPT = Path(sys.executable).parent / "sparsify"
 
 
 @pytest.fixture
@@ -133,6 +139,41 @@ def test_add_weighs_the_deltas_and_says_where_they_meet(run, tmp_path, base):
     assert "expected 2 numbers, comma-separated" in text
 
 
+@pytest.mark.parametrize("method", ["shira", "supertuning"])
+def test_to_peft_writes_an_adapter_that_peft_loads(run, tmp_path, method):
+    torch.manual_seed(0)
+    base = bert()[0].eval()
+    base.save_pretrained(tmp_path / "base")
+    tuned = copy.deepcopy(base)
+    tuned.bert.encoder.layer[0].attention.self.query.weight.data.view(-1)[[3, 50, 200]] += 1
+    SparseDelta.diff(base, tuned).save(tmp_path / "delta")
+    places = ["--base", tmp_path / "base", "--out", tmp_path / "adapter", "--method", method]
+    code, text = run("to-peft", tmp_path / "delta", *places)
+    assert code == 0
+    assert f"PEFT {method}" in text
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(tokens).logits
+        torch.testing.assert_close(found, tuned(tokens).logits, rtol=0, atol=1e-6)
+
+
+def test_push_publishes_and_info_reads_from_the_hub(tmp_path, saved):
+    repo = f"{OWNER}/from-the-command-line"
+    with hub_server() as hub:
+        environment = client_environment(hub, tmp_path / "hf")
+        for arguments, expected in (
+            (["push", "delta", repo, "--private", "--message", "First"], f"{hub.endpoint}/{repo}"),
+            (["info", repo], f"{saved.num_entries} in"),
+        ):
+            run = subprocess.run(
+                [SCRIPT, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
+            )
+            assert run.returncode == 0, run.stderr
+            assert expected in run.stdout
+        assert hub.repos[repo].private
+        assert hub.repos[repo].messages[-1] == "First"
+
+
 @pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "to-peft", "push"])
 def test_help_teaches(run, command):
     code, text = run(*command.split(), "--help")
@@ -148,11 +189,10 @@ def test_what_is_not_there_is_one_line_and_status_1(run, tmp_path):
 
 
 def test_the_installed_script_ends_with_the_status(tmp_path):
-    script = Path(sys.executable).parent / "sparsify"
-    run = subprocess.run([script, "info", tmp_path / "nothing"], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([SCRIPT, "info", tmp_path / "nothing"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
     assert run.stderr.startswith("sparsify: ")
-    assert subprocess.run([script, "info"], capture_output=True, timeout=120).returncode == 2
+    assert subprocess.run([SCRIPT, "info"], capture_output=True, timeout=120).returncode == 2
 
 
 def test_weights_are_numbers_one_for_each_delta():

@@ -1,6 +1,5 @@
 """Deltas on the hub: pushed and loaded with the hub's own client, against a server that speaks the hub's endpoints."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import OWNER, TOKEN, Repo, hub_server
+from hub_server import OWNER, TOKEN, Repo, client_environment, hub_server
 from models import build, train
 from transformers import BertForSequenceClassification
 
@@ -59,15 +58,9 @@ def client(hub, tmp_path):
     make_delta(base=str(tmp_path / "private" / "bert")).save(tmp_path / "homemade")
 
     def run(*blocks, token=TOKEN, **environment):
-        settings = {
-            "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token,
-            "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PYTHONPATH": str(ROOT), **environment,
-        }  # fmt: skip
-        inherited = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
         done = subprocess.run(
             [sys.executable, "-c", CLIENT, *blocks], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-            env={**inherited, **settings},
+            env={**client_environment(hub, tmp_path / "hf", token), **environment},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
