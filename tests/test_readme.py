@@ -46,7 +46,19 @@ def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
     assert torch.equal(base_model(x), model(x))
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS[1:])
+def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = [snippet for snippet in SNIPPETS if "DeltaSwitch" in snippet]
+    base, tuned = Model(), [Model() for _ in range(3)]
+    deltas = [SparseDelta.diff(base, model, budget=100, progress=False) for model in tuned]
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    exec(snippet, {"base": base, "tuned": tuned[0], **dict(zip(("delta", "mrpc", "cola"), deltas, strict=True))})
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+    assert "Jaccard" in capsys.readouterr().out
+    assert SparseDelta.load("both").config["sum"][1]["coefficient"] == 0.5
+
+
+@pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet])
 def test_the_other_snippets_run(snippet):
     batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
     names = {"model": Model(), "sparsify": sparsify.sparsify, "train_loader": [batch]}
