@@ -102,7 +102,7 @@ def run(training: list[Example], held_out: list[Example], steps: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="of training, for each task")
+    parser.add_argument("--steps", type=int, default=80, help="of training, for each task")
     steps = parser.parse_args(arguments).steps
     logging.set_verbosity_error()  # the heads are new: that is known
     logging.disable_progress_bar()
