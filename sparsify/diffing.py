@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -92,8 +93,12 @@ class _Largest:
         self.indices = torch.cat([self.indices, indices])
         self.scores = torch.cat([self.scores, scores])
         if self.scores.numel() > self.budget:
-            order = self.scores.argsort(descending=True, stable=True)[: self.budget].sort().values
-            self.owner, self.indices, self.scores = self.owner[order], self.indices[order], self.scores[order]
+            spare = self.scores.numel() - self.budget
+            least = float(np.partition(self.scores.numpy(), spare)[spare])  # quicker than torch's kthvalue
+            kept = self.scores > least
+            ties = (self.scores == least).nonzero().reshape(-1)
+            kept[ties[: self.budget - int(kept.sum())]] = True
+            self.owner, self.indices, self.scores = self.owner[kept], self.indices[kept], self.scores[kept]
 
     def by_tensor(self) -> dict[str, Tensor]:
         """The indices (any,) of every tensor that has some, in ascending order."""
