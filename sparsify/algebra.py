@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from sparsify.checkpoint import open_base
-from sparsify.edits import plan_entries
+from sparsify.checkpoint import base_tensor, open_base
+from sparsify.edits import Edit, plan_entries, warn_of_casts
 from sparsify.entries import KINDS, TensorDelta, as_bits, digest
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import SparsifyError
 
 
 class Delta(Protocol):
@@ -32,6 +32,7 @@ class Delta(Protocol):
     whole: dict[str, Tensor]
     config: dict[str, Any]
 
+    def plan(self, model: nn.Module) -> list[Edit]: ...
     def apply(self, model: nn.Module) -> nn.Module: ...
     def revert(self, model: nn.Module) -> nn.Module: ...
     def save(self, path: str | os.PathLike[str]) -> None: ...
@@ -52,7 +53,8 @@ class Summable:
         return DeltaSum((*self._terms(), *other._terms())) if isinstance(other, Summable) else NotImplemented
 
     def __radd__(self, other: object) -> DeltaSum:
-        return DeltaSum(self._terms()) if other == 0 else NotImplemented  # where `sum` starts
+        starts = isinstance(other, int) and other == 0  # the 0 that `sum` starts with
+        return DeltaSum(self._terms()) if starts else NotImplemented
 
     def __sub__(self, other: object) -> DeltaSum:
         return self + -1 * other if isinstance(other, Summable) else NotImplemented
@@ -101,6 +103,8 @@ class DeltaSum(Summable):
     """
 
     def __init__(self, terms: tuple[Term, ...]) -> None:
+        if not terms:
+            raise SparsifyError("a sum of deltas has to have a term: give at least one pair of a number and a delta.")
         self.terms = terms
         self._applied: WeakKeyDictionary[nn.Module, Delta] = WeakKeyDictionary()
 
@@ -124,15 +128,23 @@ class DeltaSum(Summable):
         available = open_base(base)
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
         whole = self._whole(names)
-        tensors = {}
+        tensors: dict[str, TensorDelta] = {}
+        casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         for name in names:
             parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
-            if name not in available:
-                raise BaseMismatchError(f"the base has no tensor `{name}`: load the base that the deltas are for.")
-            combined = _combine(name, parts, available[name], kind)
+            target = base_tensor(name, available)
+            if others := [part.dtype for _, part in parts if part.dtype != target.dtype]:
+                casts[name] = (others[0], target.dtype)
+            combined = _combine(name, parts, target, kind)
             if combined is not None:
                 tensors[name] = combined
+        warn_of_casts(casts, "the base", stacklevel=3)
         return type(self.terms[0][1])(tensors, whole, self._config())
+
+    def plan(self, model: nn.Module) -> list[Edit]:
+        """The edits that :meth:`apply` would write into a model; as :meth:`SparseDelta.plan`."""
+        delta: Delta = self.on(model)
+        return delta.plan(model)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Puts the expression's value into a base model, in place; as :meth:`SparseDelta.apply`."""
@@ -169,6 +181,13 @@ class DeltaSum(Summable):
     def __repr__(self) -> str:
         return f"DeltaSum({' + '.join(f'{factor:g} * {delta!r}' for factor, delta in self.terms)})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave behind which models the sum is applied to."""
+        return {"terms": self.terms}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def _terms(self) -> tuple[Term, ...]:
         return self.terms
 
@@ -182,7 +201,7 @@ class DeltaSum(Summable):
                         f"tensor `{name}` is changed at entries by one delta and stored whole by another: these two "
                         "cannot be summed."
                     )
-                if factor > 0 and not _equal(whole.setdefault(name, tensor), tensor):
+                if factor > 0 and not same_values(whole.setdefault(name, tensor), tensor):
                     raise SparsifyError(
                         f"tensor `{name}` is stored whole by several deltas and differs between them; there is no base "
                         "to sum it on: sum without it (`del delta.whole[...]`), and use one task's afterwards."
@@ -236,5 +255,6 @@ def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta 
         raise SparsifyError(f"tensor `{name}`: the sum cannot be a delta: {error}") from error
 
 
-def _equal(left: Tensor, right: Tensor) -> bool:
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal in every bit, dtype and shape included."""
     return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)

@@ -18,6 +18,7 @@ from sparsify.entries import TensorDelta, digest
 from sparsify.errors import BaseMismatchError
 from sparsify.format import check_names
 from sparsify.layout import Layout
+from sparsify.names import check_plain
 
 _IN_FILES = "the checkpoint"
 
@@ -66,12 +67,14 @@ def check_base(
 
     Raises:
         BaseMismatchError: when the base lacks a tensor, or has another shape, dtype or other values at the entries.
-        SparsifyError: when there is no checkpoint at the path, or a tensor has no place of its own in its files.
+        SparsifyError: when there is no checkpoint at the path, a tensor has no place of its own in its files, or the
+            model is in sparse training.
     """
     check_names(tensors, whole)
     if not isinstance(base, nn.Module):
         report, _ = check_checkpoint(tensors, whole, Checkpoint(base))
         return report
+    check_plain(base)
     targets = find_targets([*tensors, *whole], base, whole)
     for name, delta in tensors.items():
         plan_entries(name, delta, targets[name])

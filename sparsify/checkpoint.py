@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from sparsify.conversion import Conversion
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.layout import Layout
-from sparsify.names import named_tensors
+from sparsify.names import check_plain, named_tensors, near_names
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -60,9 +59,25 @@ def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
         For a model, its own tensors by plain name; for a path, a :class:`Checkpoint`.
 
     Raises:
-        SparsifyError: when there is no checkpoint at the path.
+        SparsifyError: when there is no checkpoint at the path, or the model is in sparse training.
     """
-    return named_tensors(base) if isinstance(base, nn.Module) else Checkpoint(base)
+    if not isinstance(base, nn.Module):
+        return Checkpoint(base)
+    check_plain(base)
+    return named_tensors(base)
+
+
+def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of what :func:`open_base` gave.
+
+    Raises:
+        BaseMismatchError: when it is not there; near names are listed.
+    """
+    if name not in base:
+        raise BaseMismatchError(
+            f"the base has no tensor `{name}`{near_names(name, base)}: give the base that was fine-tuned."
+        )
+    return base[name]
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -213,9 +228,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def _missing_text(self, name: str) -> str:
         """Says that a name is not in the checkpoint, what is near, and what to do."""
-        near = get_close_matches(name, list(self), n=3, cutoff=0.7)
-        hint = f" (near: {', '.join(f'`{key}`' for key in near)})" if near else ""
-        text = f"the checkpoint `{self.path}` has no tensor `{name}`{hint}"
+        text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
         if isinstance(self._conversion, SparsifyError):
             return (
                 f"{text}, and what its tensors are called in a model is not known, since {self._conversion}. Give the "
@@ -252,6 +265,11 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return (path / WEIGHTS_NAME,)
     if (path / INDEX_NAME).is_file():
         return _shards(path / INDEX_NAME)
+    if not path.exists():
+        raise SparsifyError(
+            f"`{path}` does not exist, so there is no checkpoint to open: give a path here. One on the hub has to be "
+            f"downloaded first, which `hf download {path}` does and prints its path."
+        )
     raise SparsifyError(
         f"`{path}` holds no checkpoint: expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors "
         "file. A checkpoint in another format can be converted with `from_pretrained` and `save_pretrained`."

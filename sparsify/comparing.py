@@ -6,18 +6,16 @@ In: two deltas, and their base if directions are asked for. Out: an :class:`Over
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sparsify.algebra import change
-from sparsify.checkpoint import open_base
+from sparsify.algebra import change, same_values
+from sparsify.checkpoint import base_tensor, open_base
 from sparsify.delta import SparseDelta
-from sparsify.edits import plan_entries
-from sparsify.entries import TensorDelta
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.edits import plan_entries, warn_of_casts
+from sparsify.errors import SparsifyError
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Overlap:
 
     def __str__(self) -> str:
         lines = [f"{self.shared:,} of {self.union:,} entries shared (Jaccard {self.jaccard:.4f})"]
-        if self.cosine is not None:
+        if self.cosine is not None and self.shared:
             lines.append(f"cosine on shared entries {self.cosine:.4f}; {self.opposed:,} pulled in opposite directions")
         if self.conflicting_whole:
             lines.append(f"stored whole by both, and different: {', '.join(self.conflicting_whole)}")
@@ -77,6 +75,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
     """
     available = None if base is None else open_base(base)
     shared, opposed, by_tensor = 0, 0, {}
+    casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     products = torch.zeros(3, dtype=torch.float64)  # a.b, a.a, b.b
     for name in (name for name in a.tensors if name in b.tensors):
         parts = a.tensors[name], b.tensors[name]
@@ -90,9 +89,14 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
             by_tensor[name] = count
         shared += count
         if available is not None:
-            left, right = (_change(name, part, available)[mask] for part, mask in zip(parts, at, strict=True))
+            target = base_tensor(name, available)
+            if others := [part.dtype for part in parts if part.dtype != target.dtype]:
+                casts[name] = (others[0], target.dtype)
+            changes = (change(part, plan_entries(name, part, target).old) for part in parts)
+            left, right = (own[mask] for own, mask in zip(changes, at, strict=True))
             products += torch.stack([left @ right, left @ left, right @ right])
             opposed += int((left * right < 0).sum())
+    warn_of_casts(casts, "the base", stacklevel=3)
     cosine = float(products[0] / (products[1] * products[2]).sqrt())
     both_whole = a.whole.keys() & b.whole.keys()
     return Overlap(
@@ -101,11 +105,5 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
         cosine=None if base is None else cosine,
         opposed=None if base is None else opposed,
         by_tensor=dict(sorted(by_tensor.items())),
-        conflicting_whole=tuple(sorted(name for name in both_whole if not torch.equal(a.whole[name], b.whole[name]))),
+        conflicting_whole=tuple(sorted(name for name in both_whole if not same_values(a.whole[name], b.whole[name]))),
     )
-
-
-def _change(name: str, part: TensorDelta, available: Mapping[str, Tensor]) -> Tensor:
-    if name not in available:
-        raise BaseMismatchError(f"the base has no tensor `{name}`: give the base that the deltas are for.")
-    return change(part, plan_entries(name, part, available[name]).old)

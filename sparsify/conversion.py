@@ -17,7 +17,7 @@ from typing import Any
 
 from sparsify.errors import SparsifyError
 from sparsify.layout import Layout
-from sparsify.names import named_tensors
+from sparsify.names import tied_names
 
 
 class Conversion:
@@ -34,7 +34,7 @@ class Conversion:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         model = _model_without_weights(folder)
         self._prefix: str = model.base_model_prefix
-        self._tied = _tied_names(model)
+        self._tied = tied_names(model)
         self._layouts, self._unmappable = _convert(model, shapes)
 
     @property
@@ -97,14 +97,6 @@ def _model_without_weights(folder: Path) -> Any:
         raise SparsifyError(
             f"transformers cannot build the model of `{folder / 'config.json'}` ({type(error).__name__}: {error})"
         ) from error
-
-
-def _tied_names(model: Any) -> dict[str, tuple[str, ...]]:
-    """For each name of a tensor that has several, all of them, the model's first one first."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model).items():
-        names.setdefault(id(tensor), []).append(name)
-    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Layout], dict[str, str]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,17 @@ from sparsify import format as delta_format
 from sparsify import hub
 from sparsify.algebra import Summable
 from sparsify.diffing import diff
-from sparsify.edits import Edit, counted, find_targets, own_copy, plan_entries, plan_whole, undo_all, write_all
+from sparsify.edits import (
+    Edit,
+    counted,
+    find_targets,
+    own_copy,
+    plan_entries,
+    plan_whole,
+    undo_all,
+    warn_of_casts,
+    write_all,
+)
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
 from sparsify.exchange import Exchange
@@ -178,9 +187,6 @@ class SparseDelta(Summable, Exchange):
             BaseMismatchError: when a tensor has another shape or dtype in the two.
             SparsifyError: when the models do not differ, the budget is no positive number, or a change is not finite.
         """
-        for model in (base, tuned):
-            if isinstance(model, nn.Module):
-                check_plain(model)
         return cls(*diff(base, tuned, budget, progress=progress))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -288,7 +294,8 @@ class SparseDelta(Summable, Exchange):
         targets = find_targets([*self.tensors, *self.whole], model, self.whole)
         edits = [plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
         edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
-        self._warn_of_casts(targets)
+        parts = {name: part.dtype for part_of in (self.tensors, self.whole) for name, part in part_of.items()}
+        warn_of_casts({n: (dtype, targets[n].dtype) for n, dtype in parts.items() if targets[n].dtype != dtype})
         return edits
 
     @property
@@ -314,18 +321,6 @@ class SparseDelta(Summable, Exchange):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-    def _warn_of_casts(self, targets: Mapping[str, Tensor]) -> None:
-        """One warning for all tensors that have another dtype than their part of the delta."""
-        dtypes = {name: part.dtype for part_of in (self.tensors, self.whole) for name, part in part_of.items()}
-        cast = [name for name, dtype in dtypes.items() if targets[name].dtype != dtype]
-        if cast:
-            warnings.warn(
-                f"the model holds {targets[cast[0]].dtype} where the delta was trained on {dtypes[cast[0]]} "
-                f"(`{cast[0]}`; {counted(len(cast), 'tensor')} in all): whether it is the right base cannot be "
-                "checked, and the trained values are cast. Load the base in the delta's dtype for an exact result.",
-                stacklevel=4,  # the caller of what called `plan`
-            )
 
 
 def _is_on_hub(path: str) -> bool:

@@ -5,16 +5,16 @@ In: a model and what a delta wants to put into it. Out: edits, each with what wa
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.entries import DTYPES, TensorDelta, as_bits, digest
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.names import named_tensors
+from sparsify.names import named_tensors, near_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,7 @@ def find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -
 
 def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) -> str:
     """Says that the first of the missing names is not in the model, what is near, and what to do."""
-    near = get_close_matches(missing[0], list(available), n=3, cutoff=0.7)
-    hint = f" (near: {', '.join(f'`{name}`' for name in near)})" if near else ""
+    hint = near_names(missing[0], available)
     remedy = (
         "The delta stores it whole: build the model with that head or module first, as it was in training."
         if is_whole
@@ -167,6 +166,27 @@ def _added(base: Tensor, difference: Tensor) -> Tensor:
     """base (count,) + difference (count,), computed in at least float32, in the base's dtype."""
     wide = torch.promote_types(base.dtype, torch.float32)
     return (base.to(wide) + difference.to(wide)).to(base.dtype)
+
+
+def warn_of_casts(
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
+) -> None:
+    """One warning for all tensors, if there are any, that a base has in another dtype than the delta.
+
+    Args:
+        casts: by name, the dtype in the delta and the one in the base.
+        place: where the base is, for the message.
+        stacklevel: as in ``warnings.warn``; by default the caller of the caller's caller: of a delta's method.
+    """
+    if not casts:
+        return
+    name, (trained, held) = next(iter(casts.items()))
+    warnings.warn(
+        f"{place} holds {held} where the delta was trained on {trained} (`{name}`; {counted(len(casts), 'tensor')} in "
+        "all): whether it is the right base cannot be checked, and the trained values are cast. Load the base in the "
+        "delta's dtype for an exact result.",
+        stacklevel=stacklevel,
+    )
 
 
 def write_all(edits: Sequence[Edit], model: nn.Module) -> None:

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 from sparsify.checking import check_checkpoint, trained_values
 from sparsify.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored
-from sparsify.edits import counted
+from sparsify.edits import warn_of_casts
 from sparsify.entries import TensorDelta
 from sparsify.errors import SparsifyError
 from sparsify.layout import Layout
@@ -68,13 +67,8 @@ def merge(
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)
-    if report.unchecked:
-        warnings.warn(
-            f"the checkpoint holds `{report.unchecked[0]}` ({counted(len(report.unchecked), 'tensor')} in all) in "
-            "another dtype than the delta was trained on: whether it is the right base cannot be checked, and the "
-            "trained values are cast.",
-            stacklevel=3,
-        )
+    casts = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
+    warn_of_casts(casts, "the checkpoint")
     changes: list[_Change] = [_Entries(name, checkpoint, layouts[name], delta) for name, delta in tensors.items()]
     changes += [_Whole(name, checkpoint, layouts[name], tensor) for name, tensor in whole.items() if name in layouts]
     new = {name: whole[name] for name in report.missing}

@@ -6,7 +6,8 @@ dict, so that a delta trained under one wrapper finds its tensors under another,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,6 +93,21 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """All plain names of each tensor that has more than one, the model's first one first, by each of them.
+
+    Example:
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+        >>> model["head"].weight = model["embed"].weight
+        >>> tied_names(model)["head.weight"]
+        ['embed.weight', 'head.weight']
+    """
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    return {name: names for names in names_of.values() if len(names) > 1 for name in names}
+
+
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then persistent buffers, with the names they have in ``state_dict``."""
     yield from model.named_parameters(remove_duplicate=False)
@@ -99,6 +115,19 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def near_names(name: str, available: Iterable[str]) -> str:
+    """What a message says of the names that are nearest to one that is not there; nothing where none is near.
+
+    Example:
+        >>> near_names("bert.poler.weight", ["bert.pooler.weight", "head"])
+        ' (near: `bert.pooler.weight`)'
+        >>> near_names("x", ["head"])
+        ''
+    """
+    near = get_close_matches(name, list(available), n=3, cutoff=0.7)
+    return f" (near: {', '.join(f'`{found}`' for found in near)})" if near else ""
 
 
 def find_engine(model: nn.Module) -> Any:

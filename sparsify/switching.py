@@ -12,6 +12,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
+from sparsify.algebra import DeltaSum
 from sparsify.delta import SparseDelta
 from sparsify.edits import Edit, redo_all, undo_all, write_all
 from sparsify.errors import SparsifyError
@@ -56,12 +57,12 @@ class DeltaSwitch:
         self.active: str | None = None
         self._edits: dict[str, list[Edit]] = {}
 
-    def attach(self, name: str, delta: SparseDelta) -> None:
+    def attach(self, name: str, delta: SparseDelta | DeltaSum) -> None:
         """Checks a delta against the base and keeps it at hand; what is active stays.
 
         Args:
             name: what to call it.
-            delta: the delta.
+            delta: the delta, or a sum of deltas.
 
         Raises:
             BaseMismatchError: when the model without the active delta is not the delta's base.
@@ -152,6 +153,6 @@ class DeltaSwitch:
 
     def _check_name(self, name: str) -> None:
         if name not in self._edits:
-            near = get_close_matches(name, self._edits, n=3) or list(self._edits)[:3]
+            near = get_close_matches(str(name), map(str, self._edits), n=3) or list(self._edits)[:3]
             hint = f" (there are: {', '.join(map(repr, near))})" if near else ""
             raise SparsifyError(f"no delta called {name!r} is attached{hint}: `attach({name!r}, delta)` it first.")

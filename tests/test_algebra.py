@@ -1,5 +1,8 @@
 """Sums and multiples of deltas against the same arithmetic on whole models."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from deltas import bits, close, fine_tuned, make_base, task
@@ -63,7 +66,9 @@ def test_operators_make_the_terms_that_they_say():
     assert isinstance(sum([a, b]), DeltaSum)
 
 
-@pytest.mark.parametrize("nonsense", [lambda a: a + 1, lambda a: a * a, lambda a: a - None, lambda a: 2 - a])
+@pytest.mark.parametrize(
+    "nonsense", [lambda a: a + 1, lambda a: a * a, lambda a: a - None, lambda a: 2 - a, lambda a: torch.ones(2) + a]
+)
 def test_what_has_no_meaning_is_a_type_error(nonsense):
     with pytest.raises(TypeError, match="unsupported operand"):
         nonsense(task(make_base(), 1))
@@ -117,6 +122,8 @@ def test_another_base_is_refused():
         total.apply(other)
     with pytest.raises(BaseMismatchError, match=r"the base has no tensor `0.weight`"):
         total.apply(nn.ModuleDict({"head": nn.Linear(6, 5)}))
+    with pytest.raises(BaseMismatchError, match=r"near: .*`x\.0\.weight`.*give the base that was fine-tuned"):
+        total.apply(nn.ModuleDict({"x": base}))
     assert bits(other) == before
 
 
@@ -154,3 +161,28 @@ def test_what_the_terms_have_in_common_is_recorded():
         {"coefficient": 1.0, "entries": a.num_entries},
         {"coefficient": 0.5, "entries": b.num_entries},
     ]
+
+
+def test_a_base_in_another_dtype_is_computed_on_with_a_warning():
+    """The result is in the base's dtype and fits it, so that nothing later would tell that it was never checked."""
+    base, other = make_base(), make_base(seed=7).bfloat16()
+    total = task(base, 1) + task(base, 2)
+    with pytest.warns(UserWarning, match="torch.bfloat16 where the delta was trained on torch.float32 .*be checked"):
+        total.on(other)
+
+
+def test_a_copied_or_pickled_sum_is_not_applied_to_anything():
+    base = make_base()
+    before, total = bits(base), task(base, 1) + 2 * task(base, 2)
+    total.apply(base)
+    for copied in (copy.deepcopy(total), pickle.loads(pickle.dumps(total))):
+        with pytest.raises(SparsifyError, match="this sum of deltas is not applied to this model"):
+            copied.revert(base)
+    total.revert(base)
+    assert bits(base) == before
+    assert copied.on(base).num_entries == total.on(base).num_entries
+
+
+def test_a_sum_has_a_term():
+    with pytest.raises(SparsifyError, match="a sum of deltas has to have a term"):
+        DeltaSum(())

@@ -8,6 +8,7 @@ from checkpoints import bert, gpt2, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from sparsify import sparsify
 from sparsify.checkpoint import Checkpoint, open_base
 from sparsify.errors import SparsifyError
 from sparsify.layout import Layout
@@ -109,6 +110,16 @@ def test_a_name_that_is_not_there_is_a_key_error(folder):
 def test_an_empty_folder_is_no_checkpoint(tmp_path):
     with pytest.raises(SparsifyError, match=r"holds no checkpoint: expected a folder with `model.safetensors`"):
         open_base(tmp_path)
+
+
+def test_a_path_that_is_not_there_may_be_a_name_on_the_hub():
+    with pytest.raises(SparsifyError, match=r"`user/base` does not exist.*`hf download user/base` does"):
+        open_base("user/base")
+
+
+def test_a_model_in_sparse_training_is_no_base():
+    with pytest.raises(SparsifyError, match="this model is sparsified"):
+        open_base(sparsify(nn.Linear(3, 2), 2, strategy="pafi"))
 
 
 def test_a_missing_shard_is_named(folder):

@@ -428,6 +428,19 @@ def test_a_difference_that_overflows_is_refused(tmp_path):
     refused(SparseDelta({"0.weight": part}), base, tmp_path, "`0.weight`: 1 of 1 values are too far", "supertuning")
 
 
+@BOTH
+def test_a_checkpoint_without_the_head_is_named_as_the_class_that_was_trained(base, delta, method, tmp_path):
+    """Of a `BertModel` the layers are called `encoder...`, of any class with a head `bert.encoder...`."""
+    base.bert.save_pretrained(tmp_path / "base")
+    delta.whole["classifier.bias"] = torch.ones(3)
+    delta.whole["classifier.weight"] = torch.ones(3, 16)
+    refused(delta, tmp_path / "base", tmp_path / "adapter", "not in the config's architecture", method)
+    delta.config["architecture"] = type(base).__name__
+    delta.to_peft(tmp_path / "adapter", method, tmp_path / "base")
+    tuned = delta.apply(copy.deepcopy(base))
+    torch.testing.assert_close(outputs(load(base, tmp_path / "adapter")), outputs(tuned), rtol=0, atol=1e-6)
+
+
 def test_a_checkpoint_without_a_config_is_refused(base, delta, tmp_path):
     save_file({QUERY: torch.zeros(16, 16)}, tmp_path / "model.safetensors")
     refused(delta, tmp_path, tmp_path, "has no config.json that would say .*give the base as a model")
@@ -630,7 +643,7 @@ def test_broken_values_are_refused(folder, base, change, match, error):
 
 
 def test_another_base_is_refused_on_reading(folder, base):
-    unreadable(folder, nn.Sequential(nn.Linear(2, 2)), "the base has no tensor `bert.*which the adapter changes",
+    unreadable(folder, nn.Sequential(nn.Linear(2, 2)), "the base has no tensor `bert.*the base that was fine-tuned",
                BaseMismatchError)  # fmt: skip
     query = base.bert.encoder.layer[0].attention.self.query
     query.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
@@ -653,5 +666,5 @@ def test_tensors_that_belong_nowhere_are_refused(folder, base):
 
 
 def test_no_checkpoint_at_the_path_is_not_the_adapters_fault(folder, tmp_path):
-    with pytest.raises(SparsifyError, match=f"`{re.escape(str(tmp_path / 'no'))}` holds no checkpoint"):
+    with pytest.raises(SparsifyError, match=f"`{re.escape(str(tmp_path / 'no'))}` does not exist"):
         SparseDelta.from_peft(folder, tmp_path / "no")

@@ -134,3 +134,18 @@ def test_a_model_that_was_cast_switches_on():
 def test_it_shows_which_one_is_active(switch):
     switch.activate("2")
     assert repr(switch) == "DeltaSwitch(head, 1, *2, 3)"
+
+
+def test_a_sum_of_deltas_is_attached_as_its_value_on_the_base(base, deltas, switch):
+    total = 0.5 * deltas["1"] + deltas["2"]
+    with total.applied(base):
+        expected = bits(base)
+    switch.activate("3")
+    switch.attach("mixed", total)
+    switch.activate("mixed")
+    assert bits(base) == expected
+
+
+def test_a_name_of_another_type_is_named(switch):
+    with pytest.raises(SparsifyError, match="no delta called None is attached"):
+        switch.activate(None)

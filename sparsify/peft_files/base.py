@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsify.checkpoint import open_base
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.names import named_tensors, plain_name
+from sparsify.names import near_names, plain_name, tied_names
 
 Base = nn.Module | str | os.PathLike[str]
 
@@ -30,8 +29,9 @@ class Source(NamedTuple):
     closed: bool  # whether there is nothing else than these: a checkpoint may lack the head that was trained
 
     @classmethod
-    def of(cls, base: Base) -> Source:
-        model = base if isinstance(base, nn.Module) else _skeleton(Path(base))
+    def of(cls, base: Base, architecture: object = None) -> Source:
+        """A base, and for a checkpoint the class that was trained, where a delta names one of transformers'."""
+        model = base if isinstance(base, nn.Module) else _skeleton(Path(base), architecture)
         modules = {
             plain_name(f"{name}.weight").rpartition(".")[0]: module
             for name, module in model.named_modules(remove_duplicate=False)
@@ -42,8 +42,7 @@ class Source(NamedTuple):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the base, as a model that was loaded in ``dtype`` would hold it."""
         if name not in self.tensors:
-            near = get_close_matches(name, list(self.tensors), n=3, cutoff=0.7)
-            hint = f" (near: {', '.join(f'`{other}`' for other in near)})" if near else ""
+            hint = near_names(name, self.tensors)
             remedy = "Give the base that the delta was trained on" + ("." if self.closed else ", as a model.")
             raise BaseMismatchError(f"the base has no tensor `{name}`{hint}. {remedy}")
         tensor = self.tensors[name]
@@ -52,8 +51,11 @@ class Source(NamedTuple):
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _skeleton(path: Path) -> nn.Module:
-    """The model of a checkpoint, without its weights: only its config says which weights are linear layers'."""
+def _skeleton(path: Path, architecture: object) -> nn.Module:
+    """The model of a checkpoint, without its weights: only its config says which weights are linear layers'.
+
+    The class that was trained may have a head on top of the checkpoint's own, and its tensors other names for that.
+    """
     import transformers
 
     folder = path if path.is_dir() else path.parent
@@ -64,7 +66,8 @@ def _skeleton(path: Path) -> nn.Module:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        model_class = getattr(transformers, (config.architectures or ["none"])[0])
+        trained = isinstance(architecture, str) and hasattr(transformers, architecture)
+        model_class = getattr(transformers, str(architecture) if trained else (config.architectures or ["none"])[0])
         if not issubclass(model_class, transformers.PreTrainedModel):
             raise TypeError(f"{model_class} is no model")
         with torch.device("meta"):
@@ -80,11 +83,3 @@ def _skeleton(path: Path) -> nn.Module:
 def inside(name: str, modules: Iterable[str]) -> bool:
     """Whether a module or tensor lies in one of the modules."""
     return any(name.startswith(f"{module}.") for module in modules)
-
-
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each tensor that has more than one, by each of them."""
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model).items():
-        names_of.setdefault(id(tensor), []).append(name)
-    return {name: names for names in names_of.values() if len(names) > 1 for name in names}

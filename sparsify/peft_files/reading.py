@@ -15,12 +15,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sparsify.checkpoint import open_base
+from sparsify.checkpoint import base_tensor, open_base
 from sparsify.edits import counted, plan_whole
 from sparsify.entries import DTYPES, TensorDelta, digest
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
 from sparsify.format import DeltaFile
-from sparsify.peft_files.base import Base, inside, tied_names
+from sparsify.names import tied_names
+from sparsify.peft_files.base import Base, inside
 from sparsify.peft_files.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod, held_dtype
 
 MAX_CONFIG_BYTES = 2**20
@@ -135,11 +136,7 @@ def _layer(
 ) -> TensorDelta | None:
     """One layer's entries, checked; None where nothing differs from the base."""
     name = f"{layer}.weight"
-    if name not in tensors:
-        raise BaseMismatchError(
-            f"the base has no tensor `{name}`, which the adapter changes: give the base that it was trained on."
-        )
-    weight = tensors[name]
+    weight = base_tensor(name, tensors)
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
         raise BaseMismatchError(
             f"tensor `{name}` of the base has shape {tuple(weight.shape)} and is {weight.dtype}; the adapter changes "

@@ -94,7 +94,7 @@ def write_adapter(
             "`to_peft(folder, base=model)`, or the path of its checkpoint."
         )
     check_names(tensors, whole)
-    source = Source.of(base)
+    source = Source.of(base, config.get("architecture"))
     edits = {name: plan_entries(name, part, source.tensor(name, part.dtype)) for name, part in tensors.items()}
     saved = _saved_modules(whole, source.modules)
     layers = {name: edit for name, edit in edits.items() if not inside(name, saved)}
