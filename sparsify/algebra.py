@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sparsify.checkpoint import base_tensor, open_base
 from sparsify.edits import Edit, plan_entries, warn_of_casts
-from sparsify.entries import KINDS, TensorDelta, as_bits, digest
+from sparsify.entries import KINDS, TensorDelta, as_bits, digest, same_values
 from sparsify.errors import SparsifyError
 
 
@@ -253,8 +253,3 @@ def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta 
         return TensorDelta(indices[kept], values[kept], parts[0][1].shape, target.dtype, kind, digest(base[kept]))
     except SparsifyError as error:
         raise SparsifyError(f"tensor `{name}`: the sum cannot be a delta: {error}") from error
-
-
-def same_values(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal in every bit, dtype and shape included."""
-    return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)

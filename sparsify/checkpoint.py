@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.conversion import Conversion
+from sparsify.entries import same_values
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.layout import Layout
 from sparsify.names import check_plain, named_tensors, near_names
@@ -132,18 +133,17 @@ class Checkpoint(Mapping[str, Tensor]):
     def plain_names(self) -> list[str]:
         """The tensors' names in the model at run time; those in the files where transformers does not know the model.
 
-        Imports transformers.
+        A tied tensor that is stored under several of its names comes once. Imports transformers.
         """
-        return list(self) if isinstance(self._conversion, SparsifyError) else self._conversion.names
+        if isinstance(self._conversion, SparsifyError):
+            return list(self)
+        first = {name: self._conversion.first_name(name) for name in self._conversion.names}
+        return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     @property
     def folder(self) -> Path:
         """The folder that the files are in."""
         return self.path if self.path.is_dir() else self.path.parent
-
-    def file_of(self, name: str) -> Path:
-        """The file that holds a tensor, by its name in the files."""
-        return self.stored[name].file
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored, mapped from its file, by its name in the files."""

@@ -53,5 +53,5 @@ def main() -> None:
     """The console entry point: an error of ours is one line and exit status 1, not a traceback."""
     try:
         make_app()()
-    except (MissingExtraError, SparsifyError) as error:
+    except (MissingExtraError, SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written
         sys.exit(f"sparsify: {error}")

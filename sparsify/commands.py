@@ -22,7 +22,7 @@ from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.format import FILE_NAME
 
-_BAR_WIDTH = 32
+_BAR_WIDTH = 20
 _FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
 _BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
 _OUT = typer.Option(help="Folder to write to.")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sparsify.algebra import change, same_values
+from sparsify.algebra import change
 from sparsify.checkpoint import base_tensor, open_base
 from sparsify.delta import SparseDelta
 from sparsify.edits import plan_entries, warn_of_casts
+from sparsify.entries import same_values
 from sparsify.errors import SparsifyError
 
 

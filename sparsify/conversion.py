@@ -42,6 +42,10 @@ class Conversion:
         """Names at run time of all the tensors."""
         return [*self._layouts, *self._unmappable]
 
+    def first_name(self, name: str) -> str:
+        """The first of a tied tensor's names that the checkpoint has it under; any other tensor's own name."""
+        return next((tied for tied in self._tied.get(name, ()) if tied in self._layouts), name)
+
     def find(self, name: str) -> list[Layout]:
         """Where a tensor is stored: more than one layout where a checkpoint has a tied tensor under several names.
 

@@ -184,7 +184,8 @@ class SparseDelta(Summable, Exchange):
             progress: show a progress bar.
 
         Raises:
-            BaseMismatchError: when a tensor has another shape or dtype in the two.
+            BaseMismatchError: when a tensor has another shape or dtype in the two, or is tied in one of them only, or
+                when they have no tensor in common.
             SparsifyError: when the models do not differ, the budget is no positive number, or a change is not finite.
         """
         return cls(*diff(base, tuned, budget, progress=progress))
@@ -197,14 +198,18 @@ class SparseDelta(Summable, Exchange):
                 for people to read. A path that ends in ``.safetensors`` is the file itself, and all that is written.
 
         Raises:
-            SparsifyError: when ``config`` does not go into JSON, or a name is both in ``tensors`` and in ``whole``.
+            SparsifyError: when ``config`` does not go into JSON, a name is both in ``tensors`` and in ``whole``, or the
+                path is that of another file. Nothing is written then.
         """
         path = Path(path)
         if path.suffix == ".safetensors" and not path.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
             delta_format.write(path, self.tensors, self.whole, self.config)
             return
-        path.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            raise SparsifyError(
+                f"`{path}` is a file, and a delta is saved into a folder: give a folder, or a path that ends in "
+                "`.safetensors`."
+            )
         delta_format.write(path / FILE_NAME, self.tensors, self.whole, self.config, sidecar=path / CONFIG_NAME)
 
     def apply(self, model: nn.Module) -> nn.Module:

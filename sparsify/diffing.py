@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from sparsify.checkpoint import Checkpoint, open_base
-from sparsify.edits import own_copy
-from sparsify.entries import DTYPES, TensorDelta, as_bits, digest
+from sparsify.edits import check_has_values, own_copy
+from sparsify.entries import DTYPES, TensorDelta, as_bits, digest, same_values
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
@@ -45,17 +45,20 @@ def diff(
         progress: show a progress bar.
 
     Raises:
-        BaseMismatchError: when a tensor has another shape or dtype in the two.
+        BaseMismatchError: when a tensor has another shape or dtype in the two, or is tied in one of them only, or when
+            they have no tensor in common.
         SparsifyError: when the models do not differ, the budget is no positive number, or a change is not finite.
     """
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise SparsifyError(f"budget={budget!r}; expected a number of entries, at least 1, or None for all of them.")
     old, new = open_base(base), open_base(tuned)
+    names = _distinct(new)
+    _check_comparable(names, old, new)
     whole: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}  # changed positions by tensor
     largest = _Largest(budget) if budget is not None else None
     changed, squared = 0, 0.0
-    for name in tqdm(_distinct(new), desc="comparing", unit="tensor", leave=False, disable=not progress):
+    for name in tqdm(names, desc="comparing", unit="tensor", leave=False, disable=None if progress else True):
         if not _is_comparable(name, old, new[name]):
             if name not in old or digest(old[name]) != digest(new[name]):
                 whole[name] = own_copy(new[name])
@@ -71,6 +74,7 @@ def diff(
         found = largest.by_tensor()
     if not found and not whole:
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
+    _check_ties(old, found)
     tensors = {name: _replacement(indices, old[name], new[name]) for name, indices in found.items()}
     kept = sum(_squared(tensors[name], old[name]) for name in tensors)
     report = {"changed": changed, "kept": sum(part.count for part in tensors.values())}
@@ -113,11 +117,52 @@ def _distinct(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if first[id(tensor)] == name]
 
 
+def _check_comparable(names: list[str], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Raises where names do not say which tensors belong together: wrapped, or none alike, or tied in one only."""
+    if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
+        raise BaseMismatchError(
+            f"`{wrapped[0]}` is a layer that PEFT has put an adapter on, so the tuned model has its change beside the "
+            "weights: merge it first (`model.merge_and_unload()`)."
+        )
+    if names and not any(name in old for name in names):
+        raise BaseMismatchError(
+            f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned. A "
+            "checkpoint is taken for what its `config.json` says, which has to be next to the weights."
+        )
+    for first, *others in _ties(new):
+        for other in others:
+            if first in old and other in old and not same_values(old[first], old[other]):
+                raise BaseMismatchError(
+                    f"`{first}` and `{other}` are one tensor in the tuned model and two in the base: untie the tuned "
+                    "model's (give each a copy), or take the base that it was tuned from."
+                )
+
+
+def _check_ties(old: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raises where two changed tensors are one in the base, so that no delta could be put onto it."""
+    for names in _ties(old):
+        if len(changed := [name for name in names if name in found]) > 1:
+            raise BaseMismatchError(
+                f"`{changed[0]}` and `{changed[1]}` are one tensor in the base and two in the tuned model: load the "
+                "base with these weights untied, or tie the tuned model's."
+            )
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor that a model, not a checkpoint, has under several."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
+        names_of.setdefault(id(tensor), []).append(name)
+    return [names for names in names_of.values() if len(names) > 1]
+
+
 def _is_comparable(name: str, old: Mapping[str, Tensor], new: Tensor) -> bool:
     """Whether a tensor is compared entry by entry: both have it, in one shape and floating-point dtype."""
     if name not in old:
         return False
     before = old[name]
+    check_has_values(name, before)
+    check_has_values(name, new)
     if before.shape != new.shape:
         raise BaseMismatchError(
             f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: a "

@@ -68,10 +68,7 @@ def find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -
     targets = {name: available[name] for name in names}
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
-        if tensor.is_meta:
-            raise SparsifyError(
-                f"tensor `{name}` is on the meta device and has no values to change: load the model's weights first."
-            )
+        check_has_values(name, tensor)
         # Two parameters over one storage count as one tensor, too; a tensor without storage is only itself.
         first = first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)
         if first != name:
@@ -95,10 +92,17 @@ def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) 
 
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> Edit:
     """The edit of a tensor at a delta's entries; raises where the tensor is not the delta's base."""
+    check_has_values(name, target)
     check_shape(name, delta.shape, target.shape, "Load the base that the delta was trained on.")
     check_dtype(name, delta, target.dtype)
     old = _take(target, delta.indices)
     return Edit(name, delta.shape, delta.indices, old, new_values(name, delta, old))
+
+
+def check_has_values(name: str, tensor: Tensor) -> None:
+    """Raises where a tensor is a mere shape."""
+    if tensor.is_meta:
+        raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
 
 
 def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = "the model") -> None:

@@ -80,6 +80,16 @@ def digest(values: Tensor) -> str:
     return hashlib.sha256(as_bytes.numpy().data).hexdigest()
 
 
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal in dtype, shape and every bit, NaN and -0.0 included.
+
+    Example:
+        >>> same_values(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
+    return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)
+
+
 def encode_indices(indices: Tensor) -> Tensor:
     """The smallest stored form of flat positions.
 

@@ -64,7 +64,7 @@ def write(
     """Writes a delta file. What was there before stays until the new file is complete.
 
     Args:
-        path: the file.
+        path: the file; its folder is made if need be.
         tensors: changed entries by tensor name.
         whole: tensors to store whole, by name.
         config: how the delta came about; anything that JSON can hold.
@@ -138,6 +138,7 @@ def _reason(error: Exception) -> str:
 
 def _replace_file(path: Path, data: bytes) -> None:
     """Puts a complete file in place of what is at ``path``, or leaves that as it is, whenever the process may die."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         complete = Path(folder) / path.name

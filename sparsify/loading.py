@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsify.algebra import DeltaSum
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.names import named_tensors
 
-_SHARED_WITH_HUB = (
-    "token",
-    "cache_dir",
-    "local_files_only",
-)  # arguments of from_pretrained that a delta's load has, too
+# Arguments of from_pretrained that a delta's load has, too.
+_SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")
 _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # transformers 5, and 4
 
 
@@ -68,6 +66,7 @@ def load_model(
         >>> type(model).__name__, model.training
         ('BertForSequenceClassification', False)
     """
+    _check_arguments(base, delta, model_class)
     if not isinstance(delta, SparseDelta):
         delta = SparseDelta.load(delta, **{key: kwargs[key] for key in _SHARED_WITH_HUB if key in kwargs})
     model_class = model_class if model_class is not None else _recorded_class(delta.config.get("architecture"))
@@ -78,6 +77,23 @@ def load_model(
         kwargs.setdefault("dtype", _trained_dtype(delta))
     model = _from_pretrained(model_class, name, delta, kwargs)
     return delta.apply(model)
+
+
+def _check_arguments(base: object, delta: object, model_class: Any) -> None:
+    """Raises for what looks like a base, a delta or a class, and is none yet, or no longer."""
+    if isinstance(base, nn.Module):
+        raise SparsifyError(
+            f"`load_model` loads the base, and got a {type(base).__name__} that is loaded: use `delta.apply(model)`."
+        )
+    if isinstance(delta, DeltaSum):
+        raise SparsifyError(
+            "a sum of deltas waits for its base: take its value first, `load_model(base, delta.on(base))`, with the "
+            "base as a folder."
+        )
+    if model_class is not None and not hasattr(model_class, "from_pretrained"):
+        raise SparsifyError(
+            f"model_class={model_class!r:.100}; expected a class with `from_pretrained`, such as AutoModelForCausalLM."
+        )
 
 
 def _recorded_class(name: object) -> Any:

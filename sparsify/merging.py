@@ -226,10 +226,10 @@ def _check_folders(base: Any, out: str | os.PathLike[str]) -> tuple[Path, Path]:
             f"`merge` works on files, and got a {type(base).__name__} as the base: give the folder of its checkpoint, "
             "or `apply` the delta to the model and `save_pretrained` it."
         )
-    source, out = Path(base), Path(out)
+    source, out = Path(base), Path(out).resolve()  # a link to a folder, or ".", cannot be renamed over
     if not source.is_dir():
         raise SparsifyError(f"`{source}` is not a folder: give the one with the base's `config.json` and weights.")
-    if out.resolve() == source.resolve():
+    if out == source.resolve():
         raise SparsifyError(f"`{out}` is the base itself, which a merge leaves as it is: give another folder to write.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SparsifyError(f"`{out}` is there already and is not an empty folder: delete it, or give another one.")

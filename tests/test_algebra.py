@@ -183,6 +183,12 @@ def test_a_copied_or_pickled_sum_is_not_applied_to_anything():
     assert copied.on(base).num_entries == total.on(base).num_entries
 
 
+def test_a_base_without_values_is_refused():
+    total = 2 * task(make_base(), 1)
+    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
+        total.on(make_base().to("meta"))
+
+
 def test_a_sum_has_a_term():
     with pytest.raises(SparsifyError, match="a sum of deltas has to have a term"):
         DeltaSum(())

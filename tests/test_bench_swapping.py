@@ -25,9 +25,11 @@ def test_every_operation_is_measured_in_every_round(tmp_path):
     assert all(second > 0 for row in rows for second in row["seconds"])
 
 
-def test_an_unknown_shape_lists_the_known_ones():
+def test_an_unknown_shape_or_dtype_lists_the_known_ones():
     with pytest.raises(SparsifyError, match="unknown shape 'huge'; expected one of bert-base, llama-1b, tiny"):
         CliRunner().invoke(make_app(), ["bench-swap", "--shape", "huge"], catch_exceptions=False)
+    with pytest.raises(SparsifyError, match="unknown dtype 'float31'; expected one of float32, bfloat16"):
+        CliRunner().invoke(make_app(), ["bench-swap", "--dtype", "float31"], catch_exceptions=False)
 
 
 def test_a_random_delta_has_the_density_that_was_asked_for():

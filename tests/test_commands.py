@@ -26,9 +26,9 @@ def run(monkeypatch, capsys):
     """Runs ``sparsify ...`` as the console script does; returns its exit status and what it printed."""
     (script,) = entry_points(group="console_scripts", name="sparsify")
 
-    def run(*arguments):
+    def run(*arguments, columns=200):
         monkeypatch.setattr(sys, "argv", ["sparsify", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as ending:
             script.load()()
         printed = capsys.readouterr()
@@ -186,6 +186,27 @@ def test_what_is_not_there_is_one_line_and_status_1(run, tmp_path):
     assert code == 1
     assert text.startswith("sparsify: ")
     assert "\n" not in text
+
+
+def test_a_path_that_cannot_be_written_is_one_line_and_status_1(run, tmp_path, base):
+    safetensors.torch.save_file(fine_tuned(base, 1).state_dict(), tmp_path / "tuned.safetensors")
+    (tmp_path / "file").write_text("precious")
+    for out, expected in (
+        (tmp_path / "file", "is a file, and a delta is saved into a folder"),
+        (tmp_path / "file" / "x", "Not a dir"),
+    ):
+        code, text = run("diff", tmp_path / "base", tmp_path / "tuned.safetensors", "--out", out)
+        assert code == 1
+        assert text.startswith("sparsify: ")
+        assert expected in text
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_the_bars_of_info_fit_an_ordinary_terminal(run, tmp_path, saved, monkeypatch):
+    code, text = run("info", tmp_path / "delta", columns=80)
+    assert code == 0
+    assert "█" * 20 in text
+    assert "█…" not in text
 
 
 def test_the_installed_script_ends_with_the_status(tmp_path):

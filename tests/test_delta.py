@@ -205,6 +205,17 @@ def test_a_path_to_a_file_is_that_file_alone(tmp_path, delta):
     assert_same(SparseDelta.load(tmp_path / "sub" / "a.safetensors"), delta)
 
 
+def test_what_cannot_be_saved_leaves_no_folder_and_no_file_behind(tmp_path, delta):
+    (tmp_path / "notes").write_text("precious")
+    with pytest.raises(SparsifyError, match=r"`.*notes` is a file, and a delta is saved into a folder"):
+        delta.save(tmp_path / "notes")
+    delta.config = {"when": object()}
+    for path in (tmp_path / "a" / "b", tmp_path / "c" / "delta.safetensors"):
+        with pytest.raises(SparsifyError, match="config does not go into JSON"):
+            delta.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes"]
+
+
 def test_saving_again_replaces_the_delta(tmp_path, delta):
     SparseDelta({}).save(tmp_path)
     delta.save(tmp_path)
@@ -577,7 +588,7 @@ def test_a_name_that_is_both_sparse_and_whole_is_refused(model, delta, unchanged
 
 
 def test_meta_tensors_are_refused(delta):
-    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values to change: load"):
+    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
         delta.apply(make_model().to("meta"))
 
 

@@ -5,10 +5,11 @@ import copy
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import mixtral, save, tuned
+from checkpoints import gpt2, mixtral, save, tuned
 from deltas import bits, fine_tuned, make_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from sparsify import sparsify
@@ -104,6 +105,63 @@ def test_a_tied_tensor_is_stored_once():
     base["head"].weight = base["embed"].weight
     delta = diff(base, fine_tuned(base, 1))
     assert set(delta.tensors) == {"embed.weight"}
+
+
+def tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def untied(model):
+    model = copy.deepcopy(model)
+    model["head"].weight = nn.Parameter(model["embed"].weight.detach().clone())
+    return model
+
+
+def test_tensors_that_are_tied_in_one_of_the_two_models_only_are_refused():
+    base = tied()
+    with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in the base and two"):
+        diff(base, fine_tuned(untied(base), 1))
+    other = untied(base)
+    other["head"].weight.data += 1
+    with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in the tuned model"):
+        diff(other, fine_tuned(base, 1))
+    loose = untied(base)
+    with diff(loose, fine_tuned(loose, 1)).applied(loose):  # untied in both: two tensors
+        assert not torch.equal(loose["head"].weight, loose["embed"].weight)
+
+
+def test_a_tied_tensor_that_a_checkpoint_stores_under_both_names_is_one(tmp_path):
+    base = gpt2()
+    changed = tuned(base)
+    folder = save(changed, tmp_path / "tuned", shards=False)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
+    safetensors.torch.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    delta = diff(base, folder)
+    assert "lm_head.weight" not in delta.tensors
+    assert bits(delta.apply(base)) == bits(changed)
+
+
+def test_adapters_that_are_not_merged_are_named():
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    adapted = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["0"]))
+    with pytest.raises(BaseMismatchError, match=r"`0.base_layer.weight` is a layer .*`model.merge_and_unload\(\)`"):
+        diff(base, adapted)
+    nn.init.ones_(adapted.base_model.model[0].lora_B["default"].weight)
+    assert set(diff(base, adapted.merge_and_unload()).tensors) == {"0.weight"}
+
+
+def test_models_without_a_tensor_in_common_are_refused(tmp_path):
+    with pytest.raises(BaseMismatchError, match=r"the base has none of the tuned model's tensors \(`x.0.weight`\)"):
+        diff(on_disk(make_base(), tmp_path / "base"), nn.ModuleDict({"x": make_base()}))
+
+
+def test_a_model_without_values_is_refused():
+    base = make_base()
+    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
+        diff(base, copy.deepcopy(base).to("meta"))
 
 
 def test_equal_models_have_no_difference():

@@ -196,6 +196,17 @@ def test_a_base_that_is_not_there_says_so(classifier, base):
         load_model(base, delta)
 
 
+def test_what_is_no_name_no_class_or_no_delta_yet_is_told_what_to_do(classifier):
+    base, delta, *_ = classifier
+    with pytest.raises(SparsifyError, match=r"got a Linear that is loaded: use `delta.apply\(model\)`"):
+        load_model(torch.nn.Linear(1, 1), delta)
+    with pytest.raises(SparsifyError, match=r"model_class='AutoModel'; expected a class with `from_pretrained`"):
+        load_model(base, delta, model_class="AutoModel")
+    with pytest.raises(SparsifyError, match=r"a sum of deltas waits for its base: .*`load_model\(base, delta.on"):
+        load_model(base, 0.5 * delta)
+    assert type(load_model(base, (0.5 * delta).on(base))) is BertForSequenceClassification
+
+
 def test_the_size_of_a_head_is_not_taken_on_trust(classifier):
     base, delta, *_ = classifier
     delta.config["model_config"] = {"num_labels": 10**15}

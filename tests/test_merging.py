@@ -314,6 +314,19 @@ def test_an_empty_folder_is_filled(model, base, out):
     assert (out / "config.json").exists()
 
 
+def test_the_folder_may_be_a_link_or_the_one_that_we_are_in(model, base, tmp_path, monkeypatch):
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    delta = make_delta(model)
+    delta.merge(base, tmp_path / "link")
+    monkeypatch.chdir(tmp_path / "here")
+    delta.merge(base, ".")
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "link").is_symlink()
+    assert files(tmp_path / "real") == files(tmp_path / "here") != {}
+
+
 def test_the_base_itself_is_not_written_to(model, base):
     with pytest.raises(SparsifyError, match="is the base itself, which a merge leaves as it is"):
         make_delta(model).merge(base, base / ".." / "base")

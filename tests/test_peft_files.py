@@ -348,7 +348,7 @@ def test_a_tensor_that_the_base_lacks_is_refused(base, delta, tmp_path):
 
 
 def test_a_base_without_values_is_refused(delta, tmp_path):
-    refused(delta, make_base().to("meta"), tmp_path, f"`{QUERY}` of the base is on the meta device")
+    refused(delta, make_base().to("meta"), tmp_path, f"`{QUERY}` is on the meta device and has no values")
 
 
 def test_tensors_that_are_no_linear_weights_are_named_and_counted(base, delta, tmp_path):

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from sparsify.bench.file import DTYPES
 from sparsify.bench.memory import added_bytes
 from sparsify.bench.run import conditions
 from sparsify.delta import SparseDelta
@@ -58,11 +59,13 @@ def bench_swap(
     """Measure apply, revert and swap of a sparse delta beside PEFT's merge and unmerge of LoRA."""
     if shape not in SHAPES:
         raise SparsifyError(f"unknown shape {shape!r}; expected one of {', '.join(SHAPES)}.")
+    if dtype not in DTYPES:
+        raise SparsifyError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}.")
     if threads:
         torch.set_num_threads(threads)
     console = Console()
     with console.status("building two models"):
-        operations = measure(shape, getattr(torch, dtype), density, rank, rounds)
+        operations = measure(shape, DTYPES[dtype], density, rank, rounds)
     entries = f"deltas of {density:.2%} of every matrix, LoRA of rank {rank} on all linear layers"
     console.print(f"{shape}, {dtype}, {entries}: medians of {rounds} rounds in turns")
     console.print(make_table(operations))

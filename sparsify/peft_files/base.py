@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.checkpoint import open_base
+from sparsify.edits import check_has_values
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.names import near_names, plain_name, tied_names
 
@@ -46,8 +47,7 @@ class Source(NamedTuple):
             remedy = "Give the base that the delta was trained on" + ("." if self.closed else ", as a model.")
             raise BaseMismatchError(f"the base has no tensor `{name}`{hint}. {remedy}")
         tensor = self.tensors[name]
-        if tensor.is_meta:
-            raise SparsifyError(f"tensor `{name}` of the base is on the meta device: load the model's weights first.")
+        check_has_values(name, tensor)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
