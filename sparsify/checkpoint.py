@@ -30,6 +30,7 @@ from sparsify.names import check_plain, named_tensors, near_names
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _FINGERPRINT_BYTES = 64
+_CHUNK_BYTES = 2**20  # that are compared at a time
 
 
 class Stored(NamedTuple):
@@ -187,11 +188,12 @@ class Checkpoint(Mapping[str, Tensor]):
             name: the tensor's name.
             first: one of the places.
         """
-        alike = self._look_alikes(first.windows[0].key) if len(first.windows) == 1 else set()
+        key = first.windows[0].key
+        alike = self._look_alikes(key) if len(first.windows) == 1 else set()
         if not alike:
             return [first]
-        tied = self.converted(name)
-        return [first, *(layout for layout in tied if layout.keys[0] in alike and layout.shape == first.shape)]
+        tied = [layout for layout in self.converted(name) if layout.keys[0] in alike and layout.shape == first.shape]
+        return [first, *(layout for layout in tied if self._are_equal(key, layout.keys[0]))]
 
     def take(self, layout: Layout, indices: Tensor) -> Tensor:
         """The values (count,) at flat positions (count,) of a tensor, on the CPU; only their pages are read.
@@ -235,6 +237,15 @@ class Checkpoint(Mapping[str, Tensor]):
                 "base that the delta was trained on, with its `config.json` next to the weights."
             )
         return f"{text}, nor does transformers load one under that name. Give the base that the delta was trained on."
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Whether two stored tensors of one size have the same bytes; compared without holding either in memory."""
+        left, right = self.stored[name], self.stored[other]
+        with left.file.open("rb") as one, right.file.open("rb") as two:
+            one.seek(left.begin)
+            two.seek(right.begin)
+            sizes = (min(_CHUNK_BYTES, left.nbytes - done) for done in range(0, left.nbytes, _CHUNK_BYTES))
+            return all(one.read(size) == two.read(size) for size in sizes)
 
     def _look_alikes(self, name: str) -> set[str]:
         """Other tensors of the same shape and dtype that begin with the same values."""

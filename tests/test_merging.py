@@ -97,6 +97,25 @@ def test_both_stored_copies_of_a_tied_tensor_are_changed(tmp_path, out):
     assert bits(merged) == bits(delta.apply(model))
 
 
+def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
+    """The config ties them, but the stored ones differ in the last entry: `from_pretrained` does not tie such."""
+    base = save(gpt2(), tmp_path / "base", shards=False)
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["transformer.wte.weight"].clone()
+    head.view(-1)[-1] += 1
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    model = load(gpt2(), base)
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    name = "transformer.wte.weight"
+    delta = SparseDelta({name: make_delta(model).tensors[name]})
+    delta.merge(base, out)
+    merged = load_file(out / "model.safetensors")
+    assert torch.equal(merged["lm_head.weight"], head)
+    assert not torch.equal(merged[name], tensors[name])
+    assert [patch.name for patch in delta.patches(base)] == [name]
+
+
 def test_a_fused_projection_is_changed_in_its_part(tmp_path, out):
     from transformers import Dinov2Config, Dinov2Model
 
