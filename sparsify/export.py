@@ -6,6 +6,7 @@ In: the engine of a sparsified model. Out: an :class:`Export`, from which :class
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
     dtypes = {str(tensor.parameter.dtype).removeprefix("torch.") for tensor in engine.tensors}
     schedule = engine.schedule
     return {
-        "base_model_name_or_path": getattr(model_config, "_name_or_path", None) or None,
+        "base_model_name_or_path": _base_name(model_config),
         "base_model_revision": getattr(model_config, "_commit_hash", None),
         "base_dtypes": sorted(dtypes),
         "architecture": type(model).__name__,
@@ -135,6 +136,12 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
         "steps": engine.steps,
         "steps_done": engine.step,
     }
+
+
+def _base_name(model_config: Any) -> str | None:
+    """The base's id on the hub, or its folder's full path: elsewhere a relative one could pass for somebody's id."""
+    name = getattr(model_config, "_name_or_path", None) or None
+    return str(Path(name).absolute()) if name is not None and Path(name).is_dir() else name
 
 
 def _head_config(model_config: Any) -> dict[str, Any]:

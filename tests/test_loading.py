@@ -82,6 +82,16 @@ def test_the_recorded_base_is_the_default(classifier):
     assert torch.equal(logits(load_model(None, delta), batches), expected)
 
 
+def test_a_folder_is_recorded_by_its_full_path(pretrained, tmp_path, monkeypatch):
+    """From another folder, `base` would be the id of somebody's repository on the hub."""
+    base, batches = pretrained
+    monkeypatch.chdir(base.parent)
+    delta, _ = trained(BertForSequenceClassification.from_pretrained("base", num_labels=4), batches)
+    monkeypatch.chdir("/")
+    assert delta.config["base_model_name_or_path"] == str(base)
+    assert type(load_model(None, delta)) is BertForSequenceClassification
+
+
 def test_a_class_of_ones_own_choice(classifier):
     base, delta, expected, batches = classifier
     delta.config["architecture"] = "MyOwn"
