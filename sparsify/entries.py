@@ -63,6 +63,8 @@ class TensorDelta:
 
 def as_bits(values: Tensor) -> Tensor:
     """The same memory as integers: tensors are equal in every bit where these are, NaN and -0.0 included."""
+    if values.element_size() == 16:  # complex128
+        values = torch.view_as_real(values)
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 

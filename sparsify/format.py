@@ -83,7 +83,12 @@ def write(
         payload[f"{name}.values"] = tensor.values
     # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
     payload = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
-    data = safetensors.torch.save(payload, metadata)
+    try:
+        data = safetensors.torch.save(payload, metadata)
+    except KeyError as error:
+        raise SparsifyError(
+            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
+        ) from error
     header_bytes = int.from_bytes(data[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise SparsifyError(

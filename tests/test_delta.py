@@ -216,6 +216,18 @@ def test_what_cannot_be_saved_leaves_no_folder_and_no_file_behind(tmp_path, delt
     assert [file.name for file in tmp_path.iterdir()] == ["notes"]
 
 
+def test_a_complex_buffer_is_put_back_and_one_without_a_file_dtype_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    delta = SparseDelta({}, {"phases": torch.full((3,), 1j, dtype=torch.complex128)})
+    with delta.applied(model):
+        assert model.phases[0] == 1j
+    assert not model.phases.any()
+    with pytest.raises(SparsifyError, match=r"safetensors has no dtype torch.complex128"):
+        delta.save(tmp_path / "new")
+    assert not any(tmp_path.iterdir())
+
+
 def test_saving_again_replaces_the_delta(tmp_path, delta):
     SparseDelta({}).save(tmp_path)
     delta.save(tmp_path)
