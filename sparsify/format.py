@@ -43,6 +43,7 @@ MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
 _FREE_OPENINGS = 4096
 _BYTES_PER_OPENING = 16
 _LONGEST_REASON = 500
+_READS = 20  # of a file that is replaced meanwhile
 
 
 class DeltaFile(NamedTuple):
@@ -116,6 +117,26 @@ def read(path: str | os.PathLike[str]) -> DeltaFile:
         OSError: when the file cannot be opened.
     """
     path = os.fspath(path)
+    for _ in range(_READS):
+        before = _identity(path)
+        try:
+            found = _read(path)
+        except DeltaFormatError:
+            if _identity(path) == before:
+                raise
+        else:
+            if _identity(path) == before:
+                return found
+    raise DeltaFormatError(f"`{path}` was replaced every time that it was read: try again when nothing writes it.")
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """Which file is at a path. safetensors opens it twice: a header could come from one file, data from the next."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read(path: str) -> DeltaFile:
     try:
         _check_header(path)
         with safe_open(path, framework="pt", device="cpu") as file:
