@@ -38,6 +38,7 @@ class Delta(Protocol):
     def save(self, path: str | os.PathLike[str]) -> None: ...
 
 
+_OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum"}
 Term = tuple[float, Any]  # a coefficient and a Delta
 Parts = list[tuple[float, TensorDelta]]
 Self = TypeVar("Self", bound="Summable")
@@ -204,14 +205,16 @@ class DeltaSum(Summable):
                 if factor > 0 and not same_values(whole.setdefault(name, tensor), tensor):
                     raise SparsifyError(
                         f"tensor `{name}` is stored whole by several deltas and differs between them; there is no base "
-                        "to sum it on: sum without it (`del delta.whole[...]`), and use one task's afterwards."
+                        "to sum it on: sum the entries alone (`SparseDelta(delta.tensors)`; `--entries-only` on the "
+                        "command line), and keep a head for each task."
                     )
         return whole
 
     def _config(self) -> dict[str, Any]:
-        """What all terms' configs have in common, and where the sum comes from."""
+        """What all terms' configs have in common and the sum has, too, and where the sum comes from."""
         first = self.terms[0][1].config
-        common = {key: first[key] for key in first if all(d.config.get(key) == first[key] for _, d in self.terms)}
+        shared = [key for key in first if all(delta.config.get(key) == first[key] for _, delta in self.terms)]
+        common = {key: first[key] for key in shared if key not in _OF_ONE_TRAINING}
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
 
 

@@ -89,12 +89,17 @@ def add(
     out: Annotated[Path, _OUT],
     weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
     kind: Annotated[Literal["replace", "add"], typer.Option(help="Store new values, or differences.")] = "replace",
+    entries_only: Annotated[
+        bool, typer.Option("--entries-only", help="Leave out tensors stored whole, such as each task's head.")
+    ] = False,
 ) -> None:
     """Add deltas up, each times a weight, and say where they meet.
 
     Example: sparsify add mrpc cola --weights 1,0.5 --base base --out both
     """
     loaded = [SparseDelta.load(delta) for delta in deltas]
+    if entries_only:
+        loaded = [SparseDelta(delta.tensors, config=delta.config) for delta in loaded]
     factors = parse_weights(weights, len(loaded))
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for at, first in enumerate(loaded):

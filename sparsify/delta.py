@@ -228,7 +228,6 @@ class SparseDelta(Summable, Exchange):
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
         """
-        check_plain(model)
         if model in self._applied:
             raise SparsifyError(
                 "this delta is already applied to this model, and applying it again would lose the original values: "

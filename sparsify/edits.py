@@ -133,6 +133,8 @@ def new_values(name: str, delta: TensorDelta, old: Tensor, place: str = "the mod
             "model that nobody trained: load the exact base, and revert any other delta first. (A head that is drawn "
             "at random has no exact base: train it with modules_to_save=[...].)"
         )
+    if delta.kind == "replace" and old.dtype == delta.dtype:
+        return delta.values  # finite, as all of a delta's values are
     new = _added(old, delta.values) if delta.kind == "add" else delta.values.to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
         raise BaseMismatchError(

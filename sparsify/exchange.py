@@ -43,7 +43,7 @@ class Exchange:
     def to_peft(
         self,
         folder: str | os.PathLike[str],
-        method: str = "shira",
+        method: str = "supertuning",
         base: nn.Module | str | os.PathLike[str] | None = None,
     ) -> PeftAdapter:
         """Writes the delta as an adapter that PEFT loads by itself: ``PeftModel.from_pretrained(base, folder)``.
@@ -54,7 +54,7 @@ class Exchange:
 
         Args:
             folder: made if need be; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
-            method: ``"shira"``, or ``"supertuning"``: smaller, and transformers' ``load_adapter`` takes it, too.
+            method: ``"supertuning"``, or ``"shira"``, which is larger, and which transformers' ``load_adapter`` loses.
             base: the model that the delta was trained on, or the path of its checkpoint; it is only read. It has to
                 be given, since PEFT stores differences.
 

@@ -17,6 +17,7 @@ from sparsify.errors import SparsifyError
 ENGINE = "_sparsify_engine"  # attribute of a sparsified model: what trains it
 _COMPILED = "_orig_mod"  # torch.compile leaves it wherever a module was compiled, so also in the middle of a name
 _PREFIXES = (("module",), ("base_model", "model"))  # DDP and the like; PEFT
+_FIRST_PARTS = tuple(f"{prefix[0]}." for prefix in _PREFIXES)
 
 
 def plain_name(name: str) -> str:
@@ -36,6 +37,8 @@ def plain_name(name: str) -> str:
         >>> plain_name("submodule.weight")
         'submodule.weight'
     """
+    if not name.startswith(_FIRST_PARTS) and _COMPILED not in name:
+        return name  # nearly all of them
     *path, last = name.split(".")
     parts = tuple(part for part in path if part != _COMPILED)
     while prefix := next((prefix for prefix in _PREFIXES if parts[: len(prefix)] == prefix), None):
@@ -110,11 +113,16 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then persistent buffers, with the names they have in ``state_dict``."""
-    yield from model.named_parameters(remove_duplicate=False)
+    buffers = []
     for path, module in model.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield start + name, parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+                buffers.append((start + name, buffer))
+    yield from buffers
 
 
 def near_names(name: str, available: Iterable[str]) -> str:

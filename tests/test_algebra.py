@@ -152,11 +152,11 @@ def test_a_sum_that_the_dtype_cannot_hold_is_refused_by_name():
 def test_what_the_terms_have_in_common_is_recorded():
     base = make_base()
     a, b = task(base, 1), task(base, 2)
-    a.config = {"base_model_name_or_path": "bert", "budget": 3}
-    b.config = {"base_model_name_or_path": "bert", "budget": 4}
+    a.config = {"base_model_name_or_path": "bert", "budget": 3, "architecture": "A"}
+    b.config = {"base_model_name_or_path": "bert", "budget": 3, "architecture": "B"}
     config = (a + 0.5 * b).on(base).config
     assert config["base_model_name_or_path"] == "bert"
-    assert "budget" not in config
+    assert config.keys() == {"base_model_name_or_path", "sum"}, "a sum has another budget, and no one architecture"
     assert config["sum"] == [
         {"coefficient": 1.0, "entries": a.num_entries},
         {"coefficient": 0.5, "entries": b.num_entries},

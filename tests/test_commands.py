@@ -139,6 +139,20 @@ def test_add_weighs_the_deltas_and_says_where_they_meet(run, tmp_path, base):
     assert "expected 2 numbers, comma-separated" in text
 
 
+def test_add_leaves_out_the_heads_of_different_tasks_if_asked_to(run, tmp_path, base):
+    for seed, name in enumerate("ab"):
+        delta = task(base, seed)
+        delta.whole["head.weight"] = torch.full((2, 3), float(seed))
+        delta.save(tmp_path / name)
+    arguments = ["add", tmp_path / "a", tmp_path / "b", "--base", tmp_path / "base", "--out", tmp_path / "sum"]
+    code, text = run(*arguments)
+    assert code == 1
+    assert "`head.weight` is stored whole by several deltas" in text
+    code, _ = run(*arguments, "--entries-only")
+    assert code == 0
+    assert not SparseDelta.load(tmp_path / "sum").whole
+
+
 @pytest.mark.parametrize("method", ["shira", "supertuning"])
 def test_to_peft_writes_an_adapter_that_peft_loads(run, tmp_path, method):
     torch.manual_seed(0)
