@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
@@ -25,7 +26,7 @@ from sparsify.state import engine_of, install, uninstall
 from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Dense, Given, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, find_targets
-from sparsify.unmasker import POSITION, Unmasker
+from sparsify.unmasker import POSITION, STATE, Unmasker
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import digest_base
 
@@ -138,8 +139,7 @@ def desparsify(model: Model) -> Model:
     stop_listening(engine)
     for module in list(engine.root.modules()):
         unswap(module)
-    for tensor in engine.tensors:
-        tensor.remove_buffers()
+    engine.buffers.remove()
     del engine.root._parameters[VALUES], engine.root._buffers[POSITION]
     parameters = dict(engine.root.named_parameters())
     for name in engine.frozen_names:
@@ -263,6 +263,11 @@ def _check_model(model: Any) -> None:
             raise SparsifyError(
                 f"`{name or '(root)'}` is already sparsified; call desparsify(model) first to start afresh."
             )
+    if taken := [name for name in STATE if hasattr(model, name)]:
+        raise SparsifyError(
+            f"the {type(model).__name__} has a `{taken[0]}` of its own, the name of something that would be added to "
+            "it; rename it, or sparsify the module within."
+        )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise SparsifyError(
@@ -314,6 +319,11 @@ def _values_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
     return torch.float64 if any(tensor.parameter.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
+def _base_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
+    """The shortest dtype that holds the values of every weight."""
+    return functools.reduce(torch.promote_types, (tensor.parameter.dtype for tensor in tensors))
+
+
 def _plan(
     model: nn.Module, targets: Targets, strategy: Strategy, schedule: Schedule, steps: int | None, seed: int
 ) -> Unmasker:
@@ -329,9 +339,10 @@ def _plan(
         frozen_names=tuple([candidate.name for candidate in targets.candidates] + list(targets.frozen)),
     )
     offset = 0
-    for candidate in targets.candidates:
+    for number, candidate in enumerate(targets.candidates):
         _, owner, attribute = candidate.owners[0]
-        engine.tensors.append(MaskedTensor(owner, attribute, candidate.name, offset, engine, _frozen_row(candidate)))
+        row = _frozen_row(candidate)
+        engine.tensors.append(MaskedTensor(number, owner, attribute, candidate.name, offset, engine, row))
         offset += candidate.parameter.numel()
     return engine
 
@@ -341,7 +352,6 @@ def _mask(engine: Unmasker, targets: Targets, capacity: int) -> None:
     model, device = engine.root, engine.tensors[0].parameter.device
     by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
     for candidate, tensor in zip(targets.candidates, engine.tensors, strict=True):
-        tensor.register_buffers()
         for _, module, name in candidate.owners:
             by_module.setdefault(module, {})[name] = tensor
     for module, tensors in by_module.items():
@@ -350,6 +360,7 @@ def _mask(engine: Unmasker, targets: Targets, capacity: int) -> None:
         VALUES, SparseValues(torch.zeros(capacity, dtype=_values_dtype(engine.tensors), device=device))
     )
     model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
+    engine.buffers.register(len(engine.tensors), _base_dtype(engine.tensors), device)
     install(engine)
     listen(engine)
     _freeze([candidate.parameter for candidate in targets.candidates])

@@ -124,7 +124,6 @@ def strategy_name(strategy: Strategy) -> str:
 def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
     """The summary of an engine's model."""
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
-    buffers = [buffer for tensor in engine.tensors for buffer in (tensor.indices, tensor.slots, tensor.base)]
     parameters = dict(engine.root.named_parameters())
     return Summary(
         strategy=engine.strategy,
@@ -136,7 +135,7 @@ def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
         step=engine.step,
         steps=engine.steps,
         updates=engine.updates,
-        state_bytes=sum(tensor.nbytes for tensor in [engine.values, *buffers]),
+        state_bytes=engine.values.nbytes + engine.buffers.nbytes,
         counts=counts,
         sizes={tensor.name: tensor.parameter.numel() for tensor in engine.tensors},
         verification=engine.verify() if verify else None,

@@ -14,13 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.module import masked_tensors
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.index_buffers import BUFFERS, problem_with
 from sparsify.names import ENGINE
-from sparsify.unmasker import POSITION, Unmasker
-from sparsify.values import VALUES
+from sparsify.unmasker import STATE, Unmasker
 
-HANDLES = "_sparsify_handles"  # attribute of a module: the handles of the hooks placed here
+HANDLES = "_sparsify_handles"  # attribute of the root: the handles of the hooks placed here
 PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # transformers leaves these keys out of save_pretrained()
 
@@ -32,56 +30,28 @@ def engine_of(model: nn.Module) -> Unmasker | None:
 
 
 def install(engine: Unmasker) -> None:
-    """Places the hooks on the root and on every module that holds index buffers."""
+    """Places the hooks on the root."""
     root = engine.root
     root.__dict__[ENGINE] = engine
     root.__dict__[HANDLES] = [
         root.register_forward_pre_hook(_before_forward, prepend=True),  # the root's own parameters are tapped after it
         root.register_forward_hook(_after_forward, always_call=True),
         root.register_state_dict_pre_hook(_before_state_dict),
+        root.register_load_state_dict_pre_hook(_before_load),
         root.register_load_state_dict_post_hook(_after_load),
     ]
-    for module in _owners(engine):
-        handle = module.register_load_state_dict_pre_hook(_before_load)
-        module.__dict__.setdefault(HANDLES, []).append(handle)
-    for module, keys in _own_keys(engine):
-        setattr(module, IGNORED_ON_SAVE, set(getattr(module, IGNORED_ON_SAVE) or ()) | keys)
+    if hasattr(root, IGNORED_ON_SAVE):
+        setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
 def uninstall(engine: Unmasker) -> None:
     """Takes back what :func:`install` did."""
-    for module, keys in _own_keys(engine):
-        setattr(module, IGNORED_ON_SAVE, set(getattr(module, IGNORED_ON_SAVE)) - keys)
-    for module in {engine.root, *_owners(engine)}:
-        for handle in module.__dict__.pop(HANDLES):
-            handle.remove()
-    del engine.root.__dict__[ENGINE]
-
-
-def _owners(engine: Unmasker) -> dict[nn.Module, None]:
-    return dict.fromkeys(tensor.owner for tensor in engine.tensors)
-
-
-def _own_keys(engine: Unmasker) -> list[tuple[nn.Module, set[str]]]:
-    """For every module that transformers can save: the keys in its state dict that are ours."""
-    buffers = {(tensor.owner, name) for tensor in engine.tensors for name in tensor.buffer_names}
-    buffers |= {(engine.root, VALUES), (engine.root, POSITION)}
-    savable = [module for module in engine.root.modules() if hasattr(module, IGNORED_ON_SAVE)]
-    return [
-        (
-            top,
-            {f"{prefix}.{name}" if prefix else name for prefix, module in _paths(top) for name in _of(module, buffers)},
-        )
-        for top in savable
-    ]
-
-
-def _paths(top: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(top.named_modules(remove_duplicate=False))
-
-
-def _of(module: nn.Module, buffers: set[tuple[nn.Module, str]]) -> list[str]:
-    return [name for owner, name in buffers if owner is module]
+    root = engine.root
+    if hasattr(root, IGNORED_ON_SAVE):
+        setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
+    for handle in root.__dict__.pop(HANDLES):
+        handle.remove()
+    del root.__dict__[ENGINE]
 
 
 def _before_forward(root: nn.Module, args: Any) -> None:
@@ -114,50 +84,19 @@ def _refresh(root: nn.Module) -> None:
         engine.refresh()
 
 
-def _before_load(
-    module: nn.Module,
-    state_dict: dict[str, Tensor],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Gives the module's index buffers the sizes that they have in the state dict."""
-    for tensor in masked_tensors(module).values():
-        if tensor.owner is not module:
-            continue
-        engine = _engine(tensor)
-        stored = [state_dict.get(prefix + name) for name in tensor.buffer_names]
-        present = [buffer for buffer in stored if buffer is not None]
-        if not present:
-            if prefix + tensor.attribute in state_dict:
-                engine.root.__dict__.setdefault(PLAIN_LOADS, set()).add(tensor)
-            continue
-        if len({buffer.shape for buffer in present}) != 1 or len(present) != len(stored) or present[0].dim() != 1:
-            error_msgs.append(
-                f"the index buffers of `{prefix}{tensor.attribute}` do not agree: "
-                f"{[None if buffer is None else tuple(buffer.shape) for buffer in stored]}; "
-                f"expected {', '.join(tensor.buffer_names)} of one length."
-            )
-            continue
-        if present[1].numel() and int(present[1].max()) >= engine.capacity:
-            error_msgs.append(
-                f"the state dict has more than {engine.capacity:,} unmasked entries, which this model has room for; "
-                "sparsify it with the budget of the model that was saved."
-            )
-            continue
-        for name, buffer in zip(tensor.buffer_names, present, strict=True):
-            own = module._buffers[name]
-            assert own is not None
-            module._buffers[name] = own.new_empty(buffer.shape)
-
-
-def _engine(tensor: MaskedTensor) -> Unmasker:
-    engine = tensor.collector
-    assert isinstance(engine, Unmasker)
-    return engine
+def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Gives the index buffers the sizes that they have in the state dict, unless something is wrong with them there."""
+    engine = engine_of(root)
+    if engine is None:
+        return
+    stored = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
+    if not stored:
+        root.__dict__[PLAIN_LOADS] = {tensor for tensor in engine.tensors if prefix + tensor.name in state_dict}
+    elif problem := problem_with(stored, [tensor.parameter.numel() for tensor in engine.tensors], engine.capacity):
+        raise SparsifyError(problem)
+    else:
+        engine.write_base()  # what was unmasked here may be masked there
+        engine.buffers.resize(stored)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:

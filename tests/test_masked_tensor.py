@@ -104,64 +104,39 @@ def test_every_shape_is_a_matrix_with_the_last_dimension_kept(shape, matrix):
     assert torch.equal(as_matrix(tensor).flatten(), tensor.flatten())
 
 
-@pytest.fixture
-def tensor():
-    owner = nn.Linear(COLS, ROWS)
-    masked = MaskedTensor(owner, "weight", "layer.weight", 0, Recorder())
-    masked.register_buffers()
-    return masked
-
-
-def test_buffers_belong_to_the_module_and_start_empty(tensor):
-    assert tensor.buffer_names == ("weight_indices", "weight_slots", "weight_base")
-    assert tensor.count == 0
-    assert set(tensor.owner.state_dict()) == {"weight", "bias", *tensor.buffer_names}
-    tensor.owner.to(torch.float64)
-    assert tensor.base.dtype == torch.float64
-    assert tensor.indices.dtype == tensor.slots.dtype == torch.int64
-    tensor.remove_buffers()
-    assert set(tensor.owner.state_dict()) == {"weight", "bias"}
-
-
-def test_entries_are_appended_in_order_of_unmasking_with_their_values_as_the_base(tensor):
-    weight = tensor.parameter.detach().clone()
-    tensor.append(torch.tensor([7, 2]), torch.tensor([1, 0]))
-    tensor.append(torch.tensor([4]), torch.tensor([2]))
-    assert tensor.indices.tolist() == [7, 2, 4]
-    assert tensor.slots.tolist() == [1, 0, 2]
-    assert torch.equal(tensor.base, weight.take(tensor.indices))
-    assert torch.equal(tensor.parameter, weight)
-
-
-def test_the_effective_weight_is_base_plus_delta_at_the_indices_and_untouched_elsewhere(tensor):
-    weight = tensor.parameter.detach().clone()
-    tensor.append(torch.tensor([7, 2]), torch.tensor([1, 0]))
-    for delta in (torch.tensor([0.5, -0.25]), torch.tensor([1e-3, 2.0]), torch.zeros(2)):
-        tensor.collector.values = delta
-        tensor.write_effective()
-        expected = weight.clone()
-        expected.view(-1)[7] += delta[1]
-        expected.view(-1)[2] += delta[0]
-        assert torch.equal(tensor.parameter, expected)
-
-
-def test_a_short_dtype_gets_the_float32_sum_rounded_once():
-    owner = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    with torch.no_grad():
-        owner.weight.fill_(1.0)
-    tensor = MaskedTensor(owner, "weight", "weight", 0, Recorder())
-    tensor.register_buffers()
-    tensor.append(torch.tensor([0]), torch.tensor([0]))
-    tensor.collector.values = torch.tensor([2.0**-9])  # lost in bfloat16
-    tensor.write_effective()
-    assert owner.weight.item() == 1
-    tensor.collector.values = torch.tensor([2.0**-8 + 2.0**-12])  # rounds up; 2^-8 alone would be a tie, to even, down
-    tensor.write_effective()
-    assert owner.weight.item() == 1 + 2.0**-7
-
-
 def test_a_frozen_row_is_excluded():
     owner = nn.Embedding(ROWS, COLS, padding_idx=2)
-    tensor = MaskedTensor(owner, "weight", "weight", 0, None, frozen_row=2)
+    tensor = MaskedTensor(0, owner, "weight", "weight", 0, None, frozen_row=2)
     assert tensor.never_candidates.tolist() == list(range(2 * COLS, 3 * COLS))
     assert tensor.num_candidates == (ROWS - 1) * COLS
+
+
+def masked(owner):
+    recorder = Recorder()
+    recorder.buffers.register(1, owner.weight.dtype, owner.weight.device)
+    return MaskedTensor(0, owner, "weight", "layer.weight", 0, recorder)
+
+
+def test_a_tensor_sees_its_part_of_the_buffers_in_its_own_dtype():
+    owner = nn.Linear(COLS, ROWS)
+    tensor = masked(owner)
+    assert tensor.count == 0
+    tensor.collector.buffers.append(
+        [2], torch.tensor([7, 2]), torch.tensor([1, 0]), owner.weight.take(torch.tensor([7, 2]))
+    )
+    tensor.collector.values = torch.tensor([0.5, -0.25])
+    assert tensor.count == 2
+    assert tensor.indices.tolist() == [7, 2]
+    assert tensor.delta.tolist() == [-0.25, 0.5]
+    owner.to(torch.float64)
+    assert torch.equal(tensor.base, owner.weight.take(tensor.indices))
+
+
+def test_values_are_written_at_the_indices_and_nowhere_else():
+    owner = nn.Linear(COLS, ROWS).to(torch.bfloat16)
+    expected = owner.weight.detach().clone()
+    tensor = masked(owner)
+    tensor.collector.buffers.append([2], torch.tensor([7, 2]), torch.tensor([1, 0]), torch.zeros(2))
+    tensor.write(torch.tensor([1 + 2.0**-8 + 2.0**-12, 3.0]))  # rounded once: 1 + 2^-8 alone would be a tie
+    expected.view(-1)[7], expected.view(-1)[2] = 1 + 2.0**-7, 3
+    assert torch.equal(owner.weight, expected)

@@ -43,8 +43,7 @@ def train(model, batches, optimizer=None, steps=STEPS):
 
 def plain_weights(model):
     """Every tensor of the model under its own name, without the library's buffers."""
-    ours = ("sparse_values", "_indices", "_slots", "_base", "sparse_position")
-    return {name: value.clone() for name, value in model.state_dict().items() if not name.endswith(ours)}
+    return {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("sparse_")}
 
 
 def assert_weights_follow_the_delta(model):
@@ -285,7 +284,7 @@ def test_a_root_that_is_a_linear_is_swapped_itself():
     assert sparsify(model, 5, steps=1) is model
     assert isinstance(model, MaskedLinear)
     model(torch.randn(3, 4)).square().sum().backward()
-    assert model.indices.numel() + model.bias_indices.numel() == 5
+    assert model.indices.numel() + get_unmasker(model).tensors[1].count == 5
     assert type(desparsify(model)) is nn.Linear
 
 
@@ -545,21 +544,75 @@ def test_a_merged_checkpoint_loaded_into_a_sparsified_model_is_what_runs(mlp):
     assert_weights_follow_the_delta(model)
 
 
+def damaged(state, **changes):
+    return {**state, **{f"sparse_{name}": change(state[f"sparse_{name}"].clone()) for name, change in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": lambda slots: slots[:-1]}, "the index buffers do not agree"),
+        ({"counts": lambda counts: counts + 1}, "the index buffers do not agree"),
+        ({"counts": lambda counts: counts - 100}, "the index buffers do not agree"),
+        ({"base": lambda base: base.view(2, -1)}, "the index buffers do not agree"),
+        ({"counts": lambda counts: counts[1:]}, r"about 7 tensors, and this model has 8 that are masked"),
+        ({"slots": lambda slots: slots + 1}, "more than 40 unmasked entries"),
+        ({"slots": lambda slots: slots - 1}, "more than 40 unmasked entries"),
+        ({"indices": lambda indices: indices + 10_000}, "point beyond their tensors"),
+        ({"indices": lambda indices: indices - 10_000}, "point beyond their tensors"),
+    ],
+)
+def test_damaged_index_buffers_are_refused_and_nothing_is_loaded(mlp, changes, message):
+    model, batches = mlp
+    train(model, batches)
+    fresh = sparsify(MLP(), BUDGET, steps=STEPS)
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(SparsifyError, match=message):
+        fresh.load_state_dict(damaged(model.state_dict(), **changes))
+    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
+
+
+def test_missing_index_buffers_are_named(mlp):
+    model, _ = mlp
+    state = model.state_dict()
+    del state["sparse_base"]
+    with pytest.raises(SparsifyError, match="index buffers are missing: sparse_base; expected all of"):
+        model.load_state_dict(state, strict=False)
+
+
 def test_a_state_dict_of_a_larger_budget_is_refused(mlp):
     model, batches = mlp
     train(model, batches)
     smaller = sparsify(MLP(), BUDGET - 1, steps=STEPS)
-    with pytest.raises(RuntimeError, match="more than 39 unmasked entries"):
+    with pytest.raises(SparsifyError, match="more than 39 unmasked entries"):
         smaller.load_state_dict(model.state_dict())
 
 
-def test_index_buffers_that_do_not_agree_are_refused(mlp):
+def test_the_trained_state_without_the_weights_goes_onto_the_base():
+    model, batches = build("bert")
+    pretrained = copy.deepcopy(model)
+    train(sparsify(model, BUDGET, steps=STEPS), batches)
+    other = sparsify(pretrained, BUDGET, steps=STEPS)
+    train(other, batches[::-1])  # other entries are unmasked there, which have to be the base's again
+    state = {name: value for name, value in model.state_dict().items() if name.startswith("sparse_")}
+    missing, unexpected = other.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert not any(name.startswith("sparse_") for name in missing)
+    assert all(torch.equal(value, plain_weights(model)[name]) for name, value in plain_weights(other).items())
+
+
+def test_a_part_of_the_state_dict_that_is_picked_by_a_modules_name_holds_plain_weights(mlp):
     model, batches = mlp
     train(model, batches)
-    state = model.state_dict()
-    state["second.weight_slots"] = state["second.weight_slots"][:-1]
-    with pytest.raises(RuntimeError, match=r"index buffers of `second\.weight` do not agree"):
-        sparsify(MLP(), BUDGET, steps=STEPS).load_state_dict(state)
+    names = {name for name in model.state_dict() if name.startswith(("first.", "second."))}
+    assert names == {"first.weight", "first.bias", "second.weight", "second.bias"}
+
+
+def test_a_name_that_the_model_has_itself_is_refused():
+    model = MLP()
+    model.register_buffer("sparse_slots", torch.zeros(1))
+    with pytest.raises(SparsifyError, match="the MLP has a `sparse_slots` of its own"):
+        sparsify(model, BUDGET, steps=STEPS)
 
 
 # -------------------------------------------------------------------------------- the base

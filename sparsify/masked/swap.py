@@ -13,7 +13,7 @@ from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.generic import PLAIN, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
-from sparsify.masked.tensor import MaskedTensor, buffer_names
+from sparsify.masked.tensor import MaskedTensor
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 
@@ -27,10 +27,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str) -> None:
         attribute: the parameter's name in the module.
     """
     kind = type(module).__name__
-    taken = [buffer for buffer in buffer_names(attribute) if hasattr(module, buffer)]
-    if taken:
-        problem = f"({kind}) has a `{taken[0]}` of its own, the name of one of the buffers that would be added"
-    elif is_lazy(module._parameters[attribute]):  # type: ignore[arg-type]
+    if is_lazy(module._parameters[attribute]):  # type: ignore[arg-type]
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
     elif module._parameters[attribute].is_meta:  # type: ignore[union-attr]
         problem = "is on the meta device (offloaded or not yet loaded); load its weights before sparsify()"

@@ -1,7 +1,7 @@
 """One tensor parameter that is trained at some of its entries, and the gradient it gets in one node.
 
-A :class:`MaskedTensor` owns no data. Its indices, slots and base values are buffers of the module that owns the
-parameter, so that ``.to()``, ``state_dict()`` and ``deepcopy`` see them; here they have their meaning:
+A :class:`MaskedTensor` owns no data. Its indices, slots and base values are its part of the root's index buffers, so
+that ``.to()``, ``state_dict()`` and ``deepcopy`` see them; here they have their meaning:
 
 * ``indices`` (k,) int64: flat, row-major positions of the unmasked entries, in order of unmasking;
 * ``slots``   (k,) int64: where each entry's delta lives in the root's flat vector;
@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from sparsify.index_buffers import IndexBuffers
 
 
 class Gradient:
@@ -111,6 +113,10 @@ class Collector(Protocol):
         """(budget,) the flat delta."""
 
     @property
+    def buffers(self) -> IndexBuffers:
+        """The unmasked entries of all tensors."""
+
+    @property
     def in_forward(self) -> bool:
         """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
 
@@ -122,7 +128,8 @@ class MaskedTensor:
     """One tensor parameter, its index buffers, and who collects its gradient.
 
     Args:
-        owner: the module whose buffers hold the state; the first of those that share the parameter.
+        number: which of the model's masked tensors it is, from 0.
+        owner: the module that has the parameter; the first of those that share it.
         attribute: the parameter's name in its owner.
         name: its first name in the model's ``named_parameters``.
         offset: global id of its first entry: the number of entries in the tensors before it.
@@ -132,6 +139,7 @@ class MaskedTensor:
 
     def __init__(
         self,
+        number: int,
         owner: nn.Module,
         attribute: str,
         name: str,
@@ -139,6 +147,7 @@ class MaskedTensor:
         collector: Collector,
         frozen_row: int | None = None,
     ) -> None:
+        self.number = number
         self.owner = owner
         self.attribute = attribute
         self.name = name
@@ -154,20 +163,16 @@ class MaskedTensor:
         return parameter
 
     @property
-    def buffer_names(self) -> tuple[str, str, str]:
-        return buffer_names(self.attribute)
-
-    @property
     def indices(self) -> Tensor:
-        return self._buffer(0)
+        return self.collector.buffers.indices(self.number).to(self.parameter.device)
 
     @property
     def slots(self) -> Tensor:
-        return self._buffer(1)
+        return self.collector.buffers.slots(self.number).to(self.parameter.device)
 
     @property
     def base(self) -> Tensor:
-        return self._buffer(2)
+        return self.collector.buffers.base(self.number).to(self.parameter)
 
     @property
     def delta(self) -> Tensor:
@@ -178,7 +183,7 @@ class MaskedTensor:
     @property
     def count(self) -> int:
         """Number of unmasked entries."""
-        return self.indices.numel()
+        return self.collector.buffers.count(self.number)
 
     @property
     def matrix(self) -> Tensor:
@@ -203,42 +208,10 @@ class MaskedTensor:
         """Flat indices, in no order, of the entries that cannot be unmasked any more, or never."""
         return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
 
-    def register_buffers(self) -> None:
-        empty = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
-        indices, slots, base = self.buffer_names
-        self.owner.register_buffer(indices, empty)
-        self.owner.register_buffer(slots, empty.clone())
-        self.owner.register_buffer(base, self.parameter.detach().new_empty(0))
-
-    def remove_buffers(self) -> None:
-        for name in self.buffer_names:
-            delattr(self.owner, name)
-
     @torch.no_grad()
-    def append(self, indices: Tensor, slots: Tensor) -> None:
-        """Unmasks entries (n,) that are still masked; their current values are the base."""
-        added = (indices, slots, self.parameter.take(indices))
-        for name, more in zip(self.buffer_names, added, strict=True):
-            old = self.owner._buffers[name]
-            assert old is not None
-            self.owner._buffers[name] = torch.cat([old, more.to(old.device)])
-
-    @torch.no_grad()
-    def write_effective(self) -> None:
-        """Puts base + delta into the weight."""
-        delta = self.delta
-        base = self.base.to(torch.promote_types(self.base.dtype, delta.dtype))
-        self.parameter.put_(self.indices, (base + delta).to(self.parameter.dtype))
-
-    def _buffer(self, which: int) -> Tensor:
-        buffer = self.owner._buffers[self.buffer_names[which]]
-        assert buffer is not None
-        return buffer
-
-
-def buffer_names(attribute: str) -> tuple[str, str, str]:
-    """The names of the buffers that a masked parameter of this name brings along: indices, slots, base values."""
-    return f"{attribute}_indices", f"{attribute}_slots", f"{attribute}_base"
+    def write(self, values: Tensor) -> None:
+        """Puts values (k,) into the weight at the indices."""
+        self.parameter.put_(self.indices, values.to(self.parameter))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -1,0 +1,149 @@
+"""The unmasked entries of a whole model, in flat buffers of its root, one tensor after the other.
+
+    sparse_counts   (tensors,) int64   how many entries each tensor has
+    sparse_indices  (k,) int64         flat, row-major positions in their tensor
+    sparse_slots    (k,) int64         where each entry's delta lives in the flat vector
+    sparse_base     (k,)               the pretrained values, in a dtype that holds those of every tensor
+
+A tensor's entries are in order of unmasking. They are on the root and not in the modules, so that whoever picks parts
+of a state dict by modules' names (PEFT saves whatever has ``lora_`` in its name) gets plain weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor, nn
+
+COUNTS = "sparse_counts"
+INDICES, SLOTS, BASE = PER_ENTRY = ("sparse_indices", "sparse_slots", "sparse_base")
+BUFFERS = (COUNTS, *PER_ENTRY)
+
+
+class IndexBuffers:
+    """The index buffers of a model; tensors are known by their number, from 0.
+
+    Args:
+        root: the module that holds the buffers.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._starts = [0]  # of each tensor's entries, and the end of the last one's: the counts, on the host
+
+    def register(self, num_tensors: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Adds empty buffers to the root; base values will be kept in ``dtype``."""
+        self._root.register_buffer(COUNTS, torch.zeros(num_tensors, dtype=torch.int64, device=device))
+        for name in (INDICES, SLOTS):
+            self._root.register_buffer(name, torch.empty(0, dtype=torch.int64, device=device))
+        self._root.register_buffer(BASE, torch.empty(0, dtype=dtype, device=device))
+        self._starts = [0] * (num_tensors + 1)
+
+    def remove(self) -> None:
+        """Takes the buffers from the root."""
+        for name in BUFFERS:
+            delattr(self._root, name)
+
+    @property
+    def total(self) -> int:
+        """Number of entries of all tensors."""
+        return self._starts[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._buffer(name).nbytes for name in BUFFERS)
+
+    def count(self, number: int) -> int:
+        """Number of entries of a tensor."""
+        return self._starts[number + 1] - self._starts[number]
+
+    def indices(self, number: int) -> Tensor:
+        """(count,) int64: a tensor's flat positions."""
+        return self._part(INDICES, number)
+
+    def slots(self, number: int) -> Tensor:
+        """(count,) int64: where a tensor's deltas live in the flat vector."""
+        return self._part(SLOTS, number)
+
+    def base(self, number: int) -> Tensor:
+        """(count,) a tensor's pretrained values."""
+        return self._part(BASE, number)
+
+    def split(self, per_entry: Tensor) -> tuple[Tensor, ...]:
+        """Something (k,) about all entries, tensor by tensor."""
+        return per_entry.split([end - start for start, end in pairwise(self._starts)])
+
+    @property
+    def all_slots(self) -> Tensor:
+        """(k,) int64: the slots of all entries."""
+        return self._buffer(SLOTS)
+
+    @property
+    def all_base(self) -> Tensor:
+        """(k,) the pretrained values of all entries."""
+        return self._buffer(BASE)
+
+    def append(self, sizes: Sequence[int], indices: Tensor, slots: Tensor, base: Tensor) -> None:
+        """Adds entries after those that their tensors have.
+
+        Args:
+            sizes: how many each tensor gets.
+            indices: (n,) int64 positions, in the order of the tensors.
+            slots: (n,) int64.
+            base: (n,) pretrained values.
+        """
+        for name, more in zip(PER_ENTRY, (indices, slots, base), strict=True):
+            old = self._buffer(name)
+            pairs = zip(self.split(old), more.to(old).split(list(sizes)), strict=True)
+            self._root._buffers[name] = torch.cat(list(chain.from_iterable(pairs)))
+        self._buffer(COUNTS).add_(torch.tensor(sizes, device=self._buffer(COUNTS).device))
+        self._starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
+
+    def resize(self, state: Mapping[str, Tensor]) -> None:
+        """Makes room for the buffers of a state dict, by name, that has been checked."""
+        for name in PER_ENTRY:
+            self._root._buffers[name] = self._buffer(name).new_empty(state[name].shape)
+
+    def loaded(self) -> None:
+        """The buffers hold other entries now."""
+        self._starts = list(accumulate(self._buffer(COUNTS).tolist(), initial=0))
+
+    def _part(self, name: str, number: int) -> Tensor:
+        return self._buffer(name)[self._starts[number] : self._starts[number + 1]]
+
+    def _buffer(self, name: str) -> Tensor:
+        buffer = self._root._buffers[name]
+        assert buffer is not None
+        return buffer
+
+
+def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: int) -> str | None:
+    """What is wrong with the index buffers in a state dict, if anything.
+
+    Args:
+        state: those of the buffers that are there, by name.
+        sizes: number of entries, masked or not, of each tensor of the model.
+        capacity: how many entries the model has room for.
+    """
+    if missing := [name for name in BUFFERS if name not in state]:
+        return f"index buffers are missing: {', '.join(missing)}; expected all of {', '.join(BUFFERS)}, or none."
+    shapes = {name: tuple(state[name].shape) for name in BUFFERS}
+    counts, slots = state[COUNTS], state[SLOTS]
+    if shapes[COUNTS] != (len(sizes),):
+        return (
+            f"the index buffers are about {counts.numel():,} tensors, and this model has {len(sizes):,} that are "
+            "masked; sparsify it with the same target_modules as the model that was saved."
+        )
+    if bool((counts < 0).any()) or any(shapes[name] != (int(counts.sum()),) for name in PER_ENTRY):
+        return f"the index buffers do not agree: {shapes}; expected as many of each as sparse_counts adds up to."
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
+        return (
+            f"the state dict has more than {capacity:,} unmasked entries, which this model has room for; "
+            "sparsify it with the budget of the model that was saved."
+        )
+    limits = torch.tensor(sizes, device=counts.device).repeat_interleave(counts)
+    if bool(((state[INDICES] < 0) | (state[INDICES] >= limits)).any()):
+        return "the index buffers point beyond their tensors; sparsify the model that was saved, not another one."
+    return None

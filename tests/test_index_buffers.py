@@ -1,0 +1,81 @@
+"""The unmasked entries of many tensors in flat buffers."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsify.index_buffers import BUFFERS, IndexBuffers, problem_with
+
+CPU = torch.device("cpu")
+
+
+def filled(additions):
+    """Buffers of three tensors after some additions, each the number of entries for each tensor; and what went in."""
+    root = nn.Module()
+    buffers, expected = IndexBuffers(root), [[], [], []]
+    buffers.register(3, torch.float32, CPU)
+    slot = 0
+    for sizes in additions:
+        total = sum(sizes)
+        indices, slots = torch.randint(100, (total,)), torch.arange(slot, slot + total)
+        base = torch.randn(total)
+        buffers.append(sizes, indices, slots, base)
+        slot += total
+        for own, *parts in zip(expected, *(part.split(sizes) for part in (indices, slots, base)), strict=True):
+            own.extend(zip(*(part.tolist() for part in parts), strict=True))
+    return root, buffers, expected
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3).map(list), max_size=5))
+def test_each_tensor_keeps_its_entries_in_the_order_in_which_they_came(additions):
+    _, buffers, expected = filled(additions)
+    assert buffers.total == sum(map(sum, additions)) == buffers.all_slots.numel()
+    for number, own in enumerate(expected):
+        assert buffers.count(number) == len(own)
+        parts = (buffers.indices(number), buffers.slots(number), buffers.base(number))
+        assert list(zip(*(part.tolist() for part in parts), strict=True)) == own
+    assert [part.numel() for part in buffers.split(buffers.all_base)] == [len(own) for own in expected]
+
+
+def test_the_buffers_are_the_roots_and_go_where_it_goes():
+    root, buffers, _ = filled([[1, 0, 2]])
+    assert tuple(root.state_dict()) == BUFFERS
+    assert buffers.nbytes == 3 * 8 + 3 * (8 + 8 + 4)
+    root.to(torch.float64)
+    assert buffers.base(0).dtype == torch.float64
+    assert buffers.indices(0).dtype == buffers.slots(0).dtype == torch.int64
+    assert copy.deepcopy(buffers).base(2).tolist() == buffers.base(2).tolist()
+    buffers.remove()
+    assert not root.state_dict()
+
+
+def test_a_state_dict_of_another_size_can_be_loaded():
+    _, source, expected = filled([[1, 0, 2], [0, 1, 1]])
+    root, buffers, _ = filled([[2, 2, 2]])
+    state = source._root.state_dict()
+    assert problem_with(state, [100] * 3, capacity=5) is None
+    buffers.resize(state)
+    root.load_state_dict(state)
+    buffers.loaded()
+    assert buffers.indices(2).tolist() == [index for index, _, _ in expected[2]]
+
+
+def test_an_index_is_checked_against_its_own_tensor():
+    root, buffers, _ = filled([[1, 1, 0]])
+    buffers.indices(0).fill_(50)
+    buffers.indices(1).fill_(3)
+    assert problem_with(root.state_dict(), [51, 4, 1], capacity=2) is None
+    assert "point beyond their tensors" in problem_with(root.state_dict(), [51, 3, 1], capacity=2)
+    assert "point beyond their tensors" in problem_with(root.state_dict(), [50, 4, 1], capacity=2)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_all_buffers_or_none(name):
+    state = filled([[1, 1, 0]])[0].state_dict()
+    del state[name]
+    assert problem_with(state, [100] * 3, capacity=2).startswith(f"index buffers are missing: {name}; expected")
