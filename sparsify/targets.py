@@ -68,9 +68,9 @@ def find_targets(
             f"modules_to_save={modules_to_save!r}; expected a list of module names, such as [{modules_to_save!r}]."
         )
     modules = dict(model.named_modules())
-    saved_modules = _match(model, modules_to_save or None, "modules_to_save")
-    excluded = _match(model, exclude_modules, "exclude_modules")
-    targeted = set(modules) if target_modules is None else _match(model, target_modules, "target_modules")
+    saved_modules = match_modules(model, modules_to_save or None, "modules_to_save")
+    excluded = match_modules(model, exclude_modules, "exclude_modules")
+    targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
 
     owners = _owners(modules)
     candidates: list[Candidate] = []
@@ -104,8 +104,21 @@ def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Modu
     return {key: tuple(places) for key, places in owners.items()}
 
 
-def _match(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
-    """First names of the modules that a pattern in PEFT's words matches; a module may have several names."""
+def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
+    """First names of the modules that a pattern in PEFT's words matches; a module may have several names.
+
+    Args:
+        model: the model; it is only read.
+        pattern: a list of names' ends, a regular expression for the whole name, or ``"all-linear"``.
+        argument: what the caller's users call the pattern.
+
+    Raises:
+        SparsifyError: when it matches nothing; near names are listed.
+
+    Example:
+        >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
+        {'0'}
+    """
     first_names = {module: name for name, module in model.named_modules()}
     names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
     if pattern is None:

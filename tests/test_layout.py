@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "version"},
     {"importance", "schedules", "names", "extras", "values", "index_buffers", "stepping", "kernels", "layout"},
     {"strategies", "targets", "entries", "conversion"},
-    {"metadata"},
+    {"metadata", "adapters"},
     {"format", "edits", "checkpoint", "hub"},
     {"checking"},
     {"algebra", "card", "diffing", "merging", "patches", "peft_files"},

@@ -1,0 +1,13 @@
+"""Bottleneck adapters for transformers, with the names, numbers and outputs of AdapterHub's ``adapters``.
+
+    model --add_adapters--> the same model, of which only adapters and heads are trainable      insert.py, places.py
+    model with adapters --save_adapters--> folder --load_adapters--> a fresh base               files.py
+
+Their projections are ``nn.Linear``, so ``sparsify(model, ...)`` makes them masked ones.
+"""
+
+from sparsify.adapters.bottleneck import Adapter, AdapterConfig
+from sparsify.adapters.files import load_adapters, save_adapters
+from sparsify.adapters.insert import add_adapters, remove_adapters
+
+__all__ = ["Adapter", "AdapterConfig", "add_adapters", "load_adapters", "remove_adapters", "save_adapters"]

@@ -1,0 +1,130 @@
+"""One adapter: down to a few dimensions, a non-linearity, up again, added to the hidden states that it was given.
+
+In: the hidden states of a layer, by a forward hook. Out: the hidden states that the layer goes on with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.errors import SparsifyError
+
+INITIAL_STD = 0.02  # of AdapterHub's init_weights="bert"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A published way to place adapters in a layer.
+
+    Attributes:
+        non_linearity: the activation in the bottleneck.
+        after_attention: whether the attention has an adapter too, beside the feed-forward network.
+        after_residual: whether the adapter sees the sublayer's output with the residual added (and, where the layer
+            has a norm behind that, normalised), or the sublayer's output alone.
+    """
+
+    non_linearity: type[nn.Module]
+    after_attention: bool
+    after_residual: bool
+
+
+KINDS = {
+    "houlsby": Kind(nn.SiLU, after_attention=True, after_residual=False),
+    "pfeiffer": Kind(nn.ReLU, after_attention=False, after_residual=True),
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What kind of adapters a model has.
+
+    Attributes:
+        kind: ``"pfeiffer"`` or ``"houlsby"``.
+        reduction_factor: the hidden size is so many times the bottleneck's.
+        name: of the adapters; a part of their parameters' names.
+        target_modules: full names of the modules after whose output the adapters go, where the user named them.
+
+    Raises:
+        SparsifyError: for an unknown kind, or a factor or name that cannot be one.
+
+    Example:
+        >>> AdapterConfig("houlsby", 16).bottleneck(768)
+        48
+    """
+
+    kind: str = "pfeiffer"
+    reduction_factor: float = 16
+    name: str = "default"
+    target_modules: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SparsifyError(f"kind={self.kind!r} is no kind of adapter; expected {' or '.join(KINDS)}.")
+        factor = self.reduction_factor
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor < math.inf:
+            raise SparsifyError(
+                f"reduction_factor={factor!r}; expected a number above 0: a factor of 16 makes the bottleneck a "
+                "sixteenth of the hidden size."
+            )
+        if not isinstance(self.name, str) or not self.name or "." in self.name or hasattr(nn.ModuleDict, self.name):
+            raise SparsifyError(
+                f"adapter_name={self.name!r} cannot be part of a parameter's name; expected a word without dots that "
+                "is no method of a dict, such as 'default'."
+            )
+
+    def bottleneck(self, width: int) -> int:
+        """The bottleneck's size for hidden states of ``width`` dimensions: at least one."""
+        return max(1, int(width // self.reduction_factor))
+
+
+class Adapter(nn.Module):
+    """A bottleneck adapter: ``up(f(down(x)))``, which its hooks add to the hidden states.
+
+    Houlsby et al. 2019, *Parameter-Efficient Transfer Learning for NLP* (two in each layer); Pfeiffer et al. 2021,
+    *AdapterFusion* (one). Weights start as in AdapterHub: normal with a standard deviation of 0.02, biases at zero.
+
+    Args:
+        width: size of the hidden states.
+        config: kind and reduction factor.
+
+    Attributes:
+        adapter_down: ``nn.Sequential`` of a linear layer (width -> bottleneck) and the non-linearity.
+        adapter_up: linear layer (bottleneck -> width).
+
+    Example:
+        >>> adapter = Adapter(32, AdapterConfig("pfeiffer", reduction_factor=16))
+        >>> [(name, tuple(parameter.shape)) for name, parameter in adapter.named_parameters()][:2]
+        [('adapter_down.0.weight', (2, 32)), ('adapter_down.0.bias', (2,))]
+    """
+
+    def __init__(self, width: int, config: AdapterConfig) -> None:
+        super().__init__()
+        self.config = config
+        bottleneck = config.bottleneck(width)
+        down = nn.Linear(width, bottleneck)
+        self.adapter_down = nn.Sequential(down, KINDS[config.kind].non_linearity())
+        self.adapter_up = nn.Linear(bottleneck, width)
+        for projection in (down, self.adapter_up):
+            nn.init.normal_(projection.weight, std=INITIAL_STD)
+            nn.init.zeros_(projection.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What is to be added to ``hidden`` (..., width), in its dtype whatever the adapter's own."""
+        change: Tensor = self.adapter_up(self.adapter_down(hidden.to(self.adapter_up.weight.dtype)))
+        return change.to(hidden.dtype)
+
+    def adapt_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook: ``x + adapter(x)`` for the output x of a module, or the first of its outputs."""
+        if isinstance(output, torch.Tensor):
+            return output + self(output)
+        return (output[0] + self(output[0]), *output[1:])
+
+    def adapt_before_norm(self, norm: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Forward pre-hook of a norm: it is given ``x + adapter(norm(x))`` in the place of x."""
+        return (args[0] + self(norm.forward(args[0])), *args[1:])

@@ -1,0 +1,191 @@
+"""Adapters in a folder of their own, in AdapterHub's format: each library reads what the other one wrote.
+
+    model --save_adapters--> adapter_config.json, adapter.safetensors --load_adapters--> a fresh base
+
+Nothing is unpickled; a folder is checked before the model is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from sparsify.adapters.bottleneck import Adapter, AdapterConfig
+from sparsify.adapters.insert import check_without_adapters, find_adapters, insert_adapters
+from sparsify.adapters.places import find_places
+from sparsify.errors import SparsifyError
+from sparsify.names import near_names, plain_model, plain_name
+
+Model = TypeVar("Model", bound=nn.Module)
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter.safetensors"
+VERSION = "adapters.1.3.0"  # of AdapterHub, whose format it is
+# what the two kinds have in common, in the words of AdapterHub's BnConfig
+_SETTINGS: dict[str, Any] = {
+    "output_adapter": True,
+    "cross_adapter": False,
+    "original_ln_after": True,
+    "residual_before_ln": True,
+    "adapter_residual_before_ln": False,
+    "ln_before": False,
+    "ln_after": False,
+    "is_parallel": False,
+    "use_gating": False,
+    "scaling": 1.0,
+    "dropout": 0.0,
+    "stochastic_depth": 0.0,
+    "phm_layer": False,
+    "inv_adapter": None,
+    "leave_out": [],
+}
+_OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "houlsby": {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"},
+    "pfeiffer": {"mh_adapter": False, "original_ln_before": True, "non_linearity": "relu"},
+}
+
+
+def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Writes a model's adapters, and nothing of its base or head, into a folder.
+
+    Args:
+        model: a model with adapters, sparsified or not.
+        folder: made where it is missing; AdapterHub's ``model.load_adapter(folder, use_safetensors=True)`` reads it.
+
+    Raises:
+        SparsifyError: when the model has no adapters.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertModel
+        >>> from sparsify.adapters import add_adapters
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(add_adapters(BertModel(BertConfig(num_hidden_layers=1))), folder)
+        ...     model = load_adapters(BertModel(BertConfig(num_hidden_layers=1)), folder)
+        >>> model.encoder.layer[0].output.adapters.default.config.kind
+        'pfeiffer'
+    """
+    adapters = find_adapters(model)
+    config = next(iter(adapters.values())).config
+    state = model.state_dict()
+    names = [f"{prefix}.{name}" for prefix, adapter in adapters.items() for name, _ in adapter.named_parameters()]
+    tensors = {plain_name(name): state[name].detach().cpu().contiguous() for name in names}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters.") as complete:
+        text = json.dumps(_full_config(model, config), indent=2, sort_keys=True)
+        (Path(complete) / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+        safetensors.torch.save_file(tensors, Path(complete) / WEIGHTS_NAME, metadata={"format": "pt"})
+        for name in (WEIGHTS_NAME, CONFIG_NAME):
+            os.replace(Path(complete) / name, folder / name)
+
+
+def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
+    """Puts the adapters of a folder into a model, in place, as :func:`add_adapters` does.
+
+    Args:
+        model: a base without adapters.
+        folder: what :func:`save_adapters` wrote, or AdapterHub's ``save_adapter(..., use_safetensors=True)`` for its
+            configs ``"seq_bn"`` and ``"double_seq_bn"``.
+
+    Returns:
+        The same model object.
+
+    Raises:
+        SparsifyError: before anything has been changed: when the folder holds no such adapters, or they belong to
+            another architecture or size.
+    """
+    check_without_adapters(model)
+    folder = Path(folder)
+    config = _read_config(folder / CONFIG_NAME)
+    tensors = _read_weights(folder / WEIGHTS_NAME, _expected_shapes(model, config), type(model).__name__)
+    insert_adapters(model, config)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+    return model
+
+
+def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
+    """What AdapterHub writes beside the weights, and the modules that the user named."""
+    base = getattr(plain_model(model), "config", None)
+    settings = {**_SETTINGS, **_OWN_SETTINGS[config.kind], "reduction_factor": config.reduction_factor}
+    named = {} if config.target_modules is None else {"target_modules": list(config.target_modules)}
+    return {
+        "config": settings,
+        "hidden_size": getattr(base, "hidden_size", None),
+        "model_class": type(plain_model(model)).__name__,
+        "model_name": getattr(base, "name_or_path", None),
+        "model_type": getattr(base, "model_type", None),
+        "name": config.name,
+        "version": VERSION,
+        **named,
+    }
+
+
+def _read_config(path: Path) -> AdapterConfig:
+    try:
+        full = json.loads(path.read_text(encoding="utf-8"))
+        settings, name, named = full["config"], full["name"], full.get("target_modules")
+        given = {**settings}
+        factor = given["reduction_factor"]
+    except OSError as error:
+        raise SparsifyError(
+            f"{path} cannot be read ({error.strerror}); expected a folder of save_adapters()."
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters.") from None
+    if named is not None and not (isinstance(named, list) and all(isinstance(module, str) for module in named)):
+        raise SparsifyError(f"{path}: target_modules is {named!r}, expected a list of module names.")
+    for kind, own in _OWN_SETTINGS.items():
+        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **own}.items()):
+            return AdapterConfig(kind, factor, name, None if named is None else tuple(named))
+    raise SparsifyError(
+        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings "
+        f"({', '.join(f'{kind}: {own}' for kind, own in _OWN_SETTINGS.items())}); load it with AdapterHub's `adapters`."
+    )
+
+
+def _expected_shapes(model: nn.Module, config: AdapterConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the adapters' parameters by the names that they will have."""
+    names = {id(module): name for name, module in model.named_modules()}
+    missing = [name for name in config.target_modules or () if name not in names.values()]
+    if missing:
+        raise SparsifyError(
+            f"{type(model).__name__} has no module {missing[0]!r}{near_names(missing[0], names.values())}."
+        )
+    shapes = {}
+    for place in find_places(model, config):
+        prefix = f"{names[id(place.parent)]}.{place.path}.{config.name}".lstrip(".")
+        with torch.device("meta"):
+            adapter = Adapter(place.width, config)
+        shapes.update({f"{prefix}.{name}": tuple(value.shape) for name, value in adapter.named_parameters()})
+    return shapes
+
+
+def _read_weights(path: Path, shapes: dict[str, tuple[int, ...]], model_class: str) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SparsifyError(
+            f"{path} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
+        ) from None
+    for name in [*shapes, *tensors]:
+        if name not in tensors:
+            raise SparsifyError(f"{path} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
+        if name not in shapes:
+            raise SparsifyError(f"{path} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
+        if tuple(tensors[name].shape) != shapes[name]:
+            raise SparsifyError(
+                f"{path}: `{name}` has the shape {tuple(tensors[name].shape)}, {model_class} needs {shapes[name]}."
+            )
+    return tensors

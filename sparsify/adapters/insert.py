@@ -1,0 +1,182 @@
+"""Adapters into a model and out of it again, in place.
+
+In: a model of transformers. Out: the same object, with an adapter at each of its places and a hook that runs it. The
+base's own modules, their classes and their names stay as they are, so that its checkpoints still fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from sparsify.adapters.bottleneck import Adapter, AdapterConfig
+from sparsify.adapters.places import Place, find_places
+from sparsify.errors import SparsifyError
+from sparsify.names import ENGINE
+from sparsify.targets import Pattern, match_modules
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Adapters(nn.ModuleDict):
+    """What holds adapters in a model: :func:`remove_adapters` knows them by it."""
+
+
+def add_adapters(
+    model: Model,
+    kind: str = "pfeiffer",
+    reduction_factor: float = 16,
+    *,
+    adapter_name: str = "default",
+    target_modules: Pattern = None,
+) -> Model:
+    """Puts bottleneck adapters into a model of transformers, in place, and freezes what is not adapter or head.
+
+    Places, parameter names, initial values and outputs are those of AdapterHub's ``adapters``. As after its
+    ``train_adapter``, the base model and the output embeddings are frozen and a task's head stays trainable: give it
+    to ``sparsify`` as one of ``modules_to_save``, or its entries are candidates like the adapters'.
+
+    Args:
+        model: a model with layers like BERT's (RoBERTa, DeBERTa-v2, ...), T5's or Llama's (Mistral, Qwen2, Qwen3, ...).
+        kind: ``"pfeiffer"``, one adapter in each layer, after the feed-forward network (AdapterHub's ``"seq_bn"``), or
+            ``"houlsby"``, another one after the self-attention (``"double_seq_bn"``).
+        reduction_factor: the hidden size is so many times the bottleneck's.
+        adapter_name: a part of the parameters' names.
+        target_modules: for any other model: the modules after whose output x an adapter goes, ``x + adapter(x)``; a
+            list matches the ends of their names, a string is a regular expression for the whole name. ``kind`` then
+            says the non-linearity only.
+
+    Returns:
+        The same model object.
+
+    Raises:
+        SparsifyError: before anything has been changed: for an unknown kind or architecture, a reduction factor or
+            name that cannot be one, a model that has adapters already or is in sparse training.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> model = BertForSequenceClassification(BertConfig(num_hidden_layers=1))
+        >>> model = add_adapters(model, "houlsby", reduction_factor=16)
+        >>> for name in [name for name, parameter in model.named_parameters() if parameter.requires_grad][::4]:
+        ...     print(name)
+        bert.encoder.layer.0.attention.output.adapters.default.adapter_down.0.weight
+        bert.encoder.layer.0.output.adapters.default.adapter_down.0.weight
+        classifier.weight
+
+    Source:
+        Houlsby et al. 2019, *Parameter-Efficient Transfer Learning for NLP*, https://arxiv.org/abs/1902.00751;
+        Pfeiffer et al. 2021, *AdapterFusion*, https://arxiv.org/abs/2005.00247.
+    """
+    config = AdapterConfig(kind, reduction_factor, adapter_name)
+    check_without_adapters(model)
+    if target_modules is not None:
+        matched = match_modules(model, target_modules, "target_modules")
+        config = replace(config, target_modules=tuple(name for name, _ in model.named_modules() if name in matched))
+    insert_adapters(model, config)
+    return model
+
+
+def remove_adapters(model: Model) -> Model:
+    """Takes the adapters out again, in place; what is frozen stays frozen.
+
+    Args:
+        model: a model that :func:`add_adapters` was given, wrapped or not.
+
+    Returns:
+        The same model object: its outputs are the base's, bit for bit.
+
+    Raises:
+        SparsifyError: when it has no adapters, or is in sparse training.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=1))
+        >>> names = list(model.state_dict())
+        >>> list(remove_adapters(add_adapters(model)).state_dict()) == names
+        True
+    """
+    check_not_sparsified(model)
+    find_adapters(model)
+    for module in list(model.modules()):
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), Adapter):
+                    del hooks[key]
+        for name, child in list(module.named_children()):
+            if isinstance(child, Adapters):
+                delattr(module, name)
+    return model
+
+
+def insert_adapters(model: nn.Module, config: AdapterConfig) -> None:
+    """Puts new adapters at all places of a model that has none, and freezes what is not adapter or head."""
+    places = find_places(model, config)
+    freeze_base(model)
+    for place in places:
+        insert(place, config)
+
+
+def find_adapters(model: nn.Module) -> dict[str, Adapter]:
+    """The adapters of a model by module name, in its order.
+
+    Raises:
+        SparsifyError: when there is none.
+    """
+    adapters = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+    if not adapters:
+        raise SparsifyError(f"{type(model).__name__} has no adapters; call add_adapters(model) first.")
+    return adapters
+
+
+def check_without_adapters(model: nn.Module) -> None:
+    """Raises where a model has adapters, ours or AdapterHub's, or could not take any since it is sparsified."""
+    check_not_sparsified(model)
+    if any(isinstance(module, Adapter) for module in model.modules()):
+        raise SparsifyError(
+            f"{type(model).__name__} has adapters already; call remove_adapters(model) first, or go on with those."
+        )
+    if any(hasattr(module, "adapters_config") for module in model.modules()):
+        raise SparsifyError(
+            f"{type(model).__name__} was prepared by AdapterHub's `adapters`: call its model.add_adapter(...) and "
+            "model.train_adapter(...), and sparsify(model, ...) then as it is."
+        )
+
+
+def check_not_sparsified(model: nn.Module) -> None:
+    """Raises where a model is in sparse training."""
+    if any(ENGINE in vars(module) for module in model.modules()):
+        raise SparsifyError(
+            f"{type(model).__name__} is sparsified: adapters are put into a model before sparsify(model, ...), and "
+            "taken out after desparsify(model)."
+        )
+
+
+def freeze_base(model: nn.Module) -> None:
+    """Freezes every pretrained body and its output embeddings; a model without such a body as a whole."""
+    pretrained: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
+    for body in [module.base_model for module in pretrained] or [model]:
+        body.requires_grad_(False)
+    for module in pretrained:
+        head = module.get_output_embeddings()
+        if isinstance(head, nn.Module):
+            head.requires_grad_(False)
+
+
+def insert(place: Place, config: AdapterConfig) -> None:
+    """Makes an adapter, puts it at its place and hooks it up."""
+    adapter = Adapter(place.width, config)
+    like = next((parameter for parameter in place.like.parameters() if parameter.is_floating_point()), None)
+    if like is not None:
+        adapter.to(like.device, like.dtype)
+    adapter.train(place.parent.training)
+    holder = place.parent
+    for part in place.path.split("."):
+        holder.add_module(part, Adapters())
+        holder = holder.get_submodule(part)
+    holder.add_module(config.name, adapter)
+    if place.before_norm:
+        place.module.register_forward_pre_hook(adapter.adapt_before_norm)
+    else:  # before other hooks, which may record a layer's hidden states
+        place.module.register_forward_hook(adapter.adapt_output, prepend=True)

@@ -1,0 +1,140 @@
+"""Where adapters go: the layers of the architectures that are known, told by their parts, not by their class.
+
+In: a model, and the kind of adapter or the names of modules. Out: a :class:`Place` for each adapter, in the order of
+the layers. AdapterHub's ``adapters`` 1.3 has them at the same places under the same names:
+
+    sublayer -> dropout -> h ; h + residual -> s ; (BERT: norm(s))
+        Houlsby   h + A(h)          in the place of h, after the attention and after the feed-forward network
+        Pfeiffer  s + A(norm(s))    in the place of s, after the feed-forward network; s + A(s) where no norm follows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sparsify.adapters.bottleneck import KINDS, AdapterConfig, Kind
+from sparsify.errors import SparsifyError
+
+KNOWN = "BERT (RoBERTa, DeBERTa-v2, ELECTRA, ...), T5 (mT5, ...) and Llama (Mistral, Qwen2, Qwen3, Gemma, ...)"
+_POST_NORM = {"dense", "dropout", "LayerNorm"}
+_LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one adapter goes.
+
+    Attributes:
+        parent: the module that gets the adapter as a part of it.
+        path: the dotted name, from there, of the dictionary that holds the adapter.
+        module: the module that the adapter's hook is on.
+        width: size of the hidden states.
+        like: a module whose device and dtype the adapter takes.
+        before_norm: whether ``module`` is a norm and the adapter acts on what it is given, not on what it gives.
+    """
+
+    parent: nn.Module
+    path: str
+    module: nn.Module
+    width: int
+    like: nn.Module
+    before_norm: bool = False
+
+
+def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
+    """Finds the places of a model for adapters of a kind.
+
+    Args:
+        model: it is only read.
+        config: the kind, or the modules that the user named.
+
+    Raises:
+        SparsifyError: when the model has no layer that is known, or a named module gives no hidden states.
+    """
+    if config.target_modules is not None:
+        return [_after(name, model) for name in config.target_modules]
+    places: list[Place] = []
+    for layer in model.modules():
+        for is_layer, places_of in _LAYERS:
+            if is_layer(layer):
+                places.extend(places_of(layer, KINDS[config.kind]))
+    if not places:
+        raise SparsifyError(
+            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
+            "name the modules after whose output an adapter goes, such as target_modules=['mlp']."
+        )
+    return places
+
+
+# ------------------------------------------------------------------------------------------- known layers
+
+
+def _is_bert_layer(layer: Any) -> bool:
+    outputs = (getattr(getattr(layer, "attention", None), "output", None), getattr(layer, "output", None))
+    return all(isinstance(output, nn.Module) and set(output._modules) == _POST_NORM for output in outputs)
+
+
+def _bert_places(layer: Any, kind: Kind) -> Iterator[Place]:
+    attentions = [layer.attention, *([layer.crossattention] if hasattr(layer, "crossattention") else [])]
+    before = [attention.output for attention in attentions] if kind.after_attention else []
+    for part in (*before, layer.output):
+        norm = part.LayerNorm
+        hooked = norm if kind.after_residual else part.dropout
+        yield Place(part, "adapters", hooked, norm.weight.numel(), norm, before_norm=hooked is norm)
+
+
+def _is_t5_layer(layer: Any) -> bool:
+    parts = getattr(layer, "layer", None)
+    if not isinstance(parts, nn.ModuleList) or not len(parts):
+        return False
+    return hasattr(parts[0], "SelfAttention") and hasattr(parts[-1], "DenseReluDense")
+
+
+def _t5_places(layer: Any, kind: Kind) -> Iterator[Place]:
+    for part in (layer.layer[0], layer.layer[-1]) if kind.after_attention else (layer.layer[-1],):
+        hooked = part if kind.after_residual else part.dropout
+        yield Place(part, "adapters", hooked, part.layer_norm.weight.numel(), part.layer_norm)
+
+
+def _is_llama_layer(layer: Any) -> bool:
+    return set(layer._modules) == _LLAMA and hasattr(layer.self_attn, "o_proj")
+
+
+def _llama_places(layer: Any, kind: Kind) -> Iterator[Place]:
+    norm = layer.input_layernorm
+    if kind.after_attention:
+        yield Place(layer, "attention_adapters.adapters", layer.self_attn.o_proj, norm.weight.numel(), norm)
+    hooked = layer if kind.after_residual else layer.mlp
+    yield Place(layer, "output_adapters.adapters", hooked, norm.weight.numel(), norm)
+
+
+_LAYERS: list[tuple[Callable[[Any], bool], Callable[[Any, Kind], Iterator[Place]]]] = [
+    (_is_bert_layer, _bert_places),
+    (_is_t5_layer, _t5_places),
+    (_is_llama_layer, _llama_places),
+]
+
+
+# ------------------------------------------------------------------------------------------- a named module
+
+
+def _after(name: str, model: nn.Module) -> Place:
+    """The place after the output of a module: a linear layer, or one that gives the model's hidden states."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Sequential):
+        raise SparsifyError(
+            f"target_modules: {name!r} is an nn.Sequential, which would run the adapter as one more step; name its "
+            "last module."
+        )
+    width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
+    if not isinstance(width, int):
+        raise SparsifyError(
+            f"target_modules: the size of what {name!r}, a {type(module).__name__}, gives is not known; name a linear "
+            "layer."
+        )
+    has_weights = any(parameter.is_floating_point() for parameter in module.parameters())
+    return Place(module, "adapters", module, width, module if has_weights else model)
