@@ -22,17 +22,20 @@ LLAMA_PLACES = {
     "pfeiffer": ["output_adapters.adapters"],
     "houlsby": ["attention_adapters.adapters", "output_adapters.adapters"],
 }
-# architecture -> its layers' names, and the names of AdapterHub's adapters in each
+# architecture -> a layer's name, and the names of AdapterHub's adapters in each
 LAYERS = {
-    "bert": (["bert.encoder.layer.{}"], BERT_PLACES),
-    "roberta": (["roberta.encoder.layer.{}"], BERT_PLACES),
-    "deberta-v2": (["deberta.encoder.layer.{}"], BERT_PLACES),
-    "electra": (["electra.encoder.layer.{}"], BERT_PLACES),
-    "llama": (["model.layers.{}"], LLAMA_PLACES),
-    "mistral": (["model.layers.{}"], LLAMA_PLACES),
-    "qwen2": (["model.layers.{}"], LLAMA_PLACES),
-    "qwen3": (["model.layers.{}"], LLAMA_PLACES),
-    "gemma": (["model.layers.{}"], LLAMA_PLACES),
+    "bert": ("bert.encoder.layer.{}", BERT_PLACES),
+    "roberta": ("roberta.encoder.layer.{}", BERT_PLACES),
+    "deberta-v2": ("deberta.encoder.layer.{}", BERT_PLACES),
+    "electra": ("electra.encoder.layer.{}", BERT_PLACES),
+    "llama": ("model.layers.{}", LLAMA_PLACES),
+    "mistral": ("model.layers.{}", LLAMA_PLACES),
+    "qwen2": ("model.layers.{}", LLAMA_PLACES),
+    "qwen3": ("model.layers.{}", LLAMA_PLACES),
+    "gemma": ("model.layers.{}", LLAMA_PLACES),
+    "mixtral": ("model.layers.{}", LLAMA_PLACES),
+    "qwen2-moe": ("model.layers.{}", LLAMA_PLACES),
+    "gpt-oss": ("model.layers.{}", LLAMA_PLACES),
 }
 T5_PLACES = {
     "pfeiffer": [f"encoder.block.{i}.layer.1" for i in range(2)] + [f"decoder.block.{i}.layer.2" for i in range(2)],
@@ -81,8 +84,8 @@ def trainable(model):
 def places(name, kind):
     if name == "t5":
         return [f"{place}.adapters" for place in T5_PLACES[kind]]
-    (layers,), inside = LAYERS[name]
-    return [f"{layers.format(i)}.{place}" for i in range(2) for place in inside[kind]]
+    layer, inside = LAYERS[name]
+    return [f"{layer.format(i)}.{place}" for i in range(2) for place in inside[kind]]
 
 
 @every_kind
@@ -183,7 +186,7 @@ def test_pfeiffer_in_llama_sees_the_sum_and_houlsby_the_sublayers_output():
 
 
 @every_kind
-@every_architecture
+@pytest.mark.parametrize("name", [*LAYERS, "t5"])
 def test_adapters_whose_up_projection_is_zero_leave_the_base_as_it_is(name, kind):
     model, batches = build(name)
     expected = logits(model, batches[0])
@@ -464,6 +467,13 @@ def test_an_unknown_architecture_is_told_what_is_known_and_what_to_do(name):
     model, _ = build(name)
     known = r"no layer that adapters are known for: those of BERT \(RoBERTa, .*\), T5 .* and Llama .*"
     untouched(model, lambda: add_adapters(model), known + r"target_modules=\['mlp'\]")
+
+
+def test_a_stack_of_which_some_layers_are_unknown_is_refused():
+    model, _ = build("qwen3")
+    model.model.layers[1].linear_attn = nn.Linear(2, 2)
+    match = r"1 of the 2 layers in 'model.layers' are of a kind .* number 1, a Qwen3DecoderLayer; .*target_modules="
+    untouched(model, lambda: add_adapters(model), match)
 
 
 def test_a_target_without_hidden_states_is_refused():

@@ -142,7 +142,7 @@ def _read_config(path: Path) -> AdapterConfig:
         raise SparsifyError(
             f"{path} cannot be read ({error.strerror}); expected a folder of save_adapters()."
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters.") from None
     if named is not None and not (isinstance(named, list) and all(isinstance(module, str) for module in named)):
         raise SparsifyError(f"{path}: target_modules is {named!r}, expected a list of module names.")

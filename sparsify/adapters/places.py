@@ -58,10 +58,12 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
     if config.target_modules is not None:
         return [_after(name, model) for name in config.target_modules]
     places: list[Place] = []
-    for layer in model.modules():
-        for is_layer, places_of in _LAYERS:
-            if is_layer(layer):
-                places.extend(places_of(layer, KINDS[config.kind]))
+    for name, module in model.named_modules():
+        places_of = _layout(module)
+        if places_of is not None:
+            places.extend(places_of(module, KINDS[config.kind]))
+        if isinstance(module, nn.ModuleList):
+            _check_alike(name, module)
     if not places:
         raise SparsifyError(
             f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
@@ -91,7 +93,7 @@ def _is_t5_layer(layer: Any) -> bool:
     parts = getattr(layer, "layer", None)
     if not isinstance(parts, nn.ModuleList) or not len(parts):
         return False
-    return hasattr(parts[0], "SelfAttention") and hasattr(parts[-1], "DenseReluDense")
+    return {"layer_norm", "dropout"} <= set(parts[0]._modules) and hasattr(parts[-1], "DenseReluDense")
 
 
 def _t5_places(layer: Any, kind: Kind) -> Iterator[Place]:
@@ -117,6 +119,22 @@ _LAYERS: list[tuple[Callable[[Any], bool], Callable[[Any, Kind], Iterator[Place]
     (_is_t5_layer, _t5_places),
     (_is_llama_layer, _llama_places),
 ]
+
+
+def _layout(module: nn.Module) -> Callable[[Any, Kind], Iterator[Place]] | None:
+    """What gives the places of a module, where it is a layer that is known."""
+    return next((places_of for is_layer, places_of in _LAYERS if is_layer(module)), None)
+
+
+def _check_alike(name: str, stack: nn.ModuleList) -> None:
+    """Raises where some layers of a stack would get adapters and others not."""
+    unknown = [i for i, layer in enumerate(stack) if _layout(layer) is None]
+    if 0 < len(unknown) < len(stack):
+        raise SparsifyError(
+            f"{len(unknown)} of the {len(stack)} layers in {name!r} are of a kind that adapters are not known for, "
+            f"such as number {unknown[0]}, a {type(stack[unknown[0]]).__name__}; name the modules after whose "
+            "output an adapter goes with target_modules=[...]."
+        )
 
 
 # ------------------------------------------------------------------------------------------- a named module
