@@ -18,26 +18,29 @@ from sparsify.api import (
 from sparsify.comparing import overlap
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
-from sparsify.importance import D3, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
 from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
 from sparsify.schedules import Schedule
-from sparsify.strategies import Increment, Repeat, Static, Strategy
+from sparsify.strategies import Increment, Prune, Repeat, Static, Strategy
 from sparsify.switching import DeltaSwitch
 from sparsify.version import __version__
 
 __all__ = [
     "D3",
+    "SNIP",
     "BaseMismatchError",
     "Bias",
     "DeltaFormatError",
     "DeltaSwitch",
     "Fisher",
+    "GraSP",
     "Increment",
     "Magnitude",
     "MaskedEmbedding",
     "MaskedLinear",
+    "Prune",
     "Random",
     "Repeat",
     "Schedule",

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
-from sparsify.calibration import Calibration, LossFunction, calibrate
+from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import find_engine
-from sparsify.ranking import find_given, rank_by_gradient, rank_by_weight
+from sparsify.ranking import find_given
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
-from sparsify.selection import Pool
 from sparsify.state import engine_of, install, uninstall
+from sparsify.static import choose, zero_others
 from sparsify.stepping import listen, stop_listening
-from sparsify.strategies import Dense, Given, Static, Strategy, resolve_strategy
+from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, find_targets
 from sparsify.unmasker import POSITION, STATE, Unmasker
 from sparsify.values import VALUES, SparseValues
@@ -56,9 +56,9 @@ def sparsify(
         model: any PyTorch model; its parameters that require grad are the candidates.
         budget: how many entries to train: an int, or a float in (0, 1) for a share of the candidates; ``None`` where
             the strategy says how many (``"bitfit"``, ``"full"``, a given set).
-        strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"random"``, ``"bitfit"``, ``"d3-repeat"``, ``"full"``, a
-            :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool masks, or flat
-            indices.
+        strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``, ``"d3-repeat"``,
+            ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
+            masks, or flat indices.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here.
         schedule: how the unmasked set grows: ``"uniform"``, ``"linear"``, ``"cubic"``, ``"cosine"``, or a
@@ -68,8 +68,8 @@ def sparsify(
             targeted is frozen.
         exclude_modules: modules to leave out, in the same words.
         modules_to_save: modules to train dense and save whole, apart from the budget: the usual place for a new head.
-        calibration: for a gradient importance with ``Static`` (``"fish"``): batches, as dicts for the model's forward,
-            or a function of the model that runs backward itself.
+        calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
+            as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
         seed: of a random importance.
 
@@ -109,6 +109,8 @@ def sparsify(
         capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
         selected = _select(engine, calibration, loss_fn)
 
+    if isinstance(strategy.selection, Prune):
+        zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
     engine.base_digests = digest_base(model, (), engine.dense_names)
     _mask(engine, targets, capacity)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
@@ -291,22 +293,18 @@ def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss
     if not strategy.calibrates and (calibration is not None or loss_fn is not None):
         raise SparsifyError(
             f"calibration= and loss_fn= are not used by {strategy.importance} with {strategy.selection}; leave them "
-            "out. A gradient importance with Static() uses them."
+            "out. A gradient importance with Static() or Prune() uses them."
         )
 
 
 def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
     """Global ids of the entries that are chosen before training, best first; none for the other selections."""
-    importance: Any = engine.strategy.importance
-    first = engine.tensors[0].parameter
+    tensors = engine.tensors
     if not isinstance(engine.strategy.selection, Static):
-        return torch.empty(0, dtype=torch.int64, device=first.device)
-    pool = Pool(engine.budget, _values_dtype(engine.tensors), first.device)
-    if calibration is None:
-        return rank_by_weight(engine.tensors, importance, pool, str(engine.seed), masked_only=False)
-    parameters: Any = [tensor.parameter for tensor in engine.tensors]
-    totals = calibrate(engine.root, parameters, importance, calibration, loss_fn)
-    return rank_by_gradient(engine.tensors, importance, totals, pool)
+        return torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
+    return choose(
+        engine.root, tensors, engine.strategy, engine.budget, _values_dtype(tensors), engine.seed, calibration, loss_fn
+    )
 
 
 def _frozen_row(candidate: Candidate) -> int | None:

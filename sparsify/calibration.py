@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsify.errors import SparsifyError
-from sparsify.importance import Fisher, GradientImportance
+from sparsify.importance import Fisher, GradientImportance, GraSP
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Calibration = Iterable[Any] | Callable[[nn.Module], object]
@@ -33,7 +34,8 @@ def calibrate(
         model: runs in evaluation mode.
         parameters: the candidates.
         importance: :class:`Fisher` looks at examples one by one and sums squared gradients, up to ``num_samples`` of
-            them; for any other the gradients of whole batches are summed.
+            them; :class:`GraSP` gets H g, of the loss and its gradient summed over the batches; for any other the
+            gradients of whole batches are summed.
         calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
             once for each example or batch.
         loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
@@ -44,7 +46,26 @@ def calibrate(
     Raises:
         SparsifyError: when there is no loss, or no gradient reaches a candidate.
     """
-    totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+    if isinstance(importance, GraSP):
+        totals = _hessian_gradient_product(model, parameters, calibration, loss_fn or _loss_of_model)
+    else:
+        totals = _sum_of_gradients(model, parameters, importance, calibration, loss_fn or _loss_of_model)
+    if not any(total.any() for total in totals):
+        raise SparsifyError(
+            "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
+            "or a function of the model that calls backward()."
+        )
+    return totals
+
+
+def _sum_of_gradients(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    importance: GradientImportance,
+    calibration: Calibration,
+    loss_fn: LossFunction,
+) -> list[Tensor]:
+    totals = _zeros_like(parameters)
     examples = importance.num_samples if isinstance(importance, Fisher) else None
     with (
         _progress(examples) as bar,
@@ -55,13 +76,52 @@ def calibrate(
         if callable(calibration):
             calibration(model)
         else:
-            _run_batches(model, calibration, loss_fn or _loss_of_model, examples)
-    if not any(total.any() for total in totals):
-        raise SparsifyError(
-            "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
-            "or a function of the model that calls backward()."
-        )
+            _run_batches(model, calibration, loss_fn, examples)
     return totals
+
+
+def _hessian_gradient_product(
+    model: nn.Module, parameters: Sequence[nn.Parameter], calibration: Calibration, loss_fn: LossFunction
+) -> list[Tensor]:
+    """H g with H and g those of the sum of the batches' losses: twice through the batches, one graph at a time.
+
+    H is linear in the loss, so H g is the sum over batches of the gradient of (gradient of the batch) . g, with the
+    whole g of the first round held constant.
+    """
+    if callable(calibration):
+        raise SparsifyError(
+            f"{GraSP()} got a function as its calibration, but has to differentiate each loss twice; expected an "
+            "iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
+        )
+    device = next(model.parameters()).device
+    batches = list(calibration)
+    gradient, product = _zeros_like(parameters), _zeros_like(parameters)
+    # the fused attention kernels have no second derivative, plain matrix products do
+    with _progress(None) as bar, _as_it_was(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        for batch in batches:
+            _add(gradient, _gradients(loss_fn(model, _to(batch, device)), parameters))
+            bar.update(1)
+        for batch in batches:
+            grads = _gradients(loss_fn(model, _to(batch, device)), parameters, create_graph=True)
+            along = sum((grad.to(g.dtype) * g).sum() for grad, g in zip(grads, gradient, strict=True) if grad.grad_fn)
+            if isinstance(along, Tensor):
+                _add(product, _gradients(along, parameters))
+            bar.update(1)
+    return product
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, create_graph: bool = False) -> tuple[Tensor, ...]:
+    """The gradient of every parameter, zeros where the loss does not depend on it."""
+    return torch.autograd.grad(loss, parameters, create_graph=create_graph, materialize_grads=True)
+
+
+def _add(totals: list[Tensor], more: Sequence[Tensor]) -> None:
+    for total, part in zip(totals, more, strict=True):
+        total += part.detach().to(total.dtype)
+
+
+def _zeros_like(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
 
 def _run_batches(model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction, examples: int | None) -> None:

@@ -27,6 +27,7 @@ _METHODS = {  # importance and selection -> the preset's name
     ("fisher", "static"): "fish",
     ("random", "static"): "random",
     ("bias", "static"): "bitfit",
+    ("snip", "prune"): "sparseadapter",
 }
 _MAX_ROWS = 120
 _MAX_TEXT = 120  # characters of one name

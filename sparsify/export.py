@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from sparsify.entries import digest
@@ -16,7 +17,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import plain_model, plain_name
 from sparsify.schedules import Schedule
-from sparsify.strategies import Strategy
+from sparsify.strategies import Prune, Strategy
 
 
 class TensorEntries(NamedTuple):
@@ -83,8 +84,10 @@ def export(engine: Engine, budget: int | None = None) -> Export:
             f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
             "or None for all of them."
         )
-    tensors = [_entries(tensor, budget) for tensor in engine.tensors if tensor.count]
-    return Export([entries for entries in tensors if entries.indices.numel()], _whole(engine), _config(engine, budget))
+    pruned = [tensor for tensor in engine.tensors if _is_pruned(engine.strategy, tensor)]
+    tensors = [_entries(tensor, budget) for tensor in engine.tensors if tensor.count and tensor not in pruned]
+    whole = {**_whole(engine), **{plain_name(tensor.name): _as_of(tensor, budget) for tensor in pruned}}
+    return Export([entries for entries in tensors if entries.indices.numel()], whole, _config(engine, budget))
 
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:
@@ -98,6 +101,18 @@ def _entries(tensor: MaskedTensor, budget: int) -> TensorEntries:
     values = tensor.parameter.detach().take(indices)
     base_values = tensor.base[among_first][order].to(values.dtype)
     return TensorEntries(plain_name(tensor.name), tuple(tensor.parameter.shape), indices, values, base_values)
+
+
+def _is_pruned(strategy: Strategy, tensor: MaskedTensor) -> bool:
+    """Whether the tensor has zeros that its base had not: entries alone would not tell of them, so it goes whole."""
+    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape)
+
+
+def _as_of(tensor: MaskedTensor, budget: int) -> Tensor:
+    """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
+    later = tensor.slots >= budget
+    weight = tensor.parameter.detach().clone(memory_format=torch.contiguous_format)
+    return weight.put_(tensor.indices[later], tensor.base[later].to(weight.dtype))
 
 
 def _whole(engine: Engine) -> dict[str, Tensor]:

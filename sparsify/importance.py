@@ -140,6 +140,64 @@ class Fisher:
 
 
 @dataclass(frozen=True)
+class SNIP:
+    """Connection sensitivity: abs(weight x grad), how much the loss changes to first order without the entry.
+
+    An entry that is zero scores zero and is never unmasked: a new LoRA, whose ``B`` is all zeros, has no entry that
+    scores at all, unless PEFT is told ``init_lora_weights=False``.
+
+    Example:
+        >>> SNIP().score(torch.tensor([0.5, 0.0]), torch.tensor([-3.0, 4.0]))
+        tensor([1.5000, 0.0000])
+
+    Source: Lee et al. 2019, "SNIP: Single-shot network pruning based on connection sensitivity". The paper divides the
+    scores by their sum, which changes no order.
+    """
+
+    name: ClassVar[str] = "snip"
+    uses_gradient: ClassVar[bool] = True
+    monotone: ClassVar[bool] = True
+
+    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
+        return (weight * grad).abs()
+
+    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
+        largest = weight.abs().amax(dim=1).to(grad_max.dtype)
+        return grad_max * largest * ROUNDING_SLACK + torch.finfo(grad_max.dtype).tiny
+
+
+@dataclass(frozen=True)
+class GraSP:
+    """Gradient signal preservation: weight x (H grad), with H the loss's Hessian. For pruning (:class:`Prune`).
+
+    Without an entry the squared norm of the gradient changes by -2 weight x (H grad), to first order. The paper removes
+    the entries for which -weight x (H grad) is largest; here the entries to *keep* score highest, hence the sign. A
+    score below zero says that the gradient flows better without the entry.
+
+    It takes a calibration of batches that differentiates the loss twice and so holds the whole graph of one batch and a
+    dense gradient of all candidates; a training step has nothing like it, so that it goes with ``Static`` and ``Prune``
+    only. The paper divides the logits by 200 first: pass a ``loss_fn`` that does, for that.
+
+    Example:
+        >>> GraSP().score(torch.tensor([0.5, -2.0]), torch.tensor([-3.0, -4.0]))
+        tensor([-1.5000,  8.0000])
+
+    Source: Wang et al. 2020, "Picking winning tickets before training by preserving gradient flow", equations 6 to 8.
+    """
+
+    name: ClassVar[str] = "grasp"
+    uses_gradient: ClassVar[bool] = True
+    monotone: ClassVar[bool] = False
+
+    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
+        """Scores (..., n) from the weights (..., n) and, in the gradients' place, H grad (..., n)."""
+        return weight * grad
+
+    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
+        return torch.full_like(grad_max, torch.inf)
+
+
+@dataclass(frozen=True)
 class Magnitude:
     """The smallest weights matter most: score -abs(weight), zeros first (PaFi, Liao et al. 2023).
 
@@ -221,7 +279,9 @@ class Custom:
         return True
 
 
-IMPORTANCES: dict[str, Callable[..., Importance]] = {kind.name: kind for kind in (D3, Fisher, Magnitude, Random, Bias)}
+IMPORTANCES: dict[str, Callable[..., Importance]] = {
+    kind.name: kind for kind in (D3, Fisher, SNIP, GraSP, Magnitude, Random, Bias)
+}
 
 
 def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.importance import Fisher, GradientImportance, WeightImportance
+from sparsify.importance import SNIP, Fisher, GradientImportance, GraSP, WeightImportance
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import plain_name
 from sparsify.selection import Pool, in_blocks, offer_scores
@@ -46,7 +46,7 @@ def rank_by_weight(
 def rank_by_gradient(
     tensors: Sequence[MaskedTensor], importance: GradientImportance, totals: Sequence[Tensor], pool: Pool
 ) -> Tensor:
-    """The entries that the gradients of a calibration say are best; those that score 0 are none.
+    """The entries that the gradients of a calibration say are best; those that score 0 are none, but for GraSP.
 
     Args:
         tensors: where to look.
@@ -61,18 +61,32 @@ def rank_by_gradient(
         offer_scores(pool, _scores(tensor, importance, total), tensor.offset, tensor.never_candidates)
     ids = pool.winners().ids
     if ids.numel() < pool.size:
-        raise SparsifyError(
-            f"budget={pool.size:,}, but only {ids.numel():,} entries have an importance above 0 in the calibration; "
-            "give it more examples, or lower the budget."
-        )
+        raise SparsifyError(_too_few(tensors, importance, pool.size, ids.numel()))
     return ids
+
+
+def _too_few(tensors: Sequence[MaskedTensor], importance: GradientImportance, wanted: int, found: int) -> str:
+    """``wanted`` is the whole budget, or what the allocation gives to a single tensor."""
+    share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
+    text = (
+        f"{share}, but only {found:,} entries have an importance above 0 in the calibration; "
+        "give it more examples, or lower the budget."
+    )
+    zeros = [tensor.name for tensor in tensors if not tensor.parameter.any()]
+    if isinstance(importance, SNIP) and zeros:
+        text += (
+            f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
+            f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
+        )
+    return text
 
 
 def _scores(tensor: MaskedTensor, importance: GradientImportance, total: Tensor) -> Iterator[Tensor]:
     for weight, block in zip(in_blocks(tensor.parameter.detach()), in_blocks(total), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
-        yield scores.where((block != 0) & (scores > 0), -torch.inf)
+        # GraSP's scores have a sign: those below 0 come last, and are better than none
+        yield scores if isinstance(importance, GraSP) else scores.where((block != 0) & (scores > 0), -torch.inf)
 
 
 def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor]) -> Tensor:

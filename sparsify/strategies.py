@@ -6,22 +6,67 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from sparsify.allocation import ALLOCATIONS, GLOBAL
 from sparsify.errors import SparsifyError
-from sparsify.importance import D3, IMPORTANCES, Bias, Fisher, Importance, Magnitude, Random
+from sparsify.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
 
 
 @dataclass(frozen=True)
 class Static:
-    """static-S: choose once, before training; by gradients only if there is a calibration pass for them."""
+    """static-S: choose once, before training; by gradients only if there is a calibration pass for them.
 
+    Args:
+        allocation: how many of the entries each tensor gets: ``"global"``, as many as are among the best of the whole
+            model; ``"uniform"``, the same density in each; ``"erdos-renyi"``, a density in proportion to
+            (n_in + n_out) / (n_in n_out), so that small tensors stay denser (Mocanu et al. 2018).
+    """
+
+    allocation: str = GLOBAL
     name: ClassVar[str] = "static"
+
+    def __post_init__(self) -> None:
+        if self.allocation not in ALLOCATIONS:
+            near = get_close_matches(str(self.allocation), ALLOCATIONS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise SparsifyError(
+                f"{type(self).__name__} got allocation={self.allocation!r}; expected one of "
+                f"{', '.join(ALLOCATIONS)}.{hint}"
+            )
+
+
+@dataclass(frozen=True)
+class Prune(Static):
+    """Pruning at initialisation: choose once, set every entry that is not chosen to zero, train those that are.
+
+    For modules that are new, such as adapters: a pretrained matrix loses what is not chosen. Matrices, and tensors of
+    more dimensions, are pruned; biases, norms and other vectors are trained whole. The budget counts both, so that it
+    is the number of entries that are trained, and has to leave some to the matrices.
+
+    ``desparsify()`` leaves the zeros where they are; the base, for ``base_weights()``, is the pruned model.
+
+    Args:
+        allocation: as for :class:`Static`.
+
+    Example:
+        >>> Strategy(SNIP(), Prune())  # SparseAdapter's choice: strategy="sparseadapter"
+        Strategy(importance=SNIP(), selection=Prune(allocation='global'))
+
+    Source: He et al. 2022, "SparseAdapter: An easy approach for improving the parameter-efficiency of adapters", where
+    biases and norms are not pruned either, and come on top of the budget.
+    """
+
+    name: ClassVar[str] = "prune"
+
+    def removes_from(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is pruned."""
+        return len(shape) > 1
 
 
 @dataclass(frozen=True)
@@ -72,7 +117,7 @@ class Dense:
 
 
 Selection = Static | Increment | Repeat | Given | Dense
-SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat, Given, Dense)}
+SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Prune, Increment, Repeat, Given, Dense)}
 
 
 @dataclass(frozen=True)
@@ -80,12 +125,14 @@ class Strategy:
     """An importance with a selection; any goes with any.
 
     Args:
-        importance: which entries matter: :class:`D3`, :class:`Fisher`, :class:`Magnitude`, :class:`Random`,
-            :class:`Bias`, or one of your own (:func:`register_importance`); ``None`` only with ``Given`` and ``Dense``.
-        selection: when they are chosen: :class:`Static`, :class:`Increment`, :class:`Repeat`.
+        importance: which entries matter: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`GraSP`,
+            :class:`Magnitude`, :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`);
+            ``None`` only with ``Given`` and ``Dense``.
+        selection: when they are chosen: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
-        SparsifyError: when one of the two is no importance or selection.
+        SparsifyError: when one of the two is no importance or selection, or they make no sense together: GraSP while
+            training, or pruning that keeps the smallest weights.
 
     Example:
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
@@ -107,6 +154,16 @@ class Strategy:
             raise SparsifyError(
                 f"importance={self.importance!r}; expected an object such as D3() or Magnitude(), or what "
                 "register_importance(name) makes of a function of (weight, grad)."
+            )
+        if isinstance(self.importance, GraSP) and not isinstance(self.selection, Static):
+            raise SparsifyError(
+                f"{self.importance} with {self.selection}: a training step has no Hessian, which GraSP is made of; "
+                "expected Prune() or Static(), with calibration batches."
+            )
+        if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
+            raise SparsifyError(
+                f"{self.importance} with {self.selection} would keep the smallest weights and remove the large ones; "
+                "magnitude pruning is Magnitude(largest=True)."
             )
 
     @property
@@ -162,6 +219,7 @@ PRESETS: dict[str, Strategy] = {
     "pafi": Strategy(Magnitude(), Static()),
     "fish": Strategy(Fisher(num_samples=1024), Static()),
     "random": Strategy(Random(), Static()),
+    "sparseadapter": Strategy(SNIP(), Prune()),
     "bitfit": Strategy(Bias(), Static()),
     "full": Strategy(None, Dense()),
 }

@@ -8,7 +8,7 @@ from models import build, loss_of
 from torch import nn
 from tqdm import tqdm
 
-from sparsify import D3, Fisher, SparsifyError, sparsify
+from sparsify import D3, SNIP, Fisher, GraSP, Prune, SparsifyError, Strategy, sparsify
 from sparsify.calibration import calibrate
 
 
@@ -134,3 +134,132 @@ def test_more_entries_than_have_a_gradient_are_refused():
     batch = {"input": torch.tensor([[3]])}
     with pytest.raises(SparsifyError, match=r"budget=30, but only 9 entries have an importance above 0"):
         sparsify(model, 30, "fish", calibration=[batch], loss_fn=lambda model, b: model(**b).sum())
+
+
+# GraSP: the Hessian times the gradient
+
+
+class Tiny(nn.Module):
+    """Two layers with a bend between them: 17 entries, so that the Hessian can be written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(2, 3), nn.Linear(3, 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.second(torch.tanh(self.first(x))), labels)
+
+
+@pytest.fixture
+def tiny():
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(5, 2).double(), "labels": torch.randint(2, (5,))} for _ in range(3)]
+    return Tiny().double(), batches
+
+
+def hessian_and_gradient(model, names, batches):
+    """H and g of the summed losses, as functions of the named parameters laid end to end."""
+    parameters = dict(model.named_parameters())
+    shapes = [parameters[name].shape for name in names]
+
+    def loss(flat):
+        parts = flat.split([shape.numel() for shape in shapes])
+        values = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        return sum(torch.func.functional_call(model, values, kwargs=batch) for batch in batches)
+
+    at = torch.cat([parameters[name].detach().flatten() for name in names])
+    return torch.autograd.functional.hessian(loss, at), torch.autograd.functional.jacobian(loss, at)
+
+
+def as_flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("names", [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight"]])
+def test_grasp_gets_the_hessian_times_the_gradient(tiny, names):
+    model, batches = tiny
+    hessian, gradient = hessian_and_gradient(model, names, batches)
+    totals = calibrate(model, [model.get_parameter(name) for name in names], GraSP(), iter(batches))
+    torch.testing.assert_close(as_flat(totals), hessian @ gradient)
+
+
+def test_grasps_score_is_the_change_of_the_squared_gradient_norm_without_the_entry(tiny):
+    """The sign: where the score is high, taking the entry away costs the most gradient flow."""
+    model, batches = tiny
+    names = ["first.weight", "second.weight"]
+    parameters = [model.get_parameter(name) for name in names]
+    scores = as_flat(
+        GraSP().score(p.detach(), total)
+        for p, total in zip(parameters, calibrate(model, parameters, GraSP(), batches), strict=True)
+    )
+    step, changes = 1e-6, []
+    before = hessian_and_gradient(model, names, batches)[1].square().sum()
+    for parameter in parameters:
+        for index in range(parameter.numel()):
+            value = parameter.data.view(-1)[index].item()
+            parameter.data.view(-1)[index] = value * (1 - step)  # a little of the way to zero
+            changes.append((hessian_and_gradient(model, names, batches)[1].square().sum() - before) / step)
+            parameter.data.view(-1)[index] = value
+    torch.testing.assert_close(-2 * scores, torch.stack(changes), rtol=1e-4, atol=1e-5)
+
+
+def test_an_unused_parameter_has_no_product(tiny):
+    model, batches = tiny
+    totals = calibrate(model, list(model.parameters()), GraSP(), batches)
+    named = dict(zip(dict(model.named_parameters()), totals, strict=True))
+    assert not named["unused"].any()
+    assert named["first.weight"].any()
+
+
+def test_grasp_takes_a_loss_of_ones_own(tiny):
+    model, batches = tiny
+    plain = calibrate(model, list(model.parameters()), GraSP(), batches)
+    tripled = calibrate(model, list(model.parameters()), GraSP(), batches, lambda model, batch: 3 * model(**batch))
+    assert_close(tripled, [9 * total for total in plain])
+
+
+def test_grasp_differentiates_attention_twice():
+    model, batches = build("bert", dtype=torch.float64)
+    assert model.config._attn_implementation == "sdpa"
+    parameters = list(model.bert.encoder.parameters())
+    totals = calibrate(model, parameters, GraSP(), batches[:1])
+    model.set_attn_implementation("eager")
+    assert_close(totals, calibrate(model, parameters, GraSP(), batches[:1]))
+
+
+def test_grasp_leaves_the_model_as_it_was(tiny):
+    model, batches = tiny
+    model.train().first.weight.grad = grad = torch.ones_like(model.first.weight)
+    before = copy.deepcopy(model.state_dict())
+    calibrate(model, list(model.parameters()), GraSP(), batches)
+    assert model.training
+    assert model.first.weight.grad is grad
+    assert model.second.weight.grad is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_function_that_runs_backward_once_is_not_enough_for_grasp(tiny):
+    model, batches = tiny
+    with pytest.raises(SparsifyError, match=r"GraSP\(\) got a function .* differentiate each loss twice; expected"):
+        sparsify(model, 10, Strategy(GraSP(), Prune()), calibration=lambda model: loss_of(model, batches[0]).backward())
+
+
+def test_a_loss_without_a_gradient_has_no_product_either(tiny):
+    model, _ = tiny
+    with pytest.raises(SparsifyError, match="the calibration gave no candidate a gradient"):
+        calibrate(model, list(model.parameters()), GraSP(), [])
+
+
+def test_a_new_lora_has_nothing_that_snip_could_tell_apart():
+    model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False))
+    nn.init.zeros_(model[1].weight)  # as LoRA's B
+    with pytest.raises(SparsifyError, match=r"budget=5, but only 0 entries .*1 of 2 tensors are all zeros"):
+        sparsify(
+            model, 5, "sparseadapter", calibration=[torch.ones(3, 4)], loss_fn=lambda m, x: (m(x) - 1).square().sum()
+        )
+
+
+def test_scores_are_of_the_gradient_summed_over_batches_not_of_single_ones(model_and_batches):
+    model, batches = model_and_batches
+    totals = calibrate(model, list(model.parameters()), SNIP(), batches[:3])
+    assert_close(totals, [sum(grads) for grads in zip(*(gradient(model, b) for b in batches[:3]), strict=True)])

@@ -13,9 +13,11 @@ from sparsify.errors import SparsifyError
 from sparsify.importance import (
     D3,
     IMPORTANCES,
+    SNIP,
     Bias,
     Fisher,
     GradientImportance,
+    GraSP,
     Magnitude,
     Random,
     WeightImportance,
@@ -199,7 +201,7 @@ def test_weight_importances_cover_every_parameter(importance):
 
 
 def test_every_importance_is_registered_under_its_own_name():
-    assert set(IMPORTANCES) >= {"d3", "fisher", "magnitude", "random", "bias"}
+    assert set(IMPORTANCES) >= {"d3", "fisher", "snip", "grasp", "magnitude", "random", "bias"}
     for name, kind in IMPORTANCES.items():
         assert kind().name == name
 
@@ -217,6 +219,30 @@ def test_fisher_squares_the_gradient_and_its_bound_holds():
     weight = torch.randn(2, 2)
     assert torch.equal(Fisher().score(weight, grad), grad**2)
     assert (Fisher().bound(grad.abs().amax(1), weight) >= grad.square().amax(1)).all()
+
+
+def test_snip_is_the_magnitude_of_weight_times_gradient():
+    weight, grad = torch.tensor([0.5, -2.0, 0.0, 3.0]), torch.tensor([-3.0, -1.0, 5.0, 0.0])
+    assert SNIP().score(weight, grad).tolist() == [1.5, 2.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_no_entry_is_more_sensitive_than_its_rows_bound(dtype, data):
+    assert_bounded(SNIP(), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
+
+
+def test_a_sensitivity_bound_is_tight_enough_to_skip_rows():
+    weight, grad = torch.tensor([[0.5, -2.0]]), torch.tensor([[3.0, 3.0]])
+    assert SNIP().bound(grad[:, 0], weight).item() == pytest.approx(6.0, rel=1e-4)
+
+
+def test_grasp_keeps_what_carries_the_gradient():
+    weight, product = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([-3.0, -1.0, 0.0])
+    assert GraSP().score(weight, product).tolist() == [-1.5, 2.0, 0.0]
+    assert not GraSP.monotone
+    assert GraSP().bound(torch.ones(2), weight).isinf().all()
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None])

@@ -13,7 +13,7 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"importance", "schedules", "names", "extras", "values", "index_buffers", "stepping", "kernels", "layout"},
+    {"allocation", "importance", "schedules", "names", "extras", "values", "index_buffers", "stepping", "kernels", "layout"},
     {"strategies", "targets", "entries", "conversion"},
     {"metadata", "adapters"},
     {"format", "edits", "checkpoint", "hub"},
@@ -28,7 +28,7 @@ LAYERS = [
     {"masked.conv1d"},
     {"masked.swap", "masked"},
     {"anchors", "export", "screen", "ranking", "calibration", "budget"},
-    {"choosers", "verification"},
+    {"choosers", "static", "verification"},
     {"backward"},
     {"unmasker"},
     {"state", "report"},
@@ -38,6 +38,7 @@ LAYERS = [
     {"cli", "commands", "demo", "bench"},
 ]
 TRAINING = {
+    "allocation",
     "anchors",
     "api",
     "backward",
@@ -55,6 +56,7 @@ TRAINING = {
     "screen",
     "selection",
     "state",
+    "static",
     "stepping",
     "strategies",
     "targets",

@@ -138,7 +138,7 @@ def test_equal_counts_are_listed_by_name():
 
 
 def test_a_strategy_is_called_by_its_presets_name():
-    assert strategy_name(PRESETS["pafi"]) == "pafi (Magnitude(largest=False), Static())"
+    assert strategy_name(PRESETS["pafi"]) == "pafi (Magnitude(largest=False), Static(allocation='global'))"
     assert strategy_name(Strategy(D3(exp=1), Increment())) == "D3(exp=1, eps=1.0), Increment()"
 
 

@@ -7,8 +7,18 @@ import torch
 
 from sparsify import sparsify, summary
 from sparsify.errors import SparsifyError
-from sparsify.importance import D3, Bias, Fisher, Magnitude, Random, register_importance
-from sparsify.strategies import PRESETS, SELECTIONS, Dense, Increment, Repeat, Static, Strategy, resolve_strategy
+from sparsify.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.strategies import (
+    PRESETS,
+    SELECTIONS,
+    Dense,
+    Increment,
+    Prune,
+    Repeat,
+    Static,
+    Strategy,
+    resolve_strategy,
+)
 
 
 def test_presets_have_the_papers_settings():
@@ -19,13 +29,22 @@ def test_presets_have_the_papers_settings():
         "fish": Strategy(Fisher(num_samples=1024), Static()),
         "random": Strategy(Random(), Static()),
         "bitfit": Strategy(Bias(), Static()),
+        "sparseadapter": Strategy(SNIP(), Prune()),
         "full": Strategy(None, Dense()),
     } == PRESETS
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [*PRESETS.values(), Strategy(D3(exp=-1.5, eps=1e-3), Increment()), Strategy(D3(exp=0), Increment())],
+    [
+        *PRESETS.values(),
+        Strategy(D3(exp=-1.5, eps=1e-3), Increment()),
+        Strategy(D3(exp=0), Increment()),
+        Strategy(SNIP(), Increment()),
+        Strategy(GraSP(), Prune()),
+        Strategy(Random(), Prune("erdos-renyi")),
+        Strategy(Magnitude(largest=True), Static("uniform")),
+    ],
     ids=repr,
 )
 def test_strategies_survive_json(strategy):
@@ -49,15 +68,15 @@ def test_from_dict_leaves_its_input_alone():
 
 def test_selections_are_registered_under_their_own_names():
     assert {name: kind.name for name, kind in SELECTIONS.items()} == {
-        name: name for name in ("static", "increment", "repeat", "given", "dense")
+        name: name for name in ("static", "prune", "increment", "repeat", "given", "dense")
     }
 
 
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        ("importance", r"unknown importance 'd4'; expected one of d3, fisher, magnitude, random, bias"),
-        ("selection", r"unknown selection 'd4'; expected one of static, increment, repeat, given, dense"),
+        ("importance", r"unknown importance 'd4'; expected one of d3, fisher, snip, grasp, magnitude, random, bias"),
+        ("selection", r"unknown selection 'd4'; expected one of static, prune, increment, repeat, given, dense"),
     ],
 )
 def test_from_dict_names_an_unknown_part(part, text):
@@ -80,11 +99,43 @@ def test_from_dict_refuses_what_is_no_strategy(data):
         Strategy.from_dict(data)
 
 
-@pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
-@pytest.mark.parametrize("selection", [Static(), Increment(), Repeat()], ids=repr)
+@pytest.mark.parametrize("importance", [D3(), Fisher(), SNIP()], ids=repr)
+@pytest.mark.parametrize("selection", [Static(), Prune(), Increment(), Repeat()], ids=repr)
 def test_only_static_selection_by_gradients_needs_a_calibration(importance, selection):
-    assert Strategy(importance, selection).calibrates == (selection == Static())
-    assert not Strategy(Magnitude(), selection).calibrates
+    assert Strategy(importance, selection).calibrates == (selection in (Static(), Prune()))
+    assert not Strategy(Magnitude(largest=True), selection).calibrates
+
+
+@pytest.mark.parametrize("selection", [Increment(), Repeat()], ids=repr)
+def test_grasp_does_not_go_with_a_selection_that_is_made_while_training(selection):
+    with pytest.raises(SparsifyError, match=r"GraSP\(\) with .*: a training step has no Hessian.*Prune\(\) or Static"):
+        Strategy(GraSP(), selection)
+
+
+def test_pruning_does_not_keep_the_smallest_weights():
+    with pytest.raises(SparsifyError, match=r"remove the large ones; magnitude pruning is Magnitude\(largest=True\)"):
+        Strategy(Magnitude(), Prune())
+    assert Strategy(Magnitude(largest=True), Prune()).selection == Prune()
+
+
+@pytest.mark.parametrize("kind", [Static, Prune])
+@pytest.mark.parametrize(("typo", "meant"), [("erdos_renyi", "erdos-renyi"), ("local", None), (None, None)])
+def test_an_unknown_allocation_lists_those_that_there_are(kind, typo, meant):
+    with pytest.raises(
+        SparsifyError, match=rf"{kind.__name__} got allocation={typo!r}; expected one of global, uniform, erdos-renyi"
+    ) as caught:
+        kind(typo)
+    assert (meant is not None) == str(caught.value).endswith(f"Did you mean {meant!r}?")
+
+
+def test_a_static_selection_from_before_there_were_allocations_is_read():
+    data = {"importance": {"name": "magnitude", "largest": False}, "selection": {"name": "static"}}
+    assert Strategy.from_dict(data) == PRESETS["pafi"]
+
+
+def test_pruning_is_another_selection_than_static():
+    assert Prune() != Static()
+    assert Prune("uniform") != Prune()
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True])

@@ -1,0 +1,98 @@
+"""Budgets shared out among tensors: exact, within every tensor's size, in proportion."""
+
+from fractions import Fraction
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsify.allocation import ERDOS_RENYI, UNIFORM, allocate
+
+SHAPES = st.lists(st.lists(st.integers(1, 12), max_size=4).map(tuple), min_size=1, max_size=8)
+
+
+@st.composite
+def problems(draw):
+    """Shapes, numbers of candidates (as many as entries, or some less), and a budget for which there is room."""
+    shapes = draw(SHAPES)
+    candidates = [draw(st.integers(0, prod(shape))) if draw(st.booleans()) else prod(shape) for shape in shapes]
+    return shapes, candidates, draw(st.integers(0, sum(candidates)))
+
+
+def weights_of(shapes, candidates, allocation):
+    return list(candidates) if allocation == UNIFORM else [sum(shape) if shape else 1 for shape in shapes]
+
+
+def exact_shares(budget, weights, candidates):
+    """min(candidates, scale x weight), with the scale at which they add up: found by trying every set of full ones."""
+    by_ratio = sorted(range(len(weights)), key=lambda i: Fraction(candidates[i], max(weights[i], 1)))
+    for number_full in range(len(weights) + 1):
+        full, others = by_ratio[:number_full], by_ratio[number_full:]
+        left = budget - sum(candidates[i] for i in full)
+        total = sum(weights[i] for i in others)
+        scale = Fraction(left, total) if total else Fraction(0)
+        if left >= 0 and all(scale * weights[i] <= candidates[i] for i in others) and (total or not left):
+            return [Fraction(candidates[i]) if i in full else scale * weights[i] for i in range(len(weights))]
+    raise AssertionError("there is always a scale")
+
+
+@pytest.mark.parametrize("allocation", [UNIFORM, ERDOS_RENYI])
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(problem=problems())
+def test_counts_add_up_to_the_budget_and_fit_and_are_the_exact_shares_rounded(allocation, problem):
+    shapes, candidates, budget = problem
+    counts = allocate(budget, shapes, candidates, allocation)
+    assert sum(counts) == budget
+    assert all(0 <= count <= number for count, number in zip(counts, candidates, strict=True))
+    shares = exact_shares(budget, weights_of(shapes, candidates, allocation), candidates)
+    assert all(abs(count - share) < 1 for count, share in zip(counts, shares, strict=True))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(problem=problems())
+def test_a_tensor_with_larger_dimensions_never_gets_less_while_it_has_room(problem):
+    shapes, candidates, budget = problem
+    counts = allocate(budget, shapes, candidates, ERDOS_RENYI)
+    weights = weights_of(shapes, candidates, ERDOS_RENYI)
+    for i, larger in enumerate(weights):
+        for j, smaller in enumerate(weights):
+            if larger > smaller and counts[i] < candidates[i]:
+                assert counts[i] >= counts[j]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(problem=problems(), allocation=st.sampled_from([UNIFORM, ERDOS_RENYI]))
+def test_one_more_entry_in_all_takes_at_most_a_rounding_from_any_tensor(problem, allocation):
+    shapes, candidates, budget = problem
+    if budget < sum(candidates):
+        before, after = (allocate(b, shapes, candidates, allocation) for b in (budget, budget + 1))
+        assert all(more >= less - 1 for more, less in zip(after, before, strict=True))
+
+
+def test_densities_are_erdos_renyis():
+    shapes = [(768, 64), (64, 768), (768, 768), (3072, 768)]
+    sizes = [prod(shape) for shape in shapes]
+    counts = allocate(40_000, shapes, sizes, ERDOS_RENYI)
+    scale = 40_000 / sum(sum(shape) for shape in shapes)
+    for (rows, cols), count in zip(shapes, counts, strict=True):
+        assert count / (rows * cols) == pytest.approx(scale * (rows + cols) / (rows * cols), abs=1 / (rows * cols))
+
+
+def test_what_a_small_tensor_cannot_take_goes_to_the_others_in_proportion():
+    # (3, 2) would get 60 x 5 / 40 = 7.5 of its 6 entries; 54 are left for weights 20 and 15
+    assert allocate(60, [(10, 10), (3, 2), (5, 10)], [100, 6, 50], ERDOS_RENYI) == [31, 6, 23]
+
+
+def test_uniform_is_the_same_density_everywhere():
+    assert allocate(30, [(10, 10), (10, 20)], [100, 200], UNIFORM) == [10, 20]
+
+
+def test_equal_remainders_go_to_the_first():
+    assert allocate(5, [(2, 2)] * 4, [4] * 4, UNIFORM) == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("allocation", [UNIFORM, ERDOS_RENYI])
+def test_nothing_and_everything_are_shared_out_too(allocation):
+    assert allocate(0, [(2, 3), ()], [6, 1], allocation) == [0, 0]
+    assert allocate(7, [(2, 3), ()], [6, 1], allocation) == [6, 1]

@@ -1,0 +1,358 @@
+"""Static selection and pruning: which entries stay, what becomes of the others, and how the rest trains."""
+
+import copy
+import math
+
+import pytest
+import torch
+from models import build, loss_of, train
+from oracle import DenseOracle, unmasked_sets
+from torch import nn
+
+from sparsify import (
+    D3,
+    SNIP,
+    Bias,
+    Fisher,
+    GraSP,
+    Increment,
+    Magnitude,
+    Prune,
+    Random,
+    SparseDelta,
+    SparsifyError,
+    Static,
+    Strategy,
+    base_weights,
+    desparsify,
+    get_unmasker,
+    sparsify,
+    summary,
+)
+from sparsify.allocation import ALLOCATIONS, GLOBAL, allocate
+
+BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
+MATRICES, VECTORS = 164, 41
+IMPORTANCES = [SNIP(), GraSP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
+
+
+@pytest.fixture
+def model_and_batches():
+    return build("mlp", dtype=torch.float64)
+
+
+def dense_scores(model, importance, batches):
+    """Every entry's score from plain gradients of the summed loss, by name; matrices only for GraSP's Hessian."""
+    parameters = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    values = [p.detach() for p in parameters.values()]
+    if isinstance(importance, Magnitude):
+        scores = [value.abs() for value in values]
+    elif isinstance(importance, Fisher):
+        examples = [{k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(12)][:24]
+        grads = [torch.autograd.grad(loss_of(model, example), parameters.values()) for example in examples]
+        scores = [sum(grad**2 for grad in of_parameter) for of_parameter in zip(*grads, strict=True)]
+    else:
+        loss = sum(loss_of(model, batch) for batch in batches)
+        grads = torch.autograd.grad(loss, parameters.values(), create_graph=True)
+        if isinstance(importance, GraSP):
+            norm = sum(grad.square().sum() for grad in grads)  # its gradient is 2 H g
+            products = torch.autograd.grad(norm, parameters.values())
+            scores = [value * product / 2 for value, product in zip(values, products, strict=True)]
+        elif isinstance(importance, SNIP):
+            scores = [(value * grad).abs() for value, grad in zip(values, grads, strict=True)]
+        else:
+            scores = [grad.abs() / (value.abs() + 1) ** 2 for value, grad in zip(values, grads, strict=True)]
+    return {name: score.detach().flatten().tolist() for name, score in zip(parameters, scores, strict=True)}
+
+
+def best(scores, number):
+    """The best entries of all tensors, as sets by name; equal scores by position."""
+    ranked = sorted((-score, t, i) for t, name in enumerate(scores) for i, score in enumerate(scores[name]))
+    kept = ranked[:number]
+    return {name: sorted(i for _, t, i in kept if t == position) for position, name in enumerate(scores)}
+
+
+def expected_sets(model, scores, allocation, number):
+    if allocation == GLOBAL:
+        return best(scores, number)
+    parameters = dict(model.named_parameters())
+    shapes = [parameters[name].shape for name in scores]
+    counts = allocate(number, shapes, [shape.numel() for shape in shapes], allocation)
+    return {name: best({name: scores[name]}, n)[name] for name, n in zip(scores, counts, strict=True)}
+
+
+def calibration_of(importance, batches):
+    return {"calibration": batches} if importance.uses_gradient else {}
+
+
+@pytest.mark.parametrize("importance", IMPORTANCES, ids=lambda importance: importance.name)
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_pruning_keeps_the_best_entries_of_matrices_and_all_vectors(model_and_batches, importance, allocation):
+    model, batches = model_and_batches
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scores = dense_scores(model, importance, batches[:2])
+    expected = expected_sets(model, scores, allocation, BUDGET - VECTORS)
+    sparsify(model, BUDGET, Strategy(importance, Prune(allocation)), **calibration_of(importance, batches[:2]))
+    found = unmasked_sets(model)
+    for name, value in before.items():
+        kept = expected.get(name, list(range(value.numel())))
+        assert found[name] == kept
+        pruned = torch.zeros_like(value).view(-1)
+        pruned[kept] = value.view(-1)[kept]
+        assert torch.equal(model.get_parameter(name), pruned.view_as(value))
+    assert sum(map(len, found.values())) == summary(model).unmasked == BUDGET
+
+
+@pytest.mark.parametrize("importance", IMPORTANCES, ids=lambda importance: importance.name)
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_static_chooses_the_same_way_and_zeroes_nothing(model_and_batches, importance, allocation):
+    model, batches = model_and_batches
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    before = copy.deepcopy(model.state_dict())
+    expected = expected_sets(model, dense_scores(model, importance, batches[:2]), allocation, BUDGET)
+    sparsify(model, BUDGET, Strategy(importance, Static(allocation)), **calibration_of(importance, batches[:2]))
+    assert unmasked_sets(model) == expected
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_random_pruning_has_the_allocations_counts_and_depends_on_the_seed(allocation):
+    sets = []
+    for seed in (0, 0, 1):
+        model, _ = build("mlp")
+        sparsify(model, BUDGET, Strategy(Random(), Prune(allocation)), seed=seed)
+        sets.append(unmasked_sets(model))
+    assert sets[0] == sets[1] != sets[2]
+    if allocation != GLOBAL:
+        counts = [len(sets[0][name]) for name in ("first.weight", "second.weight", "head.weight")]
+        assert counts == allocate(BUDGET - VECTORS, [(10, 6), (8, 10), (3, 8)], [60, 80, 24], allocation)
+
+
+def test_vectors_get_their_erdos_renyi_share_where_nothing_is_pruned():
+    model = nn.Linear(6, 4)
+    sparsify(model, 7, Strategy(Magnitude(), Static("erdos-renyi")))
+    assert [tensor.count for tensor in get_unmasker(model).tensors] == [5, 2]  # 7 x 10 / 14, 7 x 4 / 14
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "erdos-renyi"])
+def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
+    """So that a delta of the first so many entries has the allocation's densities too."""
+    model, _ = build("mlp")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    sparsify(model, 60, Strategy(Random(), Static(allocation)))
+    tensors = get_unmasker(model).tensors
+    for number in range(1, 61):
+        counts = [int((tensor.slots < number).sum()) for tensor in tensors]
+        shares = [number * tensor.count / 60 for tensor in tensors]
+        assert all(abs(count - share) <= 1 for count, share in zip(counts, shares, strict=True))
+
+
+# Training a pruned model
+
+
+@pytest.mark.parametrize("importance", [SNIP(), GraSP(), Random()], ids=lambda importance: importance.name)
+def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_pruned_weights(importance):
+    model, batches = build("mlp", dtype=torch.float64)
+    dense = copy.deepcopy(model)
+    sparsify(model, BUDGET, Strategy(importance, Prune()), **calibration_of(importance, batches[:2]))
+    kept, masks = unmasked_sets(model), {}
+    for name, parameter in dense.named_parameters():
+        mask = torch.zeros(parameter.numel(), dtype=torch.bool)
+        mask[kept[name]] = True
+        masks[name] = mask.view_as(parameter)
+        parameter.data.mul_(masks[name])
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9), BUDGET, 6, masks=masks)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1, momentum=0.9)
+    for batch in batches[:6]:
+        losses = loss_of(model, batch), loss_of(dense, batch)
+        torch.testing.assert_close(*losses)
+        oracle.step(losses[1])
+        optimizer.zero_grad()
+        losses[0].backward()
+        optimizer.step()
+    for name, parameter in dense.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+def test_pruned_entries_stay_zero_whatever_the_optimizer_does():
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2])
+    pruned = {name: p == 0 for name, p in model.named_parameters() if p.dim() > 1}
+    assert sum(int(zeros.sum()) for zeros in pruned.values()) == MATRICES - (BUDGET - VECTORS)
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=0.1, weight_decay=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    for name, zeros in pruned.items():
+        assert not model.get_parameter(name)[zeros].any()
+        assert model.get_parameter(name)[~zeros].all()
+    assert summary(model, verify=True).verification.ok
+
+
+def test_the_base_of_a_pruned_model_is_the_pruned_one_and_zeros_stay_after_desparsify():
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2])
+    pruned = {name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"}
+    train(model, batches[:4])
+    with base_weights(model):
+        assert all(torch.equal(model.get_parameter(name), value) for name, value in pruned.items())
+    trained = loss_of(model, batches[0])
+    assert type(desparsify(model).first) is nn.Linear
+    assert torch.equal(loss_of(model, batches[0]), trained)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad
+        assert torch.equal(parameter == 0, pruned[name] == 0) or parameter.dim() == 1
+
+
+def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_pruned(tmp_path):
+    model, batches = build("mlp")
+    base = copy.deepcopy(model)
+    train(sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2]), batches[:4])
+    delta = SparseDelta.from_model(model)
+    assert set(delta.whole) == {"first.weight", "second.weight", "head.weight"}
+    assert all("weight" not in name or "norm" in name for name in delta.tensors)
+    delta.save(tmp_path / "delta")
+    before = copy.deepcopy(base.state_dict())
+    loaded = SparseDelta.load(tmp_path / "delta")
+    loaded.apply(base)
+    assert torch.equal(loss_of(base, batches[0]), loss_of(model, batches[0]))
+    loaded.revert(base)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_a_pruned_model_without_vectors_is_a_delta_too(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False))
+    base = copy.deepcopy(model)
+    sparsify(model, 6, Strategy(Magnitude(largest=True), Prune()))
+    SparseDelta.from_model(model).save(tmp_path / "delta")
+    SparseDelta.load(tmp_path / "delta").apply(base)
+    assert torch.equal(base(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    assert sum(int((p != 0).sum()) for p in base.parameters()) == 6
+
+
+def test_a_delta_of_the_first_entries_has_the_others_as_they_were_when_pruned():
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2])
+    pruned = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, batches[:4])
+    first = SparseDelta.from_model(model, budget=60)
+    for tensor in get_unmasker(model).tensors:
+        if tensor.name in first.whole:
+            expected = pruned[tensor.name].clone()
+            early = tensor.indices[tensor.slots < 60]
+            expected.view(-1)[early] = tensor.parameter.view(-1)[early]
+            assert torch.equal(first.whole[tensor.name], expected)
+
+
+def test_a_pruned_run_goes_on_from_its_state_dict():
+    batches = build("mlp")[1]
+    whole, half, resumed = (
+        sparsify(build("mlp")[0], BUDGET, "sparseadapter", calibration=batches[:2]) for _ in range(3)
+    )
+    train(whole, batches[:2])
+    train(half, batches[:2])
+    resumed.load_state_dict(half.state_dict())
+    for model in (whole, resumed):
+        train(model, batches[2:4])
+    assert unmasked_sets(resumed) == unmasked_sets(whole)
+    assert all(torch.equal(p, resumed.get_parameter(name)) for name, p in whole.named_parameters())
+
+
+def test_an_embeddings_padding_row_is_neither_chosen_nor_zeroed():
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 4, padding_idx=2)
+    model.weight.data[2] = 7.0
+    sparsify(model, 3, Strategy(Magnitude(largest=True), Prune()))
+    assert (model.weight[2] == 7).all()
+    assert int((model.weight != 0).sum()) == 3 + 4
+
+
+def test_a_tied_matrix_is_pruned_once():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    sparsify(model, 5, Strategy(Magnitude(largest=True), Prune()))
+    assert int((model["b"].weight != 0).sum()) == 5
+
+
+def test_only_what_requires_grad_is_pruned():
+    model, batches = build("mlp")
+    model.second.requires_grad_(False)
+    frozen = model.second.weight.detach().clone()
+    sparsify(model, 0.5, "sparseadapter", calibration=batches[:2], exclude_modules=["norm"], modules_to_save=["head"])
+    assert torch.equal(model.second.weight, frozen)
+    assert model.head.weight.all()
+    assert summary(model).unmasked == 35 == int((model.first.weight != 0).sum()) + 10
+
+
+def test_snip_unmasks_while_training_as_the_dense_oracle_does():
+    model, batches = build("mlp", dtype=torch.float64)
+    dense = copy.deepcopy(model)
+    sparsify(model, 60, Strategy(SNIP(), Increment()), steps=6)
+
+    def snip(name, step, weight, grad):
+        score = (weight * grad).abs()
+        return score.where(score > 0, -math.inf)
+
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), 60, 6, score=snip)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for batch in batches[:6]:
+        oracle.step(loss_of(dense, batch))
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        assert unmasked_sets(model) == oracle.unmasked_sets()
+    for name, parameter in dense.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+# Refusals: nothing has been changed
+
+
+@pytest.mark.parametrize(
+    ("budget", "strategy", "message"),
+    [
+        (VECTORS, "sparseadapter", r"budget=41 with Prune\(allocation='global'\): biases, norms .* take 41 entries of "
+         r"it; expected 42 to 205, or freeze the vectors before \(requires_grad_\(False\)\)"),
+        (None, Strategy(Bias(), Prune()), r"finds nothing to prune: no candidate that it covers has two dimensions"),
+        (60, Strategy(Bias(), Prune()), r"expected 1 to 31, the number of candidates"),
+        (None, "sparseadapter", r"budget=None with SNIP\(\); expected a number of entries, 1 to 205"),
+        (206, "sparseadapter", r"budget=206 entries; expected 1 to 205"),
+    ],
+)  # fmt: skip
+def test_budgets_that_do_not_fit_a_pruning_change_nothing(model_and_batches, budget, strategy, message):
+    model, batches = model_and_batches
+    before = copy.deepcopy(model.state_dict())
+    options = {"calibration": batches[:2]} if strategy == "sparseadapter" else {}
+    with pytest.raises(SparsifyError, match=message):
+        sparsify(model, budget, strategy, **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert type(model.first) is nn.Linear
+
+
+@pytest.mark.parametrize("importance", [SNIP(), GraSP()])
+def test_pruning_by_gradients_needs_a_calibration(importance):
+    with pytest.raises(SparsifyError, match=r"with Prune\(.*\) chooses by gradients before training"):
+        sparsify(nn.Linear(4, 4), 8, Strategy(importance, Prune()))
+
+
+def test_a_tensor_without_a_gradient_cannot_have_its_share():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.used(x).square().mean()
+
+    with pytest.raises(SparsifyError, match=r"`unused\.weight` is to get 4 entries, but only 0 entries have"):
+        sparsify(Half(), 8, Strategy(SNIP(), Prune("uniform")), calibration=[{"x": torch.ones(2, 4)}])
+
+
+def test_vectors_alone_are_nothing_to_prune():
+    with pytest.raises(SparsifyError, match=r"finds nothing to prune: .*expected trainable matrices, such as"):
+        sparsify(nn.LayerNorm(4), 5, Strategy(Random(), Prune()))
