@@ -1,6 +1,7 @@
 """Gradients before training, for strategies that choose by them once: summed up over a few backward passes.
 
-In: the model as it is and some data. Out: for every candidate a tensor of its size, all that is kept of the passes.
+In: the model as it is and some data. Out: for every candidate a tensor of its size, all that is kept of the passes:
+the sum of the gradients, of their squares (Fisher), or the Hessian times the gradient (GraSP).
 The model is left as it was: its modes, its gradients, and, in evaluation mode, its statistics.
 """
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify import D3, screen
+from sparsify import D3, SNIP, screen
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
 from sparsify.selection import Pool, offer_gradient
@@ -25,12 +25,13 @@ def winners(offer, size, seed_scores):
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    exp=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
-    eps=st.sampled_from([1.0, 1e-3]),
+    importance=st.one_of(
+        st.builds(D3, exp=st.sampled_from([0.0, 1.0, 2.0, -1.0]), eps=st.sampled_from([1.0, 1e-3])), st.just(SNIP())
+    ),
     scale=st.sampled_from([1e-6, 1.0, 1e6]),
     shape=st.sampled_from(["normal", "one huge row", "low rank", "equal"]),
 )
-def test_the_screen_finds_the_winners_of_the_full_product(seed, exp, eps, scale, shape):
+def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scale, shape):
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(TOKENS, ROWS, generator=generator) * scale
     right = torch.randn(TOKENS, COLS, generator=generator)
@@ -42,7 +43,7 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, exp, eps, scale,
         left, right = torch.full_like(left, scale), torch.ones_like(right)
     weight = torch.randn(ROWS, COLS, generator=generator)
     unmasked = torch.randperm(ROWS * COLS, generator=generator)[:15]
-    importance, product = D3(exp=exp, eps=eps), Product(left, right)
+    product = Product(left, right)
     gradient = product.dense()
     scores = importance.score(weight, gradient.values).flatten()
     # the other tensors' entries beat most of this one's: only a few are left to find
