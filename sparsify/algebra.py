@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.checkpoint import base_tensor, open_base
-from sparsify.edits import Edit, plan_entries, warn_of_casts
+from sparsify.edits import Edit, check_not_drawn, plan_entries, warn_of_casts
 from sparsify.entries import KINDS, TensorDelta, as_bits, digest, same_values
 from sparsify.errors import SparsifyError
 
@@ -126,6 +126,8 @@ class DeltaSum(Summable):
         """
         if kind not in KINDS:
             raise SparsifyError(f"kind={kind!r}; expected one of {', '.join(KINDS)}.")
+        for _, delta in self.terms:
+            check_not_drawn(delta.tensors, "a sum")
         available = open_base(base)
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
         whole = self._whole(names)

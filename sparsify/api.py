@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
+from sparsify.fresh import find_draws, find_fresh, redrawn
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
@@ -45,6 +46,8 @@ def sparsify(
     modules_to_save: list[str] | None = None,
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
+    fresh: str = "store",
+    fresh_modules: Pattern = None,
     seed: int = 0,
 ) -> Model:
     """Makes a model train only ``budget`` of its entries, in place.
@@ -71,7 +74,12 @@ def sparsify(
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
-        seed: of a random importance.
+        fresh: how a delta is to hold what the base does not have (PEFT's and adapters' weights, tensors that its
+            checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
+            and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
+            left alone and stored whole.
+        fresh_modules: modules that the base does not have either, in the words of ``target_modules``.
+        seed: of a random importance, and of ``fresh="seed"``.
 
     Returns:
         The same model object.
@@ -107,7 +115,10 @@ def sparsify(
     else:
         engine.budget = resolve_budget(budget, strategy, engine.tensors)
         capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
-        selected = _select(engine, calibration, loss_fn)
+    engine.fresh_names = find_fresh(model, fresh_modules, targets.saved)
+    with redrawn(model, find_draws(model, engine.fresh_names, fresh, seed)) as engine.draws:
+        if not isinstance(strategy.selection, Given):
+            selected = _select(engine, calibration, loss_fn)
 
     if isinstance(strategy.selection, Prune):
         zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base

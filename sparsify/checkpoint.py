@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -140,6 +140,16 @@ class Checkpoint(Mapping[str, Tensor]):
             return list(self)
         first = {name: self._conversion.first_name(name) for name in self._conversion.names}
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
+
+    def lacking(self, names: Iterable[str]) -> list[str]:
+        """Those of a model's tensors that ``from_pretrained`` would not find here; none where there is no telling.
+
+        Imports transformers, unless all of them are here under their names.
+        """
+        others = [name for name in names if name not in self.stored]
+        if not others or isinstance(self._conversion, SparsifyError):
+            return []
+        return [name for name in others if not self._conversion.has(name)]
 
     @property
     def folder(self) -> Path:

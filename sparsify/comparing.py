@@ -14,7 +14,7 @@ from torch import nn
 from sparsify.algebra import change
 from sparsify.checkpoint import base_tensor, open_base
 from sparsify.delta import SparseDelta
-from sparsify.edits import plan_entries, warn_of_casts
+from sparsify.edits import check_not_drawn, plan_entries, warn_of_casts
 from sparsify.entries import same_values
 from sparsify.errors import SparsifyError
 
@@ -74,6 +74,8 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
         1 of 3 entries shared (Jaccard 0.3333)
         cosine on shared entries -1.0000; 1 pulled in opposite directions
     """
+    for delta in (a, b):
+        check_not_drawn(delta.tensors, "a comparison")
     available = None if base is None else open_base(base)
     shared, opposed, by_tensor = 0, 0, {}
     casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}

@@ -46,6 +46,10 @@ class Conversion:
         """The first of a tied tensor's names that the checkpoint has it under; any other tensor's own name."""
         return next((tied for tied in self._tied.get(name, ()) if tied in self._layouts), name)
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name at run time, wherever it comes from."""
+        return any(alias in self._layouts or alias in self._unmappable for alias in self._aliases(name))
+
     def find(self, name: str) -> list[Layout]:
         """Where a tensor is stored: more than one layout where a checkpoint has a tied tensor under several names.
 

@@ -110,7 +110,7 @@ class SparseDelta(Summable, Exchange):
         for item in export.tensors:
             if item.name in tensors:
                 raise SparsifyError(f"two trained tensors are called `{item.name}`: rename one of the modules.")
-            if item.indices.numel():
+            if item.indices.numel() or item.drawn is not None:
                 tensors[item.name] = _tensor_delta(item)
         whole = {name: own_copy(tensor) for name, tensor in export.whole.items()}
         return cls(tensors, whole, {**copy.deepcopy(dict(export.config)), "versions": _library_versions()})
@@ -341,7 +341,8 @@ def _tensor_delta(item: Any) -> TensorDelta:
             shape=tuple(item.shape),
             dtype=item.base_values.dtype,
             kind="replace",
-            base_sha256=digest(item.base_values),
+            base_sha256=digest(item.base_values) if item.drawn is None else item.drawn[1],
+            drawn=None if item.drawn is None else item.drawn[0],
         )
     except SparsifyError as error:
         raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error

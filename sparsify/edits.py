@@ -95,8 +95,32 @@ def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> Edit:
     check_has_values(name, target)
     check_shape(name, delta.shape, target.shape, "Load the base that the delta was trained on.")
     check_dtype(name, delta, target.dtype)
+    if delta.drawn is not None:
+        return plan_whole(name, drawn_values(name, delta), target)
     old = _take(target, delta.indices)
     return Edit(name, delta.shape, delta.indices, old, new_values(name, delta, old))
+
+
+def drawn_values(name: str, delta: TensorDelta) -> Tensor:
+    """A drawn tensor as it was trained: its initial values, drawn again, with the trained ones at the indices."""
+    assert delta.drawn is not None
+    values = delta.drawn.values(name, delta.shape, delta.dtype)
+    if digest(values) != delta.base_sha256:
+        raise BaseMismatchError(
+            f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from: the "
+            "delta is damaged, or this version of sparsify or numpy draws other numbers, which it should not; please "
+            "report it. A delta that was saved with fresh='store' holds the values themselves."
+        )
+    return values.put_(delta.indices, delta.values)
+
+
+def check_not_drawn(tensors: Mapping[str, TensorDelta], what: str) -> None:
+    """Raises where a delta draws a tensor that its base does not have, and something needs it as a change of the base."""
+    if drawn := [name for name, tensor in tensors.items() if tensor.drawn is not None]:
+        raise SparsifyError(
+            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
+            "does not have, drawn from a seed: apply the delta to a model that has such a module instead."
+        )
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsify.draws import Draw
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 KINDS = ("replace", "add")
@@ -28,12 +29,13 @@ class TensorDelta:
     """The changed entries of one tensor parameter. What exists is valid: the constructor checks it.
 
     Args:
-        indices: (count,) int64 on the CPU, count >= 1: flat row-major positions, strictly increasing.
+        indices: (count,) int64 on the CPU, count >= 1 unless drawn: flat row-major positions, strictly increasing.
         values: (count,) on the CPU, finite: the trained values, or what to add.
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
-        base_sha256: :func:`digest` of the base's values at the indices.
+        base_sha256: :func:`digest` of the base's values at the indices; of a drawn tensor, of all its initial values.
+        drawn: how to draw the initial values of a tensor that the base does not have; it may have no entries.
 
     Raises:
         SparsifyError: when the parts do not fit together.
@@ -45,6 +47,7 @@ class TensorDelta:
     dtype: torch.dtype
     kind: str
     base_sha256: str
+    drawn: Draw | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -177,19 +180,24 @@ def _check_types(tensor: TensorDelta) -> None:
         raise SparsifyError(f"indices are {indices.dtype}, expected torch.int64")
     if values.dtype not in DTYPES.values() or (tensor.kind == "replace" and values.dtype != tensor.dtype):
         raise SparsifyError(f"values are {values.dtype}, expected the base's {tensor.dtype} for kind {tensor.kind!r}")
-    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() == 0:
+    least = 1 if tensor.drawn is None else 0
+    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() < least:
         raise SparsifyError(
             f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}, expected one dimension, "
             "equally long, with at least one entry"
         )
     if not isinstance(tensor.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", tensor.base_sha256):
         raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r}, expected 64 lower-case hex digits")
+    if tensor.drawn is not None and tensor.kind != "replace":
+        raise SparsifyError(f"kind is {tensor.kind!r} for a drawn tensor, expected 'replace'")
     if indices.device.type != "cpu" or values.device.type != "cpu":
         raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")
 
 
 def _check_indices(indices: Tensor, numel: int) -> None:
-    """Raises unless positions (count >= 1,) are strictly increasing and lie in a tensor of ``numel`` entries."""
+    """Raises unless positions (count,) are strictly increasing and lie in a tensor of ``numel`` entries."""
+    if not indices.numel():
+        return
     if bool((indices[1:] <= indices[:-1]).any()):
         raise SparsifyError("indices are not strictly increasing")
     first, last = int(indices[0]), int(indices[-1])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsify.draws import Draw
 from sparsify.entries import digest
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
@@ -29,6 +30,7 @@ class TensorEntries(NamedTuple):
         indices: (k,) int64, flat and row-major.
         values: (k,) the trained values, in the weight's dtype.
         base_values: (k,) the pretrained values, in the weight's dtype.
+        drawn: how its initial values are drawn, and their digest, where the base does not have it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class TensorEntries(NamedTuple):
     indices: Tensor
     values: Tensor
     base_values: Tensor
+    drawn: tuple[Draw, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Export:
     """Everything a delta is made of.
 
     Attributes:
-        tensors: the entries, for each tensor that has any.
-        whole: tensors stored whole, by plain name: dense modules, and buffers that training changed.
+        tensors: the entries of each masked or drawn tensor, which may be none.
+        whole: tensors stored whole, by plain name: dense modules, what the base does not have and is not drawn, and
+            buffers that training changed.
         config: how it was trained, in JSON types.
     """
 
@@ -64,6 +68,8 @@ class Engine(Protocol):
     steps: int | None
     step: int
     dense_names: tuple[str, ...]
+    fresh_names: tuple[str, ...]
+    draws: dict[str, tuple[Draw, str]]
     buffer_digests: dict[str, str]
 
     @property
@@ -84,10 +90,18 @@ def export(engine: Engine, budget: int | None = None) -> Export:
             f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
             "or None for all of them."
         )
-    pruned = [tensor for tensor in engine.tensors if _is_pruned(engine.strategy, tensor)]
-    tensors = [_entries(tensor, budget) for tensor in engine.tensors if tensor.count and tensor not in pruned]
-    whole = {**_whole(engine), **{plain_name(tensor.name): _as_of(tensor, budget) for tensor in pruned}}
-    return Export([entries for entries in tensors if entries.indices.numel()], whole, _config(engine, budget))
+    tensors, whole = [], _whole(engine)
+    masked = {tensor.name: tensor for tensor in engine.tensors}
+    for name in dict.fromkeys([*masked, *engine.fresh_names]):
+        trained = masked.get(name) or Untrained(engine.root.get_parameter(name))
+        entries = entries_of(plain_name(name), trained, budget)
+        if name not in engine.fresh_names and not _is_pruned(engine.strategy, trained):
+            tensors.append(entries)
+        elif name in engine.draws and digest(_as_of(trained, 0)) == engine.draws[name][1]:
+            tensors.append(entries._replace(drawn=engine.draws[name]))
+        else:
+            whole[plain_name(name)] = _as_of(trained, budget)
+    return Export(tensors, whole, _config(engine, budget))
 
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:
@@ -95,20 +109,36 @@ def digest_buffers(model: nn.Module) -> dict[str, str]:
     return {name: digest(buffer) for name, buffer in _persistent_buffers(model)}
 
 
-def _entries(tensor: MaskedTensor, budget: int) -> TensorEntries:
+class Untrained:
+    """A parameter that is exported though it is not masked: it has no entries.
+
+    Args:
+        parameter: one that the base does not have.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.shape = parameter.shape
+        self.indices = self.slots = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        self.base = parameter.detach().new_empty(0)
+
+
+def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None = None) -> TensorEntries:
+    """A tensor's entries among the first ``budget`` of the model; ``None``: all."""
+    budget = 2**63 - 1 if budget is None else budget
     among_first = tensor.slots < budget
     indices, order = tensor.indices[among_first].sort()
     values = tensor.parameter.detach().take(indices)
     base_values = tensor.base[among_first][order].to(values.dtype)
-    return TensorEntries(plain_name(tensor.name), tuple(tensor.parameter.shape), indices, values, base_values)
+    return TensorEntries(name, tuple(tensor.parameter.shape), indices, values, base_values)
 
 
-def _is_pruned(strategy: Strategy, tensor: MaskedTensor) -> bool:
+def _is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
     """Whether the tensor has zeros that its base had not: entries alone would not tell of them, so it goes whole."""
     return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape)
 
 
-def _as_of(tensor: MaskedTensor, budget: int) -> Tensor:
+def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
     later = tensor.slots >= budget
     weight = tensor.parameter.detach().clone(memory_format=torch.contiguous_format)

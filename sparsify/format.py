@@ -246,6 +246,7 @@ def _load_tensor(file: Any, name: str, record: Record) -> TensorDelta:
             dtype=DTYPES[record.dtype],
             kind=record.kind,
             base_sha256=record.base_sha256,
+            drawn=record.drawn,
         )
     except SparsifyError as error:
         raise DeltaFormatError(f"tensor `{name}`: {error}") from error

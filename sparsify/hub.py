@@ -83,6 +83,16 @@ def download(
         )
 
 
+def cached_folder(repo_id: str, revision: str | None) -> Path | None:
+    """The folder of a repository's checkpoint in the local cache, if it is there; asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_repo_id(repo_id):
+        return None
+    file = try_to_load_from_cache(repo_id, "config.json", revision=revision)
+    return Path(file).parent if isinstance(file, str) else None
+
+
 def upload(
     folder: Path,
     repo_id: str,

@@ -10,11 +10,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
+from sparsify.draws import Draw
 from sparsify.entries import DTYPES, KINDS, TensorDelta
 from sparsify.errors import DeltaFormatError, SparsifyError
 
@@ -42,8 +43,9 @@ class Record:
         shape: the tensor's.
         dtype: the base's, a key of ``DTYPES``.
         kind: ``"replace"`` or ``"add"``.
-        count: number of entries, between 1 and the tensor's own.
+        count: number of entries, between 1 (0 if drawn) and the tensor's own.
         base_sha256: not checked here.
+        drawn: how the initial values of a tensor that the base does not have are drawn.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +53,7 @@ class Record:
     kind: str
     count: int
     base_sha256: str
+    drawn: Draw | None = None
 
 
 def describe(
@@ -65,6 +68,7 @@ def describe(
             **({} if tensor.kind == _DEFAULT_KIND else {"kind": tensor.kind}),
             "count": tensor.count,
             "base_sha256": tensor.base_sha256,
+            **({} if tensor.drawn is None else {"drawn": asdict(tensor.drawn)}),
         }
         for name, tensor in tensors.items()
     }
@@ -215,7 +219,7 @@ def _check_text(text: str) -> None:
 
 def _parse_record(name: str, record: Any) -> Record:
     where = f"tensor `{name}`"
-    _check_object(where, record, _RECORD_KEYS, optional={"kind"})
+    _check_object(where, record, _RECORD_KEYS, optional={"kind", "drawn"})
     shape, dtype, count, sha = (record[k] for k in ("shape", "dtype", "count", "base_sha256"))
     kind = record.get("kind", _DEFAULT_KIND)
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_int(d, 0, _MAX_NUMEL) for d in shape):
@@ -227,11 +231,21 @@ def _parse_record(name: str, record: Any) -> Record:
         raise DeltaFormatError(f"{where}: `dtype` is {shown(dtype)}, expected one of {', '.join(DTYPES)}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise DeltaFormatError(f"{where}: `kind` is {shown(kind)}, expected one of {', '.join(KINDS)}")
-    if not _is_int(count, 1, numel):
+    drawn = _parse_draw(where, record["drawn"]) if "drawn" in record else None
+    least = 1 if drawn is None else 0
+    if not _is_int(count, least, numel):
         raise DeltaFormatError(
-            f"{where}: `count` is {shown(count)}, expected a number from 1 to the tensor's {numel} entries"
+            f"{where}: `count` is {shown(count)}, expected a number from {least} to the tensor's {numel} entries"
         )
-    return Record(tuple(shape), dtype, kind, count, sha)
+    return Record(tuple(shape), dtype, kind, count, sha, drawn)
+
+
+def _parse_draw(where: str, draw: Any) -> Draw:
+    _check_object(f"{where}, `drawn`", draw, {field.name for field in fields(Draw)})
+    try:
+        return Draw(**draw)
+    except SparsifyError as error:
+        raise DeltaFormatError(f"{where}, `drawn`: {error}") from error
 
 
 def _check_object(where: str, value: Any, keys: set[str], optional: Set[str] = frozenset()) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sparsify.anchors import AnchoredUse, Anchors
 from sparsify.backward import BackwardPass
 from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
+from sparsify.draws import Draw
 from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
 from sparsify.importance import GradientImportance, WeightImportance
@@ -57,6 +58,8 @@ class Unmasker:
     Attributes:
         tensors: the masked tensors, by ascending number and offset.
         buffers: their unmasked entries.
+        fresh_names: parameters, dense ones apart, that the base does not have.
+        draws: how the initial values of some of these are drawn, and the digest of them.
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
         selected: whether the step in progress has had its selection.
@@ -88,6 +91,8 @@ class Unmasker:
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.tensors: list[MaskedTensor] = []
         self.buffers = IndexBuffers(root)
+        self.fresh_names: tuple[str, ...] = ()
+        self.draws: dict[str, tuple[Draw, str]] = {}
         self.step = 0
         self.updates = 0
         self.running = False

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from sparsify.delta import SparseDelta, TensorDelta
+from sparsify.draws import Draw
 from sparsify.entries import digest
 from sparsify.errors import DeltaFormatError, SparsifyError
 
@@ -44,7 +45,8 @@ HOSTILE = [
     2**16, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30,
     -(2**63), 1.0, 2.5, 1e308, -0.0, True, False, None, "", "1", "F32", "F16", "BF16", "F64", "I8", "U16",
     "F8_E4M3", "F4",
-    "C64", "replace", "add", "0" * 64, "f" * 64, "G" * 64, "../../x", "/etc/passwd", "a\0b", "a\nb", "\x1b[2J",
+    "C64", "uniform",
+    "normal", "replace", "add", "0" * 64, "f" * 64, "G" * 64, "../../x", "/etc/passwd", "a\0b", "a\nb", "\x1b[2J",
     "\ud800",
     "\u202e", "é" * 2000, "x" * 100_000, [], {}, [[]], [0], [1, 1], [2**62, 4], [0, 2**63], [0, 2**62, 2**62], [-2, -3],
     [True, 2000], [1] * 65, [2.0], ["2"], [40, 50], [2000], [8, 0], [0, 8], [8, 4], [0, 2**64], {"a": 1}, "a", "b", "c",
@@ -71,7 +73,7 @@ def make_model() -> nn.Module:
 
 
 def good_files() -> list[bytes]:
-    """Files that load and apply: all encodings, both kinds, tensors stored whole."""
+    """Files that load and apply: all encodings, both kinds, tensors stored whole or drawn."""
     model = make_model()
 
     def part(name: str, indices: list[int], kind: str = "replace", stored_in: torch.dtype | None = None) -> TensorDelta:
@@ -81,6 +83,13 @@ def good_files() -> list[bytes]:
         values = (old + 1).to(stored_in or base.dtype)
         return TensorDelta(positions, values, tuple(base.shape), base.dtype, kind, digest(old))
 
+    def drawn(name: str, distribution: str, indices: list[int]) -> TensorDelta:
+        draw = Draw(distribution, 0.5, seed=1)
+        initial = draw.values(name, MODEL_SHAPES[name], getattr(model, name).dtype)
+        positions = torch.tensor(indices, dtype=torch.int64)
+        values = initial.flatten()[positions] + 1
+        return TensorDelta(positions, values, MODEL_SHAPES[name], initial.dtype, "replace", digest(initial), draw)
+
     many = sorted(random.Random(0).sample(range(300_000), 300))
     deltas = [
         SparseDelta({"a": part("a", [0, 7, 1999]), "b": part("b", many)}, {"n": torch.tensor(9)}, {"steps": 3}),
@@ -88,6 +97,9 @@ def good_files() -> list[bytes]:
         SparseDelta({"c": part("c", list(range(60))), "b": part("b", [290_000])}, {}, {"strategy": {"name": ["id3"]}}),
         SparseDelta({}, {"head": torch.full((2, 3), math.nan), "n": torch.tensor(1)}),
         SparseDelta({"a": part("a", list(range(0, 2000, 3)), "add", torch.float64)}, {}, {"note": "é" * 40}),
+        SparseDelta(
+            {"a": drawn("a", "uniform", [3, 4]), "b": drawn("b", "normal", []), "c": drawn("c", "constant", [])}
+        ),
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.safetensors"
@@ -342,7 +354,7 @@ def bits(model: nn.Module) -> dict[str, tuple]:
 def contents(delta: SparseDelta) -> tuple:
     """Everything that a delta holds, to the bit."""
     tensors = {
-        name: (digest(p.indices), p.values.dtype, digest(p.values), p.shape, p.dtype, p.kind, p.base_sha256)
+        name: (digest(p.indices), p.values.dtype, digest(p.values), p.shape, p.dtype, p.kind, p.base_sha256, p.drawn)
         for name, p in delta.tensors.items()
     }
     whole = {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in delta.whole.items()}

@@ -41,7 +41,7 @@ class FakeEngine:
     @staticmethod
     def _first(item, budget):
         parts = {key: getattr(item, key)[:budget] for key in ("indices", "values", "base_values")}
-        return SimpleNamespace(name=item.name, shape=item.shape, **parts)
+        return SimpleNamespace(name=item.name, shape=item.shape, drawn=None, **parts)
 
 
 def trained_entries(name, tensor, indices):
@@ -49,7 +49,12 @@ def trained_entries(name, tensor, indices):
     indices = torch.tensor(indices)
     base = tensor.detach().take(indices)
     return SimpleNamespace(
-        name=name, shape=tensor.shape, indices=indices, values=base + torch.ones_like(base), base_values=base
+        name=name,
+        shape=tensor.shape,
+        indices=indices,
+        values=base + torch.ones_like(base),
+        base_values=base,
+        drawn=None,
     )
 
 

@@ -13,7 +13,8 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"allocation", "importance", "schedules", "names", "extras", "values", "index_buffers", "stepping", "kernels", "layout"},
+    {"allocation", "draws", "extras", "importance", "index_buffers", "kernels", "layout", "names", "schedules"}
+    | {"stepping", "values"},
     {"strategies", "targets", "entries", "conversion"},
     {"metadata", "adapters"},
     {"format", "edits", "checkpoint", "hub"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
     {"masked.conv1d"},
     {"masked.swap", "masked"},
-    {"anchors", "export", "screen", "ranking", "calibration", "budget"},
+    {"anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
     {"choosers", "static", "verification"},
     {"backward"},
     {"unmasker"},
@@ -44,6 +45,7 @@ TRAINING = {
     "backward",
     "budget",
     "calibration",
+    "fresh",
     "choosers",
     "export",
     "importance",

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsify.delta import SparseDelta, TensorDelta
+from sparsify.draws import Draw
 from sparsify.entries import DTYPES, digest
 from sparsify.format import MAX_HEADER_BYTES
 from sparsify.metadata import MAX_DEPTH, MAX_NAME_CHARACTERS, MAX_NUMBER_CHARACTERS
@@ -140,6 +141,23 @@ def tensor_deltas(draw):
     values = torch.tensor(draw(st.lists(number, min_size=len(gaps), max_size=len(gaps)))).to(stored_in)
     shape = (int(indices[-1]) + draw(st.integers(1, 9)),)
     return TensorDelta(indices, values, shape, dtype, kind, digest(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize(("distribution", "scale"), [("constant", -0.3), ("uniform", 0.1), ("normal", 2.5)])
+def test_the_reader_draws_what_sparsify_draws(reader, tmp_path, distribution, scale, dtype):
+    draw = Draw(distribution, scale, seed=2**63 - 1)
+    values = draw.values("вес.w", (7, 3), dtype)
+    none = torch.empty(0, dtype=torch.int64)
+    part = TensorDelta(none, values.flatten()[:0], (7, 3), dtype, "replace", digest(values), draw)
+    SparseDelta({"вес.w": part}).save(tmp_path / "x.safetensors")
+    entries, _, _ = reader["read_delta"]((tmp_path / "x.safetensors").read_bytes())
+    indices, _, record = entries["вес.w"]
+    assert indices == []
+    exact = torch.tensor(reader["drawn"]("вес.w", record), dtype=torch.float64)
+    rounded = exact if dtype == torch.float64 else exact.float().to(dtype)
+    assert torch.equal(rounded, values.flatten())
+    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].drawn == draw
 
 
 WHOLE = st.sampled_from(

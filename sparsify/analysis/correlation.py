@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.delta import SparseDelta
-from sparsify.edits import find_targets, plan_entries
+from sparsify.edits import check_not_drawn, find_targets, plan_entries
 from sparsify.entries import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.export import entries_of
 from sparsify.extras import require
 from sparsify.names import find_engine, named_tensors, plain_name
 from sparsify.unmasker import Unmasker
@@ -144,12 +145,14 @@ def _changes(side: str, source: nn.Module | SparseDelta, base: nn.Module | None)
 
 def _of_engine(engine: Unmasker) -> dict[str, _Entries]:
     """A sparsified model has its base values beside it."""
-    exported = engine.export().tensors
-    return {item.name: _Entries(item.indices.cpu(), _difference(item.values, item.base_values)) for item in exported}
+    engine.refresh()
+    entries = [entries_of(plain_name(tensor.name), tensor) for tensor in engine.tensors if tensor.count]
+    return {item.name: _Entries(item.indices.cpu(), _difference(item.values, item.base_values)) for item in entries}
 
 
 def _of_delta(side: str, delta: SparseDelta, base: nn.Module | None) -> dict[str, _Entries]:
     """A delta has differences, or trained values to take the base's from."""
+    check_not_drawn(delta.tensors, "a correlation")
     stored = {name: tensor for name, tensor in delta.tensors.items() if tensor.kind == "replace"}
     targets = find_targets(stored, _checked_base(side, delta, base), ()) if stored else {}
     return {name: _of_tensor(name, tensor, targets) for name, tensor in delta.tensors.items()}
