@@ -115,7 +115,7 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
 
 
 def check_not_drawn(tensors: Mapping[str, TensorDelta], what: str) -> None:
-    """Raises where a delta draws a tensor that its base does not have, and something needs it as a change of the base."""
+    """Raises where a delta draws a tensor that its base does not have; ``what`` needs a change of the base."""
     if drawn := [name for name, tensor in tensors.items() if tensor.drawn is not None]:
         raise SparsifyError(
             f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
