@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from sparsify.draws import Draw
 from sparsify.entries import digest
 from sparsify.errors import SparsifyError
+from sparsify.extensions import record_extensions
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import plain_model, plain_name
 from sparsify.schedules import Schedule
 from sparsify.strategies import Prune, Strategy
+from sparsify.values import VALUES
 
 
 class TensorEntries(NamedTuple):
@@ -167,7 +169,12 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _config(engine: Engine, budget: int) -> dict[str, Any]:
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
-    dtypes = {str(tensor.parameter.dtype).removeprefix("torch.") for tensor in engine.tensors}
+    not_the_bases = {*engine.fresh_names, *engine.dense_names, VALUES}
+    dtypes = {
+        str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in engine.root.named_parameters()
+        if name not in not_the_bases and parameter.is_floating_point()
+    }
     schedule = engine.schedule
     return {
         "base_model_name_or_path": _base_name(model_config),
@@ -180,6 +187,7 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
         "schedule": {"shape": schedule.shape, "every": schedule.every, "until": schedule.until},
         "steps": engine.steps,
         "steps_done": engine.step,
+        **record_extensions(engine.root),
     }
 
 

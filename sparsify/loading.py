@@ -14,15 +14,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsify.algebra import DeltaSum
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.extensions import extend
 from sparsify.names import named_tensors
 
 # Arguments of from_pretrained that a delta's load has, too.
 _SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")
+PEFT_REPLACED = "original_module"  # the part of a name under which PEFT keeps what modules_to_save stand in for
+_BASE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # transformers 5, and 4
 
 
@@ -35,8 +38,9 @@ def load_model(
 ) -> nn.Module:
     """Loads a base with transformers and puts a delta onto it.
 
-    The class and the number and names of the labels are those that were trained. A tensor that neither the base nor the
-    delta has is an error, not a random one. The base's values are checked by the delta's hashes.
+    The class, the number and names of the labels, and LoRA or other adapters are those that were trained. A tensor that
+    neither the base nor the delta has is an error, not a random one. The base's values are checked by the delta's
+    hashes.
 
     Args:
         base: the base's id on the hub, or a folder; ``None`` for the one that the delta records. Where it is the
@@ -126,7 +130,10 @@ def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The dtype that the base was in; a model that keeps some tensors wider does so by itself."""
-    of_entries = {tensor.dtype for tensor in delta.tensors.values()}
+    of_entries = {tensor.dtype for tensor in delta.tensors.values() if tensor.drawn is None}
+    recorded = delta.config.get("base_dtypes")
+    if not of_entries and isinstance(recorded, list):
+        of_entries = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}
     of_whole = {tensor.dtype for tensor in delta.whole.values() if tensor.is_floating_point()}
     return min(of_entries or of_whole, key=lambda dtype: (dtype.itemsize, str(dtype)), default="auto")
 
@@ -145,7 +152,11 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
             f"the base `{name}` cannot be loaded ({reason}): pass its id on the hub or its folder, "
             "`load_model(base, delta)`."
         ) from error
-    _check_complete(model, info, delta.whole, name)
+    drawn = _drawn_at_random(model, info)
+    shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
+    shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.drawn is not None}
+    model = extend(model, delta.config, shapes).eval()
+    _check_complete(model, drawn, shapes, name)
     return model
 
 
@@ -167,15 +178,21 @@ def _head_config(delta: SparseDelta) -> dict[str, Any]:
     return {**head, "problem_type": problem} if isinstance(problem, str) else head
 
 
-def _check_complete(model: nn.Module, info: Mapping[str, Any], whole: Iterable[str], name: str) -> None:
+def _drawn_at_random(model: nn.Module, info: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that the base does not have, by name: nobody has trained their values."""
+    tensors = named_tensors(model)
+    names = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _check_complete(model: nn.Module, drawn: Mapping[str, Tensor], brought: Iterable[str], base: str) -> None:
     """Raises where a tensor is drawn at random and stays so: nobody has trained such a model."""
     tensors = named_tensors(model)
-    brought = {id(tensors[key]) for key in whole if key in tensors}
-    drawn = [key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])]
-    lacking = sorted(key for key in drawn if key in tensors and id(tensors[key]) not in brought)
-    if lacking:
+    settled = {id(tensors[name]) for name in brought if name in tensors}
+    settled |= {id(tensor) for name, tensor in tensors.items() if PEFT_REPLACED in name.split(".")}
+    if lacking := sorted(name for name, tensor in drawn.items() if id(tensor) not in settled):
         raise BaseMismatchError(
-            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{name}`, in this shape, nor in the "
+            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{base}`, in this shape, nor in the "
             "delta, and would be drawn at random: pass the base that the delta was trained on, or train with such "
             "modules in modules_to_save=[...]."
         )

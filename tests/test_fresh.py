@@ -161,9 +161,7 @@ def test_a_wrong_draw_is_an_error_and_changes_nothing():
 
 def test_what_is_drawn_is_no_change_of_a_base():
     delta = SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")))
-    with pytest.raises(
-        SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"
-    ):
+    with pytest.raises(SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"):
         (delta + delta).apply(lora(bert()))
     with pytest.raises(SparsifyError, match="a comparison is about changes of a base"):
         overlap(delta, delta)

@@ -19,7 +19,7 @@ LAYERS = [
     {"metadata", "adapters"},
     {"format", "edits", "checkpoint", "hub"},
     {"checking"},
-    {"algebra", "card", "diffing", "merging", "patches", "peft_files"},
+    {"algebra", "card", "extensions", "diffing", "merging", "patches", "peft_files"},
     {"exchange"},
     {"delta", "selection"},
     {"comparing", "loading", "switching"},

@@ -169,7 +169,8 @@ def insert(place: Place, config: AdapterConfig) -> None:
     adapter = Adapter(place.width, config)
     like = next((parameter for parameter in place.like.parameters() if parameter.is_floating_point()), None)
     if like is not None:
-        adapter.to(like.device, like.dtype)
+        is_meta = any(parameter.is_meta for parameter in adapter.parameters())  # stays there: nobody wants memory yet
+        adapter.to(device=None if is_meta else like.device, dtype=like.dtype)
     adapter.train(place.parent.training)
     holder = place.parent
     for part in place.path.split("."):

@@ -1,0 +1,143 @@
+"""What a base was extended by before training: PEFT's adapters or ours. Recorded, and built again.
+
+In: a model, or what a delta recorded of one. Out: the record, in JSON types; or the base with modules in the same
+places, still without values. A record is a stranger's: it is checked, nothing is imported or allocated on its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsify.adapters.bottleneck import Adapter, AdapterConfig
+from sparsify.adapters.insert import insert_adapters
+from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.names import named_tensors
+
+PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"
+_REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
+_NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision")
+_ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
+_REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
+
+
+def record_extensions(model: nn.Module) -> dict[str, Any]:
+    """What PEFT's or our adapters in a model are, for :func:`extend`; empty for a plain model."""
+    found: dict[str, Any] = {}
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, dict) and configs and PEFT_KEY not in found:
+            found[PEFT_KEY] = {str(name): _plain(config.to_dict()) for name, config in configs.items()}
+        if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
+            found[ADAPTERS_KEY] = _plain(asdict(module.config))
+    return found
+
+
+def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Puts the modules that a delta recorded into a base; their values are whatever is in memory.
+
+    Args:
+        model: the base.
+        config: of a delta.
+        shapes: by plain name, of the tensors that the delta has all values of.
+
+    Returns:
+        The model, within a ``PeftModel`` where PEFT was used.
+
+    Raises:
+        SparsifyError: when the record is none, or such a model cannot be built from it.
+        BaseMismatchError: when the modules have tensors that the delta lacks.
+    """
+    if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
+        model = _with_peft(model, configs)
+    if isinstance(settings := config.get(ADAPTERS_KEY), dict):
+        with torch.device("meta"):
+            insert_adapters(model, _adapter_config(settings))
+    _materialise(model, shapes)
+    return model
+
+
+def _with_peft(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
+    """The base in a ``PeftModel``, its adapters on the meta device."""
+    from peft import PeftModel, get_peft_model
+
+    parsed = {name: _peft_config(name, settings) for name, settings in configs.items()}
+    try:
+        with torch.device("meta"):
+            for name, peft_config in parsed.items():
+                if isinstance(model, PeftModel):
+                    model.add_adapter(name, peft_config, low_cpu_mem_usage=True)
+                else:
+                    model = get_peft_model(model, peft_config, name, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise SparsifyError(f"PEFT cannot build the adapter that the delta records ({error}): {_REMEDY}.") from error
+    return model
+
+
+def _peft_config(name: str, settings: Any) -> Any:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if kind not in _REBUILT:
+        raise SparsifyError(f"the delta records an adapter {name!r:.100} of type {kind!r:.100}: {_REMEDY}.")
+    if isinstance(settings.get("init_lora_weights"), str) and settings["init_lora_weights"] != "gaussian":
+        raise SparsifyError(
+            f"the delta records init_lora_weights={settings['init_lora_weights']!r:.100}, which changes the base's own "
+            f"weights: {_REMEDY}."
+        )
+    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    taken = {field.name for field in fields(config_class) if field.init} - {*_NOT_TAKEN, "peft_type"}
+    try:
+        return config_class(**{key: value for key, value in settings.items() if key in taken})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SparsifyError(f"the delta records an adapter that PEFT refuses ({error}): {_REMEDY}.") from error
+
+
+def _adapter_config(settings: Mapping[str, Any]) -> AdapterConfig:
+    named = settings.get("target_modules")
+    try:
+        return AdapterConfig(
+            settings["kind"], settings["reduction_factor"], settings["name"], None if named is None else tuple(named)
+        )
+    except (KeyError, TypeError) as error:
+        raise SparsifyError(f"the delta records adapters without their settings ({error!r}): {_REMEDY}.") from error
+
+
+def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Gives the tensors on the meta device memory, if the delta has values for each."""
+    new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
+    for name, tensor in new.items():
+        if shapes.get(name) != tuple(tensor.shape):
+            raise BaseMismatchError(
+                f"tensor `{name}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
+                f"{shapes.get(name, 'no values')} in the delta: {_REMEDY}."
+            )
+    own = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    size = sum(tensor.numel() for tensor in new.values())
+    if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):
+        raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {_REMEDY}.")
+    device = own[0].device if own else None
+    new_ids = {id(tensor) for tensor in new.values()}
+    for module in model.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in new_ids:
+                memory = torch.empty_like(parameter, device=device)
+                module._parameters[attribute] = nn.Parameter(memory, parameter.requires_grad)
+
+
+def _plain(value: Any) -> Any:
+    """A setting in JSON types."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,166 @@
+"""A delta of LoRA or of adapters finds its modules by itself: they are recorded, and built again."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from models import loss_of
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
+from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+from sparsify import SparseDelta, load_model, sparsify
+from sparsify.adapters import add_adapters
+from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.extensions import record_extensions
+
+CONFIG = BertConfig(
+    vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+IDS = torch.arange(24).view(4, 6)
+TARGETS = ["query", "value"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A base without a head."""
+    torch.manual_seed(0)
+    BertModel(CONFIG).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def base(folder, **kwargs):
+    torch.manual_seed(1)
+    return BertForSequenceClassification.from_pretrained(folder, **kwargs)
+
+
+def trained(model, fresh="store", modules_to_save=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sparsify(model, 0.5, steps=4, fresh=fresh, modules_to_save=modules_to_save)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss_of(model, {"input_ids": IDS, "labels": torch.tensor([0, 1, 1, 0])}).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+PEFT = {
+    "lora": LoraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS"),
+    "rslora": LoraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS", use_rslora=True, rank_pattern={"query": 2}),
+    "dora": LoraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS", use_dora=True),
+    "lora on everything": LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", bias="lora_only"),
+    "lora on embeddings": LoraConfig(r=4, target_modules=["word_embeddings"], task_type="SEQ_CLS"),
+    "ia3": IA3Config(target_modules=["value", "dense"], feedforward_modules=["dense"], task_type="SEQ_CLS"),
+    "loha": LoHaConfig(r=4, target_modules=TARGETS, modules_to_save=["classifier"]),
+    "lokr": LoKrConfig(r=4, target_modules=TARGETS, modules_to_save=["classifier"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fresh", ["store", "seed"])
+@pytest.mark.parametrize("name", PEFT)
+def test_a_peft_model_is_loaded_in_one_call(folder, tmp_path, name, fresh):
+    model = trained(get_peft_model(base(folder), copy.deepcopy(PEFT[name])), fresh)
+    SparseDelta.from_model(model).save(tmp_path / "delta")
+    loaded = load_model(folder, tmp_path / "delta")
+    assert isinstance(loaded, PeftModel)
+    assert not loaded.training
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["pfeiffer", "houlsby"])
+def test_adapters_are_loaded_in_one_call(folder, tmp_path, kind):
+    model = trained(add_adapters(base(folder), kind, 2), "seed", ["classifier"])
+    SparseDelta.from_model(model).save(tmp_path / "delta")
+    assert torch.equal(logits(load_model(folder, tmp_path / "delta")), logits(model))
+
+
+def test_several_adapters_are_recorded_and_built(folder):
+    model = get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))
+    model.add_adapter("other", copy.deepcopy(PEFT["dora"]))
+    delta = SparseDelta.from_model(trained(model))
+    loaded = load_model(folder, delta)
+    assert list(loaded.peft_config) == ["default", "other"]
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.set_adapter("other")
+    model.set_adapter("other")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_the_base_is_loaded_in_its_own_dtype(folder):
+    model = get_peft_model(base(folder, dtype=torch.bfloat16), copy.deepcopy(PEFT["lora"]))
+    delta = SparseDelta.from_model(trained(model))
+    assert delta.config["base_dtypes"] == ["bfloat16"]
+    loaded = load_model(folder, delta)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16, torch.float32}
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_record_is_json_and_a_plain_model_has_none(folder):
+    assert record_extensions(base(folder)) == {}
+    record = record_extensions(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])))
+    assert json.loads(json.dumps(record)) == record
+    assert record["peft"]["default"]["peft_type"] == "LORA"
+    assert record["peft"]["default"]["target_modules"] == TARGETS
+    assert record_extensions(add_adapters(base(folder), "houlsby", 2))["adapters"] == {
+        "kind": "houlsby", "reduction_factor": 2, "name": "default", "target_modules": None,
+    }  # fmt: skip
+
+
+def delta_with(folder, **changes):
+    delta = SparseDelta.from_model(trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))))
+    delta.config["peft"]["default"].update(changes)
+    return delta
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"peft_type": "VERA"}, SparsifyError, r"an adapter 'default' of type 'VERA': build the model as it was in"),
+        ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\]: build the model"),
+        ({"init_lora_weights": "pissa"}, SparsifyError, "init_lora_weights='pissa', which changes the base's own"),
+        ({"r": 10**9}, BaseMismatchError, r"has shape \(1000000000, 32\) in the model that .* and \(4, 32\)"),
+        ({"r": -1}, SparsifyError, "PEFT cannot build the adapter that the delta records"),
+        ({"target_modules": ["nowhere"]}, SparsifyError, "PEFT cannot build the adapter that the delta records"),
+        ({"target_modules": [*TARGETS, "key"]}, BaseMismatchError, "and no values in the delta"),
+        ({"layers_to_transform": [0], "target_modules": 3}, SparsifyError, "PEFT"),
+    ],
+)  # fmt: skip
+def test_a_record_that_does_not_fit_is_refused(folder, changes, error, message):
+    with pytest.raises(error, match=message):
+        load_model(folder, delta_with(folder, **changes))
+
+
+def test_a_record_cannot_import_or_name_another_base(folder):
+    delta = delta_with(
+        folder, megatron_config={"a": 1}, megatron_core="antigravity", base_model_name_or_path="other/base"
+    )
+    model = load_model(folder, delta)
+    assert model.peft_config["default"].megatron_config is None
+    assert model.peft_config["default"].base_model_name_or_path == str(folder)
+
+
+def test_a_delta_cannot_claim_more_than_the_base_has(folder, monkeypatch):
+    monkeypatch.setattr("sparsify.extensions._ALWAYS_ALLOWED", 100)
+    delta = delta_with(folder)
+    loaded = load_model(folder, delta)
+    monkeypatch.setattr(type(loaded), "parameters", lambda self: iter([]))
+    with pytest.raises(SparsifyError, match="numbers to the base, more than the base has itself"):
+        load_model(folder, delta)
+
+
+def test_other_adapters_are_left_to_the_user(folder):
+    model = get_peft_model(base(folder), VeraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS"))
+    delta = SparseDelta.from_model(trained(model))
+    with pytest.raises(SparsifyError, match="'VERA': build the model as it was in training"):
+        load_model(folder, delta)
+    fresh = get_peft_model(base(folder), VeraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS")).eval()
+    assert torch.equal(logits(delta.apply(fresh)), logits(model))
