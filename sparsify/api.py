@@ -106,7 +106,7 @@ def sparsify(
             raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
         _freeze(targets.frozen.values())
         return model
-    _check_maskable(targets.candidates)
+    _check_maskable(model, targets.candidates)
     engine = _plan(model, targets, strategy, schedule, steps, seed)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)
@@ -289,10 +289,13 @@ def _check_model(model: Any) -> None:
             )
 
 
-def _check_maskable(candidates: tuple[Candidate, ...]) -> None:
+def _check_maskable(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
+    modules = dict(model.named_modules())
     for candidate in candidates:
         for name, module, attribute in candidate.owners:
-            check_maskable(name, module, attribute)
+            path = name.split(".")
+            around = [modules.get(".".join(path[:end])) for end in range(len(path))]
+            check_maskable(name, module, attribute, [each for each in around if each is not None])
 
 
 def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:

@@ -61,7 +61,7 @@ def find_targets(
         modules_to_save: modules that are trained dense and saved whole.
 
     Raises:
-        SparsifyError: when a pattern matches no module, or nothing trainable is left.
+        SparsifyError: when a pattern matches no module, nothing trainable is left, or a candidate shares its memory.
     """
     if isinstance(modules_to_save, str):
         raise SparsifyError(
@@ -89,6 +89,7 @@ def find_targets(
 
     if not candidates:
         raise SparsifyError(_nothing_left(model, target_modules))
+    _check_own_memory(model, candidates)
     if target_modules is not None:
         left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
         _report_partial_match(targeted - left_out, modules, candidates)
@@ -102,6 +103,36 @@ def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Modu
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module_name, module, attribute))
     return {key: tuple(places) for key, places in owners.items()}
+
+
+def _check_own_memory(model: nn.Module, candidates: list[Candidate]) -> None:
+    """Two parameters over the same numbers, one perhaps transposed, would write over each other's entries."""
+    chosen = {candidate.name for candidate in candidates}
+    names = [name for name, _ in model.named_parameters()]
+    shared, furthest = [], (0, 0)  # end of the memory seen so far, and the position of the parameter that ends there
+    for start, end, position in sorted(_spans(model)):
+        both = sorted((position, furthest[1]), key=lambda at: (names[at] not in chosen, at))
+        if start < furthest[0] and names[both[0]] in chosen:
+            shared.append(both)
+        furthest = max(furthest, (end, position))
+    if shared:
+        first, other = min(shared)
+        raise SparsifyError(
+            f"`{names[first]}` shares its memory with `{names[other]}`, which is a parameter of its own, so that each "
+            "would write over what is trained of the other; untie them, or make them one parameter (PEFT ties adapters "
+            "so with ensure_weight_tying=True)."
+        )
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[int, int, int]]:
+    """First byte, end and position of every plain parameter that has memory without gaps."""
+    for position, (_, parameter) in enumerate(model.named_parameters()):
+        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        if extent == parameter.numel():
+            start = parameter.data_ptr()
+            yield start, start + extent * parameter.element_size(), position
 
 
 def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:

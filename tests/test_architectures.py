@@ -13,27 +13,10 @@ from architectures import ARCHITECTURES, GROUPED, build
 from oracle import DenseOracle, padding_rows, unmasked_sets
 from recorder import model_gradients, sparsify_fully
 
-from sparsify import SparseDelta, SparsifyError, sparsify
+from sparsify import SparseDelta, sparsify
 
 BUDGET, STEPS, RATE = 97, 3, 0.05
 NOT_TRAINED = re.compile(r"(\d+) of \d+ tensors got no gradient in the first step and are not trained: ")
-
-# what sparsify() refuses: the module to leave out, and what the error says of it
-REFUSED = {
-    "siglip": (
-        "vision_model.head.attention.out_proj",
-        r"`vision_model\.head\.attention\.out_proj\.weight` cannot be masked: the module is the output projection of "
-        r"nn\.MultiheadAttention, which reads its weight without calling it; leave it out with exclude_modules",
-    )
-}
-
-
-def build_supported(name, dtype=torch.float64):
-    """An architecture and its batches; the part of it that sparsify() refuses is frozen."""
-    model, batches = build(name, dtype)
-    if name in REFUSED:
-        model.get_submodule(REFUSED[name][0]).requires_grad_(False)
-    return model, batches
 
 
 @torch.no_grad()
@@ -56,7 +39,7 @@ def train(model, batches):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_id3_is_the_oracle_and_its_delta_makes_the_same_model_of_a_fresh_base(name, tmp_path):
-    base, batches = build_supported(name)
+    base, batches = build(name)
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
     oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), BUDGET, STEPS)
     sparsify(sparse, BUDGET, "id3", steps=STEPS)
@@ -101,13 +84,13 @@ def assert_every_gradient_is_the_plain_models(plain, batch, tolerance):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_gradient_is_the_plain_models(name):
-    model, batches = build_supported(name)
+    model, batches = build(name)
     assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_gradient_is_the_plain_models_under_activation_checkpointing(name):
-    model, batches = build_supported(name)
+    model, batches = build(name)
     if not getattr(model, "supports_gradient_checkpointing", False):
         pytest.skip("has no activation checkpointing")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -134,18 +117,3 @@ def test_running_statistics_travel_with_the_delta(name, tmp_path):
     for buffer_name, buffer in statistics.items():
         assert torch.equal(base.get_buffer(buffer_name), buffer)
     assert equal(outputs(base, batches[0]), outputs(trained, batches[0]))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_named_with_its_reason_and_can_be_left_out(name):
-    model, batches = build(name)
-    module, reason = REFUSED[name]
-    before = {parameter_name: parameter.clone() for parameter_name, parameter in model.named_parameters()}
-    with pytest.raises(SparsifyError, match=reason):
-        sparsify(model, BUDGET, steps=STEPS)
-    assert all(
-        torch.equal(parameter, before[n]) and parameter.requires_grad for n, parameter in model.named_parameters()
-    )
-    sparsify(model, BUDGET, steps=STEPS, exclude_modules=[module])
-    train(model, batches)
-    assert SparseDelta.from_model(model).num_entries == BUDGET

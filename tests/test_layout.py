@@ -24,7 +24,7 @@ LAYERS = [
     {"delta", "selection"},
     {"comparing", "loading", "switching"},
     {"masked.tensor"},
-    {"masked.module", "masked.product", "masked.recompute"},
+    {"masked.module", "masked.product", "masked.recompute", "masked.foreign"},
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
     {"masked.conv1d"},
     {"masked.swap", "masked"},

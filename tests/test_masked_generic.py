@@ -76,10 +76,24 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
-        self.attention.out_proj.requires_grad_(False)
 
     def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Lists(nn.Module):
+    """Parameters that are held by modules which are never called, and read in every way that there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([torch.randn(DIM) for _ in range(5)])
+        self.named = nn.ParameterDict({name: torch.randn(DIM) for name in "abcde"})
+
+    def forward(self, x):
+        first, *_ = self.listed
+        x = torch.tanh(x * first + self.listed[1] + self.listed[-1]) + sum(self.listed[2:4])
+        x = torch.tanh(x * self.named["a"] + self.named.get("b")) * self.named.c
+        return x + next(value for key, value in self.named.items() if key == "d") * list(self.named.values())[4]
 
 
 MODULES = {
@@ -95,6 +109,8 @@ MODULES = {
     "subclass of Linear": lambda: ScaledLinear(DIM, 2),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(DIM, 2)),
     "attention": Attention,
+    "encoder layer": lambda: nn.TransformerEncoderLayer(DIM, 2, 6, dropout=0.0, batch_first=True),
+    "lists": Lists,
     "scalar": Scalar,
     "class token": ClassToken,
     "3-D experts": Experts,

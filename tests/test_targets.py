@@ -273,3 +273,29 @@ def test_pefts_adapters_are_the_candidates_of_a_peft_model():
     found = candidates(model)
     assert len(found) == 2 * 2
     assert all("lora_" in name for name in found)
+
+
+def sharing(arrange):
+    """Three parameters, of which `first` and `third` are over the same memory."""
+    memory = torch.randn(12)
+    tensors = {"first": memory[:6], "second": torch.randn(6), "third": arrange(memory)}
+    return nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    "arrange", [lambda m: m[:6].view(2, 3).t(), lambda m: m[4:10], lambda m: m], ids=["transposed", "part", "all"]
+)
+def test_parameters_over_the_same_memory_are_refused_by_both_their_names(arrange):
+    model = sharing(arrange)
+    with pytest.raises(SparsifyError, match=r"`first` shares its memory with `third`, .*; untie them, or make them"):
+        find_targets(model)
+    model["first"].requires_grad_(False)
+    with pytest.raises(SparsifyError, match=r"`third` shares its memory with `first`"):
+        find_targets(model)
+
+
+def test_parameters_that_are_neighbours_in_memory_are_not_taken_for_one():
+    memory = torch.randn(6, 4)
+    columns, rows = [memory[:, :2], memory[:, 2:]], [torch.randn(12)[:6], torch.randn(12)[6:]]
+    assert len(find_targets(nn.ParameterList([*columns, *rows, torch.randn(0)])).candidates) == 5
+    assert len(find_targets(sharing(lambda memory: memory[6:])).candidates) == 3

@@ -5,7 +5,8 @@ tap is the identity; its node receives the parameter's whole gradient, as the mo
 hands it to ``collect``. The module keeps its class, so nothing that looks at types, names or signatures notices.
 
 A masked weight that is read in the model's forward past its own module's (an embedding's table as the output layer, the
-projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) comes as a tap too.
+projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) comes as a tap too, and so
+does one in an ``nn.ParameterList`` or ``nn.ParameterDict``, which are never called.
 """
 
 from __future__ import annotations
@@ -63,6 +64,18 @@ class ReadParameters(dict[str, Any]):
             return parameter
         use = tensor.collector.use(tensor)
         return parameter if use is None else _Tap.apply(parameter, use.anchor, use)
+
+
+class MaskedParameterList(nn.ParameterList):
+    """An ``nn.ParameterList`` whose slices hold taps; a plain one makes new parameters of them, cut off from theirs."""
+
+    plain_class = nn.ParameterList
+
+    def __setitem__(self, idx: int, param: Any) -> None:
+        if isinstance(param, Tensor) and not param.is_leaf:
+            self._parameters[self._get_abs_string_index(idx)] = param  # type: ignore[assignment]
+        else:
+            super().__setitem__(idx, param)
 
 
 def tap_parameters(module: nn.Module, args: Any) -> None:

@@ -5,12 +5,15 @@ A linear layer or embedding changes its class; any other module gets the generic
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
-from sparsify.masked.generic import PLAIN, ReadParameters, tap_parameters, untap_parameters
+from sparsify.masked.foreign import foreign_problem
+from sparsify.masked.generic import PLAIN, MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
 from sparsify.masked.tensor import MaskedTensor
@@ -18,27 +21,30 @@ from sparsify.masked.tensor import MaskedTensor
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 
 
-def check_maskable(name: str, module: nn.Module, attribute: str) -> None:
+def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterable[nn.Module] = ()) -> None:
     """Raises ``SparsifyError`` naming the module if training entries of its parameter would silently go wrong.
 
     Args:
         name: the module's name in the model.
         module: owns the parameter.
         attribute: the parameter's name in the module.
+        around: the modules that it is within.
     """
-    kind = type(module).__name__
-    if is_lazy(module._parameters[attribute]):  # type: ignore[arg-type]
+    kind, parameter = type(module).__name__, module._parameters[attribute]
+    assert parameter is not None
+    foreign = next((problem for each in (module, *around) if (problem := foreign_problem(each)) is not None), None)
+    if is_lazy(parameter):
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
-    elif module._parameters[attribute].is_meta:  # type: ignore[union-attr]
+    elif parameter.is_meta:
         problem = "is on the meta device (offloaded or not yet loaded); load its weights before sparsify()"
-    elif module._parameters[attribute].is_complex():  # type: ignore[union-attr]
+    elif parameter.is_complex():
         problem = f"({kind}) holds complex numbers, and deltas are real"
+    elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        problem = f"({kind}) has a gradient hook on it, which would never run: a masked weight's gradient is not kept"
+    elif foreign is not None:
+        problem = foreign
     elif isinstance(module, nn.RNNBase):
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"
-    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-        problem = f"({kind}) is never called; the module above it reads its parameters directly"
-    elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        problem = "is the output projection of nn.MultiheadAttention, which reads its weight without calling it"
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         problem = f"({kind}) renormalises its table in forward (max_norm={module.max_norm})"
     else:
@@ -70,7 +76,7 @@ def unswap(module: nn.Module) -> None:
     """Gives the plain module back, its parameters as they are; a plain module is left alone."""
     if TENSORS not in module.__dict__:
         return
-    if isinstance(module, MaskedModule):
+    if isinstance(module, (MaskedModule, MaskedParameterList)):
         module.__class__ = module.plain_class  # type: ignore[assignment]
     for handle in module.__dict__.pop(HOOKS, ()):
         handle.remove()
@@ -84,8 +90,10 @@ def frozen_row(module: nn.Module) -> int | None:
     return module.padding_idx if isinstance(module, nn.Embedding) else None
 
 
-def _masked_class(module: nn.Module) -> type[MaskedModule] | None:
+def _masked_class(module: nn.Module) -> type[nn.Module] | None:
     """The masked form of exactly this class; ``None`` where the generic form is the right one."""
+    if type(module) is nn.ParameterList:
+        return MaskedParameterList
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
         return None
     if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:

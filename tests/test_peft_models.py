@@ -1,0 +1,280 @@
+"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry in float64; or refused by name.
+
+What PEFT left trainable is what may be unmasked; its ``modules_to_save`` are trained dense.
+"""
+
+import peft
+import pytest
+import torch
+from architectures import build
+from oracle import DenseOracle, unmasked_sets
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sparsify import SparsifyError, get_unmasker, sparsify
+
+STEPS, RATE, RANK = 4, 0.02, 2
+ATTENTION = ["query", "value"]  # BERT's
+LLAMA = ["q_proj", "v_proj", "down_proj"]
+
+
+class Attention(nn.Module):
+    """PyTorch's own attention, whose projections are read and never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        x = self.embed(x)
+        logits = self.head(self.attention(x, x, x)[0].mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Shapes(nn.Module):
+    """The layers that no small language model has: convolutions of every kind, GPT-2's linear layer, a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 6, padding_idx=0)
+        self.conv1d, self.conv2d, self.conv3d = nn.Conv1d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv3d(1, 2, 2)
+        self.norm, self.transposed = nn.LayerNorm(4), Conv1D(8, 4)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)  # (n, length, 6)
+        x = torch.relu(self.conv1d(x.flatten(0, 1)[:, None]).unflatten(0, ids.shape)).transpose(1, 2)
+        x = torch.relu(self.conv2d(x))[:, None]
+        x = torch.relu(self.conv3d(x)).mean((3, 4)).transpose(1, 2)
+        logits = self.head(torch.tanh(self.transposed(self.norm(torch.cat([x, x], -1)))).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+BATCHES = {
+    "attention": (Attention, lambda: {"x": torch.randn(5, 4, 6).double(), "labels": torch.randint(3, (5,))}),
+    "shapes": (Shapes, lambda: {"ids": torch.randint(12, (5, 7)), "labels": torch.randint(3, (5,))}),
+}
+
+
+def lora(**options):
+    return LoraConfig(**{"r": RANK, "lora_alpha": 4, **options})
+
+
+def on(base, config, **options):
+    """A tuner on BERT's attention, or on that of another base."""
+    return base, lambda: getattr(peft, config)(**{"target_modules": ATTENTION, **options})
+
+
+# name -> the base model, and the tuner's config
+TUNERS = {
+    # ---- LoRA and what changes its arithmetic
+    "LoRA": ("bert", lambda: lora(target_modules=ATTENTION)),
+    "LoRA on all linear layers": ("llama", lambda: lora(target_modules="all-linear")),
+    "rsLoRA": ("bert", lambda: lora(target_modules=ATTENTION, use_rslora=True)),
+    "DoRA": ("bert", lambda: lora(target_modules=ATTENTION, use_dora=True)),
+    "LoRA with a bias": ("bert", lambda: lora(target_modules=ATTENTION, lora_bias=True)),
+    "LoRA and all biases": ("bert", lambda: lora(target_modules=ATTENTION, bias="all")),
+    "LoRA and its layers' biases": ("bert", lambda: lora(target_modules=ATTENTION, bias="lora_only")),
+    "LoRA of several ranks": ("llama", lambda: lora(target_modules=LLAMA, rank_pattern={"down_proj": 3})),
+    "LoRA and modules to save": ("bert", lambda: lora(target_modules=ATTENTION, modules_to_save=["classifier"])),
+    "LoRA and a norm to save": ("llama", lambda: lora(target_modules=LLAMA, modules_to_save=["input_layernorm"])),
+    "LoRA from an orthogonal start": ("bert", lambda: lora(target_modules=ATTENTION, init_lora_weights="orthogonal")),
+    "KaSA": ("bert", lambda: lora(target_modules=ATTENTION, kasa_config=peft.KasaConfig())),
+    "VeLoRA": ("bert", lambda: lora(target_modules=ATTENTION, velora_config=peft.VeloraConfig(num_groups=2))),
+    "MonteCLoRA": ("bert", lambda: lora(target_modules=ATTENTION, monteclora_config=peft.MontecloraConfig())),
+    # ---- LoRA on other layers
+    "LoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"])),
+    "DoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"], use_dora=True)),
+    "LoRA on a tied embedding": ("gpt2", lambda: lora(target_modules=["wte", "c_attn"])),
+    "LoRA on both ends of a tie": ("qwen2", lambda: lora(target_modules=["embed_tokens", "lm_head"])),
+    "DoRA on a tied embedding": ("qwen2", lambda: lora(target_modules=["embed_tokens", "q_proj"], use_dora=True)),
+    "LoRA and trainable tokens": (
+        "gpt2", lambda: lora(target_modules=["c_attn"], trainable_token_indices={"wte": [3, 9]})
+    ),
+    "a tied embedding saved": (
+        "qwen2", lambda: lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    ),
+    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
+    "DoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
+    "LoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv2d", "conv3d"])),
+    "DoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv2d", "conv3d"], use_dora=True)),
+    "LoRA on attention": ("attention", lambda: lora(target_modules=["attention"])),
+    "LoRA on experts": ("mixtral", lambda: lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])),
+    "LoRA on a parameter": ("bert", lambda: lora(target_modules=[], target_parameters=["query.weight"])),
+    # ---- other tuners of layers
+    "LoHa": on("bert", "LoHaConfig", r=RANK),
+    "LoHa on convolutions": on("shapes", "LoHaConfig", r=RANK, target_modules=["conv2d"], use_effective_conv2d=True),
+    "LoKr": on("bert", "LoKrConfig", r=RANK),
+    "LoKr of two products": on("bert", "LoKrConfig", r=1, decompose_both=True, decompose_factor=4),
+    "IA3": on("llama", "IA3Config", target_modules=LLAMA, feedforward_modules=["down_proj"]),
+    "VeRA": on("bert", "VeraConfig", r=4),
+    "PVeRA": on("bert", "PveraConfig", r=4),
+    "RandLora": on("bert", "RandLoraConfig", r=4),
+    "VBLoRA": on("bert", "VBLoRAConfig", r=RANK, num_vectors=6, vector_length=4, topk=2),
+    "TinyLoRA": on("bert", "TinyLoraConfig", r=RANK, u=4),
+    "UniLoRA": on("bert", "UniLoraConfig", r=RANK, theta_d_length=20),
+    "GraLoRA": on("bert", "GraloraConfig", r=4),
+    "DeLoRA": on("bert", "DeloraConfig", r=RANK),
+    "Lily": on("bert", "LilyConfig", r=RANK),
+    "HiRA": on("bert", "HiraConfig", r=RANK),
+    "GLoRA": on("bert", "GloraConfig", r=RANK),
+    "MiSS": on("bert", "MissConfig", r=RANK),
+    "BEFT": on("bert", "BeftConfig"),
+    "OFT": on("bert", "OFTConfig", oft_block_size=4),
+    "BOFT": on("bert", "BOFTConfig", boft_block_size=4),
+    "HRA": on("bert", "HRAConfig", r=RANK),
+    "RoAd": on("bert", "RoadConfig", group_size=8),
+    "PSOFT": on("bert", "PsoftConfig", r=4),
+    "C3A": on("bert", "C3AConfig", block_size=4),
+    "FourierFT": on("bert", "FourierFTConfig", n_frequency=20),
+    "WaveFT": on("bert", "WaveFTConfig", n_frequency=20),
+    "DEFT": on("bert", "DeftConfig", r=RANK),
+    "PEANuT": on("bert", "PeanutConfig", r=RANK),
+    "FRoD": on("bert", "FrodConfig"),
+    "SHiRA": on("bert", "ShiraConfig", r=1),
+    "Supertuning": on("bert", "SupertuningConfig", sparsity=0.9),
+    "LN tuning": on("shapes", "LNTuningConfig", target_modules=["norm"]),
+    "trainable tokens": on("gpt2", "TrainableTokensConfig", target_modules=["wte"], token_indices=[3, 9, 11]),
+    "Poly": on("bert", "PolyConfig", r=RANK, n_tasks=2, n_skills=2),
+    # ---- prompts
+    "prompt tuning": ("gpt2", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+    "prompt tuning of T5": ("t5", lambda: peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)),
+    "p-tuning": (
+        "llama",
+        lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    ),
+    "prefix tuning": ("llama", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+    "prefix tuning with a projection": (
+        "llama",
+        lambda: peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
+        ),
+    ),
+    "multitask prompt tuning": (
+        "gpt2",
+        lambda: peft.MultitaskPromptTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, num_tasks=2, num_ranks=2
+        ),
+    ),
+    "adaption prompt": (
+        "llama", lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
+    ),
+    "cartridge": ("llama", lambda: peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+}  # fmt: skip
+
+# what sparsify() refuses: the base model, the tuner's config, the parameter that is named, and the reason
+REFUSED = {
+    "AdaLoRA": (
+        *on("bert", "AdaLoraConfig", init_r=4, target_r=2, total_step=10),
+        r"query\.lora_A\.default` cannot be masked: .* AdaLoRA's, which allots its ranks by .* use LoRA",
+    ),
+    "AdaMSS that picks subspaces": (
+        *on("bert", "AdamssConfig", r=4, num_subspaces=2, subspace_rank=1, use_asa=True, init_warmup=1, final_warmup=2),
+        r"query\.adamss_A\.default\.0` cannot be masked: .* AdaMSS's, which picks .* use it with use_asa=False",
+    ),
+    "constrained OFT": (
+        *on("bert", "OFTConfig", oft_block_size=4, coft=True),
+        r"query\.oft_R\.default\.weight` cannot be masked: .* projects its weight .* use it with coft=False",
+    ),
+    "OSF": (
+        *on("bert", "OSFConfig"),
+        r"osf_svd_params\.default\.U_low` cannot be masked: the module \(ParameterDict\) has a gradient hook on it",
+    ),
+    "CPT": (
+        "gpt2",
+        lambda: peft.CPTConfig(
+            task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]
+        ),
+        r"delta_embedding\.weight` cannot be masked: the module \(Embedding\) has a gradient hook on it",
+    ),
+    "p-tuning by an LSTM": (
+        "gpt2",
+        lambda: peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8, encoder_reparameterization_type="LSTM"
+        ),
+        r"lstm_head\.weight_ih_l0` cannot be masked: the module \(LSTM\) reads its weights from a flat list",
+    ),
+    "LoRA that is tied itself": (
+        "qwen2", lambda: lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+        r"embed_tokens\.lora_embedding_A\.default` shares its memory with `.*lm_head\.lora_B\.default\.weight`, .* "
+        r"untie them.*ensure_weight_tying=True",
+    ),
+}  # fmt: skip
+
+
+def saved_names(model):
+    return {name for name, p in model.named_parameters() if "modules_to_save" in name.split(".") and p.requires_grad}
+
+
+def tuned(name, random=True):
+    """The model with the tuner on it, all that it trains drawn at random unless ``random`` is false, and batches."""
+    base, config = TUNERS[name]
+    torch.manual_seed(0)
+    if base in BATCHES:
+        make, batch = BATCHES[base]
+        model, batches = make().double().train(), [batch() for _ in range(STEPS)]
+    else:
+        model, batches = build(base, batches=STEPS)
+    if name in ("multitask prompt tuning", "Poly"):
+        batches = [{**batch, "task_ids": torch.tensor([0, 1, 1, 0])} for batch in batches]
+    model = get_peft_model(model.float(), config()).double().train()  # some inits know no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and random:  # away from the zeros that half of a tuner starts at
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model, batches
+
+
+def compare(name, random=True):
+    """Trains one model densely and its twin sparsely, and compares losses, unmasked sets and weights at every step."""
+    (dense, batches), (sparse, _) = tuned(name, random), tuned(name, random)  # PEFT cannot copy every tuner
+    saved = saved_names(dense)
+    trainable = {name: p for name, p in dense.named_parameters() if p.requires_grad}
+    candidates = {name: p for name, p in trainable.items() if name not in saved}
+    budget = max(2, sum(p.numel() for p in candidates.values()) // 4)
+    oracle = DenseOracle(dense, torch.optim.SGD(trainable.values(), RATE), budget, STEPS)
+    oracle.parameters = candidates  # what is saved keeps its whole gradient
+    oracle.masks = {name: oracle.masks[name] for name in candidates}
+    sparsify(sparse, budget, "id3", steps=STEPS)
+    optimizer = torch.optim.SGD([p for p in sparse.parameters() if p.requires_grad], RATE)
+    for step, batch in enumerate(batches):
+        losses = []
+        for each in (dense, sparse):
+            torch.manual_seed(step)  # some tuners draw numbers in their forward
+            losses.append(each(**batch)["loss"])
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-9, atol=1e-9)
+        oracle.step(losses[0])
+        optimizer.zero_grad()
+        losses[1].backward()
+        optimizer.step()
+        assert unmasked_sets(sparse) == oracle.unmasked_sets(), step
+    weights = dict(sparse.named_parameters())
+    for name, parameter in dense.named_parameters():
+        torch.testing.assert_close(weights[name].detach(), parameter.detach(), rtol=1e-9, atol=1e-9)
+    return sparse
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_id3_on_a_tuner_is_the_oracle_to_the_last_entry(name):
+    sparse = compare(name)
+    assert get_unmasker(sparse).unmasked > 0
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_id3_on_a_tuner_as_peft_makes_it_is_the_oracle_to_the_last_entry(name):
+    compare(name, random=False)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tuner_that_cannot_be_masked_is_refused_by_name_before_anything_changes(name):
+    base, config, reason = REFUSED[name]
+    model = get_peft_model(build(base)[0].float(), config())
+    before = {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()}
+    required = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(SparsifyError, match=reason):
+        sparsify(model, 3, steps=1)
+    assert {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()} == before
+    assert [parameter.requires_grad for parameter in model.parameters()] == required
