@@ -138,7 +138,9 @@ TUNERS = {
     "Supertuning": on("bert", "SupertuningConfig", sparsity=0.9),
     "LN tuning": on("shapes", "LNTuningConfig", target_modules=["norm"]),
     "trainable tokens": on("gpt2", "TrainableTokensConfig", target_modules=["wte"], token_indices=[3, 9, 11]),
-    "Poly": on("bert", "PolyConfig", r=RANK, n_tasks=2, n_skills=2),
+    "Poly": on(
+        "llama", "PolyConfig", r=RANK, n_tasks=2, n_skills=2, target_modules=["q_proj"], task_type="CAUSAL_LM"
+    ),
     # ---- prompts
     "prompt tuning": ("gpt2", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
     "prompt tuning of T5": ("t5", lambda: peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)),

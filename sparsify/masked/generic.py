@@ -63,7 +63,9 @@ class ReadParameters(dict[str, Any]):
         if tensor is None or not parameter.is_leaf or not tensor.collector.in_forward:  # no leaf: a tap already
             return parameter
         use = tensor.collector.use(tensor)
-        return parameter if use is None else _Tap.apply(parameter, use.anchor, use)
+        if use is not None:
+            return _Tap.apply(parameter, use.anchor, use)
+        return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it back on its own
 
 
 class MaskedParameterList(nn.ParameterList):
