@@ -156,7 +156,8 @@ def desparsify(model: Model) -> Model:
     del engine.root._parameters[VALUES], engine.root._buffers[POSITION]
     parameters = dict(engine.root.named_parameters())
     for name in engine.frozen_names:
-        parameters[name].requires_grad_(True)
+        if name in parameters:  # PEFT's adapters may have been deleted
+            parameters[name].requires_grad_(True)
     return model
 
 

@@ -93,9 +93,11 @@ def export(engine: Engine, budget: int | None = None) -> Export:
             "or None for all of them."
         )
     tensors, whole = [], _whole(engine)
-    masked = {tensor.name: tensor for tensor in engine.tensors}
-    for name in dict.fromkeys([*masked, *engine.fresh_names]):
-        trained = masked.get(name) or Untrained(engine.root.get_parameter(name))
+    parameters = dict(engine.root.named_parameters())
+    there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
+    masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
+    for name in dict.fromkeys([*masked, *(name for name in engine.fresh_names if name in parameters)]):
+        trained = masked.get(name) or Untrained(parameters[name])
         entries = entries_of(plain_name(name), trained, budget)
         if name not in engine.fresh_names and not _is_pruned(engine.strategy, trained):
             tensors.append(entries)
@@ -149,7 +151,7 @@ def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
 
 def _whole(engine: Engine) -> dict[str, Tensor]:
     parameters = dict(engine.root.named_parameters())
-    whole = {plain_name(name): parameters[name].detach() for name in engine.dense_names}
+    whole = {plain_name(name): parameters[name].detach() for name in engine.dense_names if name in parameters}
     for name, buffer in _persistent_buffers(engine.root):
         known = engine.buffer_digests.get(name)
         if known is not None and known != digest(buffer):

@@ -61,6 +61,9 @@ def _before_forward(root: nn.Module, args: Any) -> None:
             "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
     _refresh(root)
+    engine = engine_of(root)
+    if engine is not None:
+        engine.freeze()
     _set_running(root, True)
 
 

@@ -323,6 +323,12 @@ class Unmasker:
         ):
             self.sync()
 
+    def freeze(self) -> None:
+        """Masked weights require no grad, though PEFT sets it back as it switches adapters."""
+        for tensor in self.tensors:
+            if tensor.parameter.requires_grad and tensor.parameter.is_leaf:
+                tensor.parameter.requires_grad_(False)
+
     @torch.no_grad()
     def state_loaded(self, plain: set[MaskedTensor]) -> None:
         """Brings everything in step after a state dict was loaded.

@@ -89,10 +89,10 @@ def digest_base(
 def verify(engine: Engine) -> Verification:
     """Compares the model with what it was at ``sparsify()``."""
     now = digest_base(engine.root, engine.tensors, engine.dense_names)
-    before = engine.base_digests
+    parameters = dict(engine.root.named_parameters())
+    before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
     recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
     changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
-    parameters = dict(engine.root.named_parameters())
     entries = sum(parameters[name].numel() for name in before)
     return Verification(entries - engine.unmasked, changed, recast, engine.unmasked, _expected(engine))
 

@@ -110,7 +110,7 @@ class Twins:
     def train(self, steps=2):
         for _ in range(steps):
             batch = self.batches[self.step % len(self.batches)]
-            dense_loss, sparse_loss = self.do(lambda model: model(**batch)["loss"])
+            dense_loss, sparse_loss = self.do(lambda model, batch=batch: model(**batch)["loss"])
             assert_close(sparse_loss, dense_loss)
             self.oracle.step(dense_loss)
             self.optimizer.zero_grad()
@@ -171,7 +171,9 @@ def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, 
     assert merged.state_dict().keys() == base_of(name)[0].state_dict().keys()
     if hasattr(merged, "save_pretrained"):
         merged.save_pretrained(tmp_path)
-        again = type(merged).from_pretrained(tmp_path)
+        again = type(merged).from_pretrained(
+            tmp_path, **({"experts_implementation": "eager"} if "experts" in name else {})
+        )
     else:
         again = pickle.loads(pickle.dumps(merged))
     assert_close(outputs(again, twins.batches[0]), trained, 1e-6)
@@ -290,7 +292,7 @@ def test_an_adapter_that_is_added_later_is_plain():
     twins = Twins("LoRA")
     twins.train()
     frozen = {t.name: t.parameter.detach().clone() for t in get_unmasker(twins.sparse).tensors}
-    twins.sparse.add_adapter("late", lora(target_modules=["key", "value"], init_lora_weights=False))
+    twins.sparse.add_adapter("late", lora(target_modules=ATTENTION, init_lora_weights=False))
     twins.sparse.double().set_adapter("late")
     late = {n: p for n, p in twins.sparse.named_parameters() if ".late." in n}
     assert late
@@ -306,14 +308,32 @@ def test_an_adapter_that_is_added_later_is_plain():
     twins.train()
 
 
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
 @pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
-def test_an_adapter_is_deleted():
-    twins = Twins("LoRA", "other")
+def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
+    twins = Twins(name, "other")
+    twins.do(lambda model: model.set_adapter("other"))
     twins.train()
     twins.do(lambda model: model.delete_adapter("other"))
-    assert list(twins.sparse.peft_config) == ["default"]
-    twins.oracle.masks = {n: mask for n, mask in twins.oracle.masks.items() if ".other." not in n}
-    twins.check()
+    assert twins.sparse.active_adapters == ["default"]
+    twins.train()
+    again = ADAPTERS[name][1]()
+    twins.sparse.add_adapter("other", again)  # a new one of the same name is another
+    fresh = {n: p.detach().clone() for n, p in twins.sparse.named_parameters() if ".other" in n}
+    twins.sparse.double().set_adapter("default")
+    get_unmasker(twins.sparse).sync()
+    assert fresh
+    assert all(torch.equal(twins.sparse.get_parameter(n), p.double()) for n, p in fresh.items())
+    twins.sparse.delete_adapter("other")
+    twins.train()
+    assert summary(twins.sparse, verify=True).verification.ok
+    SparseDelta.from_model(twins.sparse).save(tmp_path)
+    delta = SparseDelta.load(tmp_path)
+    assert 0 < delta.num_entries < get_unmasker(twins.sparse).unmasked
+    assert not any(".other" in tensor_name for tensor_name in delta.support)
+    trained = twins.check()
+    assert torch.equal(outputs(copy.deepcopy(twins.sparse), twins.batches[0]), trained)
+    assert torch.equal(outputs(desparsify(twins.sparse), twins.batches[0]), trained)
 
 
 @pytest.mark.parametrize("combination", ["linear", "svd", "cat", "ties", "magnitude_prune"])
@@ -467,8 +487,8 @@ def test_an_adapter_injected_into_any_module_is_sparsified_too():
 # ------------------------------------------------------------------------------------- the model itself
 
 
-@adapters
 @pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if ADAPTERS[name][0] != "mixtral"])  # does not pickle
 def test_a_copy_trains_like_the_original(name, duplicate, tmp_path):
     twins = Twins(name)
     twins.train()
@@ -527,9 +547,8 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
         optimizer.step()
-    changed = {n: int((p != before[n]).sum()) for n, p in model.named_parameters() if n in before}
-    assert 0 < sum(count for n, count in changed.items() if n not in saved_names(model)) <= 20
-    assert summary(model, verify=True).verification.ok
+    changed = sum(int((t.parameter != before[t.name]).sum()) for t in get_unmasker(model).tensors)
+    assert 0 < changed <= 20
     trained = outputs(model, batches[0])
     merged = outputs(model.merge_and_unload(), batches[0])
     assert_close(merged, trained, 0.05)

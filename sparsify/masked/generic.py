@@ -67,6 +67,14 @@ class ReadParameters(dict[str, Any]):
             return _Tap.apply(parameter, use.anchor, use)
         return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it back on its own
 
+    def __delitem__(self, attribute: str) -> None:
+        """A parameter that the model gives up, as PEFT's with a deleted adapter, keeps its place in the flat delta."""
+        tensor = self.tensors.get(attribute)
+        if tensor is not None and tensor.owner._parameters is self:
+            del self.tensors[attribute]
+            tensor.owner = nn.ParameterDict({attribute: super().__getitem__(attribute)})
+        super().__delitem__(attribute)
+
 
 class MaskedParameterList(nn.ParameterList):
     """An ``nn.ParameterList`` whose slices hold taps; a plain one makes new parameters of them, cut off from theirs."""
