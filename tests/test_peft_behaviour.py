@@ -7,127 +7,28 @@ in between, their outputs, losses and weights stay the same.
 import copy
 import pickle
 
-import peft
 import pytest
 import torch
-from architectures import build
-from oracle import DenseOracle, unmasked_sets
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from oracle import unmasked_sets
+from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file
-from test_peft_models import ATTENTION, lora, on, saved_names
-from test_peft_models import BATCHES as OWN_MODELS
+from peft_twins import (
+    ADAPTERS,
+    ATTENTION,
+    OWN_MODELS,
+    RATE,
+    Twins,
+    adapted,
+    assert_close,
+    base_of,
+    lora,
+    outputs,
+)
 
 from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.masked.module import masked_tensors
 
-STEPS, RATE = 8, 0.02
-ADAPTERS = {
-    "LoRA": ("bert", lambda: lora(target_modules=ATTENTION)),
-    "DoRA": ("bert", lambda: lora(target_modules=ATTENTION, use_dora=True)),
-    "LoRA with a bias": ("bert", lambda: lora(target_modules=ATTENTION, lora_bias=True)),
-    "LoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"])),
-    "DoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"], use_dora=True)),
-    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True)),
-    "LoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"])),
-    "DoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"], use_dora=True)),
-    "LoRA on attention": ("attention", lambda: lora(target_modules=["attention"])),
-    "LoRA on experts": ("mixtral", lambda: lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])),
-    "LoRA and modules to save": ("bert", lambda: lora(target_modules=ATTENTION, modules_to_save=["classifier"])),
-    "LoHa": on("bert", "LoHaConfig", r=2),
-    "IA3": on("llama", "IA3Config", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "VeRA": on("bert", "VeraConfig", r=4),
-}
 adapters = pytest.mark.parametrize("name", ADAPTERS)
-
-
-def base_of(name, dtype=torch.float64):
-    """The base model of an adapter, the same at each call, and its batches."""
-    torch.manual_seed(0)
-    base = ADAPTERS[name][0]
-    if base in OWN_MODELS:
-        make, batch = OWN_MODELS[base]
-        return make().to(dtype).train(), [batch() for _ in range(3)]
-    return build(base, dtype)
-
-
-def adapted(name, *others, dtype=torch.float64):
-    """A model with an adapter, and as many others as are named, all of them drawn at random and trainable."""
-    model, batches = base_of(name, dtype)
-    model = get_peft_model(model, ADAPTERS[name][1](), autocast_adapter_dtype=False)
-    for other in others:
-        model.add_adapter(other, ADAPTERS[name][1](), autocast_adapter_dtype=False)
-    if others:
-        model.set_requires_grad(["default", *others])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype).train(), batches
-
-
-@torch.no_grad()
-def outputs(model, batch):
-    training = model.training
-    logits = model.eval()(**batch)["logits"]
-    model.train(training)
-    return logits
-
-
-def assert_close(found, expected, tolerance=1e-9):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-class Twins:
-    """The dense model and the sparse one, from the same adapter."""
-
-    def __init__(self, name, *others, strategy="id3", optimizer=None):
-        (self.dense, self.batches), (self.sparse, _) = adapted(name, *others), adapted(name, *others)
-        trainable = {n: p for n, p in self.dense.named_parameters() if p.requires_grad}
-        candidates = {n: p for n, p in trainable.items() if n not in saved_names(self.dense)}
-        self.budget = sum(parameter.numel() for parameter in candidates.values()) // 4
-        self.make_optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, RATE))
-        sparsify(self.sparse, self.budget, strategy, steps=STEPS)
-        masks = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in candidates.items()}
-        for tensor_name, indices in unmasked_sets(self.sparse).items():
-            masks[tensor_name].view(-1)[indices] = True
-        static = strategy != "id3"
-        self.oracle = DenseOracle(
-            self.dense, self.make_optimizer(trainable.values()), self.budget, STEPS, masks=masks if static else None
-        )
-        self.oracle.parameters, self.oracle.masks = candidates, {n: masks[n] for n in candidates}
-        self.new_optimizer()
-        self.step = 0
-
-    def new_optimizer(self):
-        """An optimizer of all that says that it can be trained."""
-        self.optimizer = self.make_optimizer([p for p in self.sparse.parameters() if p.requires_grad])
-
-    def do(self, action):
-        """Does the same to both, and returns what came of it."""
-        return [action(model) for model in (self.dense, self.sparse)]
-
-    def train(self, steps=2):
-        for _ in range(steps):
-            batch = self.batches[self.step % len(self.batches)]
-            dense_loss, sparse_loss = self.do(lambda model, batch=batch: model(**batch)["loss"])
-            assert_close(sparse_loss, dense_loss)
-            self.oracle.step(dense_loss)
-            self.optimizer.zero_grad()
-            sparse_loss.backward()
-            self.optimizer.step()
-            self.step += 1
-            assert unmasked_sets(self.sparse) == self.oracle.unmasked_sets()
-        self.check()
-
-    def check(self):
-        """Both give the same outputs, and have the same weights."""
-        dense, sparse = self.do(lambda model: outputs(model, self.batches[0]))
-        assert_close(sparse, dense)
-        weights = dict(self.sparse.named_parameters())
-        for name, parameter in self.dense.named_parameters():
-            assert_close(weights[name].detach(), parameter.detach())
-        return sparse
 
 
 def is_plain(model):
@@ -358,132 +259,6 @@ def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
     twins.train()
 
 
-# ------------------------------------------------------------------------------------ saving, loading
-
-
-def plain_twin(name, *others):
-    """An adapter as PEFT makes it, that was never sparsified."""
-    return adapted(name, *others)[0]
-
-
-@adapters
-@pytest.mark.filterwarnings("error:.*missing adapter keys")
-def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, tmp_path):
-    twins = Twins(name)
-    twins.train(3)
-    twins.sparse.save_pretrained(tmp_path / "sparse")
-    plain_twin(name).save_pretrained(tmp_path / "plain")
-    saved, plain = [load_file(tmp_path / which / "adapter_model.safetensors") for which in ("sparse", "plain")]
-    assert {key: (value.shape, value.dtype) for key, value in saved.items()} == {
-        key: (value.shape, value.dtype) for key, value in plain.items()
-    }
-    assert {p.name for p in (tmp_path / "sparse").iterdir()} == {p.name for p in (tmp_path / "plain").iterdir()}
-    configs = [(tmp_path / which / "adapter_config.json").read_text() for which in ("sparse", "plain")]
-    assert configs[0] == configs[1]
-    loaded = PeftModel.from_pretrained(base_of(name)[0], tmp_path / "sparse").double()
-    assert_close(outputs(loaded, twins.batches[0]), twins.check())
-
-
-def test_selected_adapters_are_saved_each_in_its_folder(tmp_path):
-    twins = Twins("LoRA", "other")
-    twins.train()
-    twins.do(lambda model: model.set_adapter("other"))
-    twins.train()
-    twins.sparse.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(base_of("LoRA")[0], tmp_path, adapter_name="default")
-    loaded.load_adapter(tmp_path / "other", "other")
-    for adapter in ("default", "other"):
-        twins.do(lambda model, adapter=adapter: model.set_adapter(adapter))
-        loaded.set_adapter(adapter)
-        assert_close(outputs(loaded.double(), twins.batches[0]), twins.check())
-    twins.sparse.save_pretrained(tmp_path / "one", selected_adapters=["default"])
-    assert not (tmp_path / "one" / "other").exists()
-
-
-def test_an_adapter_is_loaded_beside_the_one_that_is_trained(tmp_path):
-    torch.manual_seed(5)
-    plain_twin("LoRA").save_pretrained(tmp_path)
-    twins = Twins("LoRA")
-    twins.train()
-    trained = twins.check()
-    twins.do(lambda model: model.load_adapter(tmp_path, "loaded"))
-    twins.check()
-    twins.do(lambda model: model.double().set_adapter("loaded"))
-    assert not torch.equal(twins.check(), trained)
-    twins.do(lambda model: model.set_adapter("default"))
-    assert torch.equal(twins.check(), trained)
-    twins.train()
-
-
-@adapters
-def test_pefts_state_dict_of_a_sparsified_model_is_the_plain_ones(name):
-    twins = Twins(name)
-    twins.train()
-    dense, sparse = twins.do(get_peft_model_state_dict)
-    assert sparse.keys() == dense.keys()
-    for key, value in dense.items():
-        assert_close(sparse[key], value)
-
-
-@adapters
-def test_a_state_dict_of_pefts_is_loaded_into_a_sparsified_model(name):
-    twins = Twins(name)
-    twins.train(3)
-    fresh = sparsify(plain_twin(name), twins.budget, steps=STEPS)
-    with pytest.warns(UserWarning, match="loaded without index buffers"):
-        set_peft_model_state_dict(fresh, get_peft_model_state_dict(twins.sparse))
-    assert_close(outputs(fresh, twins.batches[0]), twins.check())
-
-
-def test_modules_to_save_are_trained_dense_and_stored_whole(tmp_path):
-    twins = Twins("LoRA and modules to save")
-    saved = saved_names(twins.sparse)
-    before = {name: twins.sparse.get_parameter(name).detach().clone() for name in saved}
-    twins.train()
-    assert saved
-    assert all((twins.sparse.get_parameter(name) != value).all() for name, value in before.items())
-    assert any("classifier" in name for name in SparseDelta.from_model(twins.sparse).whole)
-    twins.do(lambda model: model.set_adapter("default"))
-    twins.train()
-
-
-def test_transformers_own_adapters_are_sparsified_too(tmp_path):
-    models = []
-    for _ in range(2):
-        model, batches = base_of("LoRA")
-        model.add_adapter(LoraConfig(r=2, target_modules=ATTENTION, init_lora_weights=False))
-        models.append(model.double().train())
-    dense, sparse = models
-    dense.load_state_dict(sparse.state_dict())
-    sparsify(sparse, 30, steps=3)
-    oracle = DenseOracle(dense, torch.optim.SGD([p for p in dense.parameters() if p.requires_grad], RATE), 30, 3)
-    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
-    for batch in batches:
-        oracle.step(dense(**batch)["loss"])
-        optimizer.zero_grad()
-        sparse(**batch)["loss"].backward()
-        optimizer.step()
-    assert_close(outputs(sparse, batches[0]), outputs(dense, batches[0]))
-    for model, folder in ((sparse, "sparse"), (dense, "dense")):
-        model.save_pretrained(tmp_path / folder)
-    saved, plain = [load_file(tmp_path / which / "adapter_model.safetensors") for which in ("sparse", "dense")]
-    assert saved.keys() == plain.keys()
-    for key, value in plain.items():
-        assert_close(saved[key], value)
-
-
-def test_an_adapter_injected_into_any_module_is_sparsified_too():
-    model, batch = OWN_MODELS["attention"][0]().double(), OWN_MODELS["attention"][1]()
-    peft.inject_adapter_in_model(lora(target_modules=["embed", "head"], init_lora_weights=False), model)
-    model.double()
-    sparsify(model, 12, steps=1)
-    optimizer = torch.optim.SGD([model.sparse_values], RATE)
-    model(**batch)["loss"].backward()
-    optimizer.step()
-    assert all("lora_" in name for name, indices in unmasked_sets(model).items() if indices)
-    assert get_unmasker(model).unmasked == 12
-
-
 # ------------------------------------------------------------------------------------- the model itself
 
 
@@ -517,7 +292,7 @@ def test_desparsify_gives_pefts_model_back(name):
     twins.train()
     trained = twins.check()
     plain = desparsify(twins.sparse)
-    reference = plain_twin(name)
+    reference = adapted(name)[0]
     assert {n: type(m) for n, m in plain.named_modules()} == {n: type(m) for n, m in reference.named_modules()}
     assert {n: p.requires_grad for n, p in plain.named_parameters()} == {
         n: p.requires_grad for n, p in reference.named_parameters()

@@ -8,64 +8,12 @@ import pytest
 import torch
 from architectures import build
 from oracle import DenseOracle, unmasked_sets
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from peft import get_peft_model
+from peft_twins import ATTENTION, LLAMA, OWN_MODELS, RANK, RATE, lora, on, saved_names
 
 from sparsify import SparsifyError, get_unmasker, sparsify
 
-STEPS, RATE, RANK = 4, 0.02, 2
-ATTENTION = ["query", "value"]  # BERT's
-LLAMA = ["q_proj", "v_proj", "down_proj"]
-
-
-class Attention(nn.Module):
-    """PyTorch's own attention, whose projections are read and never called."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(6, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x, labels):
-        x = self.embed(x)
-        logits = self.head(self.attention(x, x, x)[0].mean(1))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Shapes(nn.Module):
-    """The layers that no small language model has: convolutions of every kind, GPT-2's linear layer, a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(12, 6, padding_idx=0)
-        self.conv1d, self.conv2d, self.conv3d = nn.Conv1d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv3d(1, 2, 2)
-        self.norm, self.transposed = nn.LayerNorm(4), Conv1D(8, 4)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, ids, labels):
-        x = self.embedding(ids)  # (n, length, 6)
-        x = torch.relu(self.conv1d(x.flatten(0, 1)[:, None]).unflatten(0, ids.shape)).transpose(1, 2)
-        x = torch.relu(self.conv2d(x))[:, None]
-        x = torch.relu(self.conv3d(x)).mean((3, 4)).transpose(1, 2)
-        logits = self.head(torch.tanh(self.transposed(self.norm(torch.cat([x, x], -1)))).mean(1))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-BATCHES = {
-    "attention": (Attention, lambda: {"x": torch.randn(5, 4, 6).double(), "labels": torch.randint(3, (5,))}),
-    "shapes": (Shapes, lambda: {"ids": torch.randint(12, (5, 7)), "labels": torch.randint(3, (5,))}),
-}
-
-
-def lora(**options):
-    return LoraConfig(**{"r": RANK, "lora_alpha": 4, **options})
-
-
-def on(base, config, **options):
-    """A tuner on BERT's attention, or on that of another base."""
-    return base, lambda: getattr(peft, config)(**{"target_modules": ATTENTION, **options})
+STEPS = 4
 
 
 # name -> the base model, and the tuner's config
@@ -207,16 +155,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-def saved_names(model):
-    return {name for name, p in model.named_parameters() if "modules_to_save" in name.split(".") and p.requires_grad}
-
-
 def tuned(name, random=True):
     """The model with the tuner on it, all that it trains drawn at random unless ``random`` is false, and batches."""
     base, config = TUNERS[name]
     torch.manual_seed(0)
-    if base in BATCHES:
-        make, batch = BATCHES[base]
+    if base in OWN_MODELS:
+        make, batch = OWN_MODELS[base]
         model, batches = make().double().train(), [batch() for _ in range(STEPS)]
     else:
         model, batches = build(base, batches=STEPS)

@@ -6,8 +6,9 @@ from recorder import mask
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sparsify import MaskedEmbedding, MaskedLinear, SparsifyError, desparsify, sparsify
+from sparsify import MaskedEmbedding, MaskedLinear, SparsifyError, desparsify, get_unmasker, sparsify, summary, sync
 from sparsify.masked.conv1d import MaskedConv1D
+from sparsify.masked.generic import MaskedParameterList
 from sparsify.masked.swap import check_maskable, frozen_row, unswap
 
 DIM = 4
@@ -115,6 +116,31 @@ def test_a_root_that_is_itself_a_layer_is_swapped_in_place():
     assert sparsify(model, 5, steps=1) is model
     assert type(model) is MaskedLinear
     assert type(desparsify(model)) is nn.Linear
+
+
+def test_a_list_of_parameters_is_swapped_in_place():
+    model = nn.Sequential(nn.ParameterList([torch.randn(DIM), torch.randn(DIM)]))
+    parameters = list(model.parameters())
+    sparsify(model, 5, "random")
+    assert type(model[0]) is MaskedParameterList
+    assert [id(parameter) for parameter in model[0][:]] == [id(parameter) for parameter in parameters]
+    model[0].append(torch.zeros(DIM))
+    assert type(model[0][2]) is nn.Parameter
+    desparsify(model)
+    assert type(model[0]) is nn.ParameterList
+
+
+def test_a_parameter_that_the_model_gives_up_is_plain_if_it_comes_back():
+    model = nn.Sequential(nn.ParameterDict({"a": torch.randn(DIM), "b": torch.randn(DIM)}))
+    sparsify(model, 2 * DIM, "random")
+    given_up = model[0]["a"]
+    del model[0]["a"]
+    model[0]["a"] = torch.ones(DIM)
+    model.sparse_values.data += 1
+    sync(model)
+    assert torch.equal(model[0]["a"], torch.ones(DIM))
+    assert [tensor.parameter for tensor in get_unmasker(model).tensors] == [given_up, model[0]["b"]]
+    assert summary(model, verify=True).verification.unmasked == 2 * DIM
 
 
 def test_only_an_embeddings_padding_row_is_frozen():

@@ -1,0 +1,178 @@
+"""Models with PEFT's adapters, and twins of them: one that the oracle trains densely, and one that is sparsified.
+
+In: the name of an adapter. Out: what tests do to both twins, and compare.
+"""
+
+import peft
+import torch
+from architectures import build
+from oracle import DenseOracle, unmasked_sets
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sparsify import sparsify
+
+STEPS, RATE, RANK = 8, 0.02, 2
+ATTENTION = ["query", "value"]  # BERT's
+LLAMA = ["q_proj", "v_proj", "down_proj"]
+
+
+class Attention(nn.Module):
+    """PyTorch's own attention, whose projections are read and never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        x = self.embed(x)
+        logits = self.head(self.attention(x, x, x)[0].mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Shapes(nn.Module):
+    """The layers that no small language model has: convolutions of every kind, GPT-2's linear layer, a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 6, padding_idx=0)
+        self.conv1d, self.conv2d, self.conv3d = nn.Conv1d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv3d(1, 2, 2)
+        self.norm, self.transposed = nn.LayerNorm(4), Conv1D(8, 4)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)  # (n, length, 6)
+        x = torch.relu(self.conv1d(x.flatten(0, 1)[:, None]).unflatten(0, ids.shape)).transpose(1, 2)
+        x = torch.relu(self.conv2d(x))[:, None]
+        x = torch.relu(self.conv3d(x)).mean((3, 4)).transpose(1, 2)
+        logits = self.head(torch.tanh(self.transposed(self.norm(torch.cat([x, x], -1)))).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+OWN_MODELS = {
+    "attention": (Attention, lambda: {"x": torch.randn(5, 4, 6).double(), "labels": torch.randint(3, (5,))}),
+    "shapes": (Shapes, lambda: {"ids": torch.randint(12, (5, 7)), "labels": torch.randint(3, (5,))}),
+}
+
+
+def lora(**options):
+    return LoraConfig(**{"r": RANK, "lora_alpha": 4, **options})
+
+
+def on(base, config, **options):
+    """A tuner on BERT's attention, or on that of another base."""
+    return base, lambda: getattr(peft, config)(**{"target_modules": ATTENTION, **options})
+
+
+ADAPTERS = {
+    "LoRA": ("bert", lambda: lora(target_modules=ATTENTION)),
+    "DoRA": ("bert", lambda: lora(target_modules=ATTENTION, use_dora=True)),
+    "LoRA with a bias": ("bert", lambda: lora(target_modules=ATTENTION, lora_bias=True)),
+    "LoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"])),
+    "DoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"], use_dora=True)),
+    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True)),
+    "LoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"])),
+    "DoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"], use_dora=True)),
+    "LoRA on attention": ("attention", lambda: lora(target_modules=["attention"])),
+    "LoRA on experts": ("mixtral", lambda: lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])),
+    "LoRA and modules to save": ("bert", lambda: lora(target_modules=ATTENTION, modules_to_save=["classifier"])),
+    "LoHa": on("bert", "LoHaConfig", r=2),
+    "IA3": on("llama", "IA3Config", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": on("bert", "VeraConfig", r=4),
+}
+
+
+def saved_names(model):
+    return {name for name, p in model.named_parameters() if "modules_to_save" in name.split(".") and p.requires_grad}
+
+
+def base_of(name, dtype=torch.float64):
+    """The base model of an adapter, the same at each call, and its batches."""
+    torch.manual_seed(0)
+    base = ADAPTERS[name][0]
+    if base in OWN_MODELS:
+        make, batch = OWN_MODELS[base]
+        return make().to(dtype).train(), [batch() for _ in range(3)]
+    return build(base, dtype)
+
+
+def adapted(name, *others, dtype=torch.float64):
+    """A model with an adapter, and as many others as are named, all of them drawn at random and trainable."""
+    model, batches = base_of(name, dtype)
+    model = get_peft_model(model, ADAPTERS[name][1](), autocast_adapter_dtype=False)
+    for other in others:
+        model.add_adapter(other, ADAPTERS[name][1](), autocast_adapter_dtype=False)
+    if others:
+        model.set_requires_grad(["default", *others])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).train(), batches
+
+
+@torch.no_grad()
+def outputs(model, batch):
+    training = model.training
+    logits = model.eval()(**batch)["logits"]
+    model.train(training)
+    return logits
+
+
+def assert_close(found, expected, tolerance=1e-9):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+class Twins:
+    """The dense model and the sparse one, from the same adapter."""
+
+    def __init__(self, name, *others, strategy="id3", optimizer=None):
+        (self.dense, self.batches), (self.sparse, _) = adapted(name, *others), adapted(name, *others)
+        trainable = {n: p for n, p in self.dense.named_parameters() if p.requires_grad}
+        candidates = {n: p for n, p in trainable.items() if n not in saved_names(self.dense)}
+        self.budget = sum(parameter.numel() for parameter in candidates.values()) // 4
+        self.make_optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, RATE))
+        sparsify(self.sparse, self.budget, strategy, steps=STEPS)
+        masks = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in candidates.items()}
+        for tensor_name, indices in unmasked_sets(self.sparse).items():
+            masks[tensor_name].view(-1)[indices] = True
+        static = strategy != "id3"
+        self.oracle = DenseOracle(
+            self.dense, self.make_optimizer(trainable.values()), self.budget, STEPS, masks=masks if static else None
+        )
+        self.oracle.parameters, self.oracle.masks = candidates, {n: masks[n] for n in candidates}
+        self.new_optimizer()
+        self.step = 0
+
+    def new_optimizer(self):
+        """An optimizer of all that says that it can be trained."""
+        self.optimizer = self.make_optimizer([p for p in self.sparse.parameters() if p.requires_grad])
+
+    def do(self, action):
+        """Does the same to both, and returns what came of it."""
+        return [action(model) for model in (self.dense, self.sparse)]
+
+    def train(self, steps=2):
+        for _ in range(steps):
+            batch = self.batches[self.step % len(self.batches)]
+            dense_loss, sparse_loss = self.do(lambda model, batch=batch: model(**batch)["loss"])
+            assert_close(sparse_loss, dense_loss)
+            self.oracle.step(dense_loss)
+            self.optimizer.zero_grad()
+            sparse_loss.backward()
+            self.optimizer.step()
+            self.step += 1
+            assert unmasked_sets(self.sparse) == self.oracle.unmasked_sets()
+        self.check()
+
+    def check(self):
+        """Both give the same outputs, and have the same weights."""
+        dense, sparse = self.do(lambda model: outputs(model, self.batches[0]))
+        assert_close(sparse, dense)
+        weights = dict(self.sparse.named_parameters())
+        for name, parameter in self.dense.named_parameters():
+            assert_close(weights[name].detach(), parameter.detach())
+        return sparse
