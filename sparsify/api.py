@@ -26,7 +26,7 @@ from sparsify.state import engine_of, install, uninstall
 from sparsify.static import choose, zero_others
 from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
-from sparsify.targets import Candidate, Pattern, Targets, find_targets
+from sparsify.targets import Candidate, Pattern, Targets, check_own_memory, find_targets
 from sparsify.unmasker import POSITION, STATE, Unmasker
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import digest_base
@@ -291,6 +291,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_maskable(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
+    check_own_memory(model, candidates)
     modules = dict(model.named_modules())
     for candidate in candidates:
         for name, module, attribute in candidate.owners:

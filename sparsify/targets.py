@@ -61,7 +61,7 @@ def find_targets(
         modules_to_save: modules that are trained dense and saved whole.
 
     Raises:
-        SparsifyError: when a pattern matches no module, nothing trainable is left, or a candidate shares its memory.
+        SparsifyError: when a pattern matches no module, or nothing trainable is left.
     """
     if isinstance(modules_to_save, str):
         raise SparsifyError(
@@ -89,7 +89,6 @@ def find_targets(
 
     if not candidates:
         raise SparsifyError(_nothing_left(model, target_modules))
-    _check_own_memory(model, candidates)
     if target_modules is not None:
         left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
         _report_partial_match(targeted - left_out, modules, candidates)
@@ -105,8 +104,16 @@ def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Modu
     return {key: tuple(places) for key, places in owners.items()}
 
 
-def _check_own_memory(model: nn.Module, candidates: list[Candidate]) -> None:
-    """Two parameters over the same numbers, one perhaps transposed, would write over each other's entries."""
+def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
+    """Refuses parameters over the same numbers, one perhaps transposed: they would write over each other's entries.
+
+    Args:
+        model: the model; it is only read.
+        candidates: those of its parameters that are to be trained at some of their entries.
+
+    Raises:
+        SparsifyError: naming both.
+    """
     chosen = {candidate.name for candidate in candidates}
     names = [name for name, _ in model.named_parameters()]
     shared, furthest = [], (0, 0)  # end of the memory seen so far, and the position of the parameter that ends there

@@ -119,15 +119,15 @@ TUNERS = {
 REFUSED = {
     "AdaLoRA": (
         *on("bert", "AdaLoraConfig", init_r=4, target_r=2, total_step=10),
-        r"query\.lora_A\.default` cannot be masked: .* AdaLoRA's, which allots its ranks by .* use LoRA",
+        r"query\.lora_A\.default` cannot be masked: .* AdaLoRA's, which allots its ranks by .* LoRA does neither",
     ),
     "AdaMSS that picks subspaces": (
         *on("bert", "AdamssConfig", r=4, num_subspaces=2, subspace_rank=1, use_asa=True, init_warmup=1, final_warmup=2),
-        r"query\.adamss_A\.default\.0` cannot be masked: .* AdaMSS's, which picks .* use it with use_asa=False",
+        r"query\.adamss_A\.default\.0` cannot be masked: .* AdaMSS's, which picks .* with use_asa=False it does not",
     ),
     "constrained OFT": (
         *on("bert", "OFTConfig", oft_block_size=4, coft=True),
-        r"query\.oft_R\.default\.weight` cannot be masked: .* projects its weight .* use it with coft=False",
+        r"query\.oft_R\.default\.weight` cannot be masked: .* projects its weight .* with coft=False it does not",
     ),
     "OSF": (
         *on("bert", "OSFConfig"),

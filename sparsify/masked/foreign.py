@@ -15,21 +15,21 @@ from torch import nn
 _PROBLEMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peft.tuners.adalora.layer.AdaLoraLayer": (
         lambda module: True,
-        "is AdaLoRA's, which allots its ranks by the gradient of every entry, and adds a penalty on all entries; use "
-        "LoRA",
+        "is AdaLoRA's, which allots its ranks by the gradient of every entry, and adds a penalty on all entries; LoRA "
+        "does neither",
     ),
     "peft.tuners.adamss.layer.AdamssLayer": (
         lambda module: bool(module.exp_avg_ipt_A),
-        "is AdaMSS's, which picks its subspaces by the gradient of every entry; use it with use_asa=False",
+        "is AdaMSS's, which picks its subspaces by the gradient of every entry; with use_asa=False it does not",
     ),
     "peft.tuners.cpt.model.CPTEmbedding": (
         lambda module: True,
-        "is CPT's, which projects its weight in every forward and so moves every entry of it; use prompt tuning",
+        "is CPT's, which projects its weight in every forward and so moves every entry; prompt tuning does not",
     ),
     "peft.tuners.oft.layer.OFTRotationModule": (
         lambda module: bool(module.coft),
-        "is constrained OFT's, which projects its weight in every forward and so moves every entry of it; use it with "
-        "coft=False",
+        "is constrained OFT's, which projects its weight in every forward and so moves every entry; with coft=False it "
+        "does not",
     ),
 }
 
