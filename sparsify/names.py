@@ -56,8 +56,9 @@ def plain_model(model: nn.Module) -> nn.Module:
     for prefix in ((_COMPILED,), *_PREFIXES):
         inner: nn.Module | None = model
         for part in prefix:
-            only_child = inner is not None and list(inner._modules) == [part]
-            inner = inner._modules[part] if inner is not None and only_child else None
+            # some of PEFT's tuners keep modules of their own beside the model
+            wraps = inner is not None and (list(inner._modules) == [part] or hasattr(inner, "peft_config"))
+            inner = inner._modules.get(part) if inner is not None and wraps else None
         if inner is not None:
             return plain_model(inner)
     return model
