@@ -25,6 +25,7 @@ COMMANDS = (
     "sparsify.commands:push",
     "sparsify.bench.command:bench",
     "sparsify.bench.file:bench_file",
+    "sparsify.bench.lora:bench_lora",
     "sparsify.bench.swapping:bench_swap",
     "sparsify.bench.merging:bench_merge",
 )

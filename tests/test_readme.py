@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 import sparsify
 from sparsify import SparseDelta, desparsify, get_unmasker
@@ -59,9 +60,12 @@ def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet])
-def test_the_other_snippets_run(snippet):
+def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
     batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
-    names = {"model": Model(), "sparsify": sparsify.sparsify, "train_loader": [batch]}
+    monkeypatch.chdir(tmp_path)
+    config = BertConfig(vocab_size=9, hidden_size=32, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    bert = BertForSequenceClassification(config)
+    names = {"model": Model(), "bert": bert, "sparsify": sparsify.sparsify, "train_loader": [batch]}
     for statement in ast.parse(snippet).body:
         exec(ast.unparse(statement), names)
         if ast.unparse(statement).startswith("sparsify("):
