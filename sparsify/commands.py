@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from sparsify.errors import SparsifyError
 from sparsify.format import FILE_NAME
 
 _BAR_WIDTH = 20
+_SHOWN_OF_CONFIG = ("base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum")
+_SHOWN_OF_CONFIG += ("peft", "adapters")
 _FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
 _BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
 _OUT = typer.Option(help="Folder to write to.")
@@ -182,6 +185,7 @@ def _description(delta: SparseDelta, size: int | None) -> dict[str, Any]:
             "dtype": str(part.dtype).removeprefix("torch."),
             "kind": part.kind,
             "entries": part.count,
+            **({} if part.drawn is None else {"drawn": asdict(part.drawn)}),
         }
         for name, part in delta.tensors.items()
     }
@@ -199,12 +203,14 @@ def _facts(delta: SparseDelta, size: int | None) -> Iterable[tuple[str, str]]:
     yield "entries", f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"
     if delta.whole:
         yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
+    if drawn := [part.drawn for part in delta.tensors.values() if part.drawn is not None]:
+        yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
     if size is not None:
         entries = f", {size / delta.num_entries:.2f} an entry, all included" if delta.num_entries else ""
         yield "bytes", f"{size:,}{entries}"
     yield "kinds", ", ".join(sorted({f"{part.kind} ({part.dtype})" for part in delta.tensors.values()})) or "none"
     yield "base", str(config.get("base_model_name_or_path") or "not recorded")
-    for key in ("base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum"):
+    for key in _SHOWN_OF_CONFIG:
         if config.get(key) is not None:
             yield key.replace("_", " "), json_module.dumps(config[key])
 

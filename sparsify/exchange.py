@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from sparsify import card, hub
 from sparsify.checking import CheckReport, check_base
 from sparsify.entries import TensorDelta
+from sparsify.errors import SparsifyError
 from sparsify.format import CONFIG_NAME, FILE_NAME, write
 from sparsify.merging import merge
+from sparsify.metadata import ADAPTERS_KEY, PEFT_KEY
 from sparsify.patches import WeightPatch, make_patches
 from sparsify.peft_files import PeftAdapter, read_adapter, write_adapter
 
@@ -80,6 +82,7 @@ class Exchange:
             ...     adapter.settings, adapter.padding, SparseDelta.from_peft(folder, base)
             ({'sparsity': 0.9166666666666666}, 0, SparseDelta(1 entry in 1 tensor, 0 tensors stored whole))
         """
+        _check_not_extended(self.config, "to_peft")
         return write_adapter(folder, method, self.tensors, self.whole, self.config, base)
 
     @classmethod
@@ -178,6 +181,7 @@ class Exchange:
             >>> print(delta.check(base))
             3 entries in 2 tensors: the base holds the values that the delta was trained on.
         """
+        _check_not_extended(self.config, "check")
         return check_base(self.tensors, self.whole, base)
 
     def merge(self, base: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
@@ -210,6 +214,7 @@ class Exchange:
             >>> torch.equal(load_file(merged / "model.safetensors")["weight"], tuned.weight)
             True
         """
+        _check_not_extended(self.config, "merge")
         return merge(self.tensors, self.whole, self.config, base, out)
 
     def patches(self, checkpoint: str | os.PathLike[str] | None = None) -> Iterator[WeightPatch]:
@@ -235,4 +240,16 @@ class Exchange:
             weight (1, 2) [0, 1]
             bias (1,) [0]
         """
+        _check_not_extended(self.config, "patches")
         return make_patches(self.tensors, self.whole, checkpoint)
+
+
+def _check_not_extended(config: Mapping[str, Any], what: str) -> None:
+    """Raises where a delta is of a model with PEFT's or our adapters, and something is done to a base's own tensors."""
+    if extended := [key for key in (PEFT_KEY, ADAPTERS_KEY) if config.get(key)]:
+        plain = "merge_and_unload() of it is a plain model" if PEFT_KEY in extended else "save_adapters(model, folder)"
+        raise SparsifyError(
+            f"{what} goes by the base's own tensors, and this delta is of modules that "
+            f"{'PEFT' if PEFT_KEY in extended else 'add_adapters'} put into the base: take "
+            f"load_model(base, delta), and {plain}."
+        )

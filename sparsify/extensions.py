@@ -17,9 +17,9 @@ from torch import nn
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.insert import insert_adapters
 from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.metadata import ADAPTERS_KEY, PEFT_KEY
 from sparsify.names import named_tensors
 
-PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
 _NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision")
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is

@@ -21,6 +21,7 @@ from sparsify.errors import DeltaFormatError, SparsifyError
 
 FORMAT_VERSION = 1
 METADATA_KEY = "sparse_delta"
+PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: what the base was extended by
 MAX_NAME_CHARACTERS = 1000
 MAX_DEPTH = 64  # of objects and lists in each other
 MAX_NUMBER_CHARACTERS = 1000  # the time to read a longer integer grows with its square

@@ -9,9 +9,11 @@ import torch
 from models import loss_of
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, BertModel
+from typer.testing import CliRunner
 
 from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
+from sparsify.cli import make_app
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.extensions import record_extensions
 
@@ -155,6 +157,29 @@ def test_a_delta_cannot_claim_more_than_the_base_has(folder, monkeypatch):
     monkeypatch.setattr(type(loaded), "parameters", lambda self: iter([]))
     with pytest.raises(SparsifyError, match="numbers to the base, more than the base has itself"):
         load_model(folder, delta)
+
+
+@pytest.mark.parametrize("verb", ["check", "merge", "patches", "to_peft"])
+def test_what_goes_by_the_bases_own_tensors_says_what_to_do_instead(folder, tmp_path, verb):
+    delta = delta_with(folder)
+    args = {"check": [folder], "merge": [folder, tmp_path / "out"], "patches": [folder], "to_peft": [tmp_path / "out"]}
+    with pytest.raises(
+        SparsifyError, match=f"{verb} goes by the base's own tensors, and this delta is of modules that PEFT"
+    ):
+        getattr(delta, verb)(*args[verb])
+    assert not (tmp_path / "out").exists()
+    plain = load_model(folder, delta).merge_and_unload()
+    assert torch.allclose(logits(plain), logits(load_model(folder, delta)), atol=1e-6)
+
+
+def test_info_says_what_is_drawn(folder, tmp_path):
+    SparseDelta.from_model(trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])), "seed")).save(
+        tmp_path / "d"
+    )
+    shown = CliRunner().invoke(make_app(), ["info", str(tmp_path / "d")], catch_exceptions=False).output
+    assert "the initial values of 4 tensors that the base does not have" in " ".join(shown.split())
+    described = json.loads(CliRunner().invoke(make_app(), ["info", str(tmp_path / "d"), "--json"]).output)
+    assert sum("drawn" in tensor for tensor in described["tensors"].values()) == 4
 
 
 def test_other_adapters_are_left_to_the_user(folder):
