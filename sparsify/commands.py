@@ -24,8 +24,11 @@ from sparsify.errors import SparsifyError
 from sparsify.format import FILE_NAME
 
 _BAR_WIDTH = 20
-_SHOWN_OF_CONFIG = ("base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum")
-_SHOWN_OF_CONFIG += ("peft", "adapters")
+_SHOWN_OF_CONFIG = (
+    "base_model_revision",
+    *("strategy", "budget", "schedule", "steps", "steps_done"),
+    *("diff", "sum", "peft", "adapters"),
+)
 _FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
 _BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
 _OUT = typer.Option(help="Folder to write to.")
