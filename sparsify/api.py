@@ -16,9 +16,11 @@ from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
 from sparsify.fresh import find_draws, find_fresh, redrawn
 from sparsify.masked.module import masked_tensors
+from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import find_engine
+from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
@@ -108,6 +110,7 @@ def sparsify(
         return model
     _check_maskable(model, targets.candidates)
     engine = _plan(model, targets, strategy, schedule, steps, seed)
+    _check_quantized(engine)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)
         check_given_budget(budget, selected.numel())
@@ -122,8 +125,8 @@ def sparsify(
 
     if isinstance(strategy.selection, Prune):
         zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
-    engine.base_digests = digest_base(model, (), engine.dense_names)
     _mask(engine, targets, capacity)
+    engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
     engine.sync()
     return model
@@ -313,6 +316,18 @@ def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss
         )
 
 
+def _check_quantized(engine: Unmasker) -> None:
+    """Raises where a strategy needs of quantized weights what they cannot give."""
+    packed = [tensor for tensor in engine.tensors if tensor.packed]
+    pruned = isinstance(engine.strategy.selection, Prune)
+    if packed and (pruned or engine.strategy.calibrates):
+        what = "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
+        raise SparsifyError(
+            f"`{packed[0].name}` is quantized ({packed[0].scheme}) and {what}; take another strategy, such as id3 or "
+            "pafi, or leave quantized layers out with exclude_modules."
+        )
+
+
 def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
     """Global ids of the entries that are chosen before training, best first; none for the other selections."""
     tensors = engine.tensors
@@ -330,12 +345,12 @@ def _frozen_row(candidate: Candidate) -> int | None:
 
 def _values_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
     """The flat delta's dtype: float32, or float64 where a weight is."""
-    return torch.float64 if any(tensor.parameter.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _base_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
     """The shortest dtype that holds the values of every weight."""
-    return functools.reduce(torch.promote_types, (tensor.parameter.dtype for tensor in tensors))
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _plan(
@@ -350,14 +365,15 @@ def _plan(
         steps,
         seed,
         dense_names=tuple(targets.saved),
-        frozen_names=tuple([candidate.name for candidate in targets.candidates] + list(targets.frozen)),
+        frozen_names=tuple([c.name for c in targets.candidates if c.parameter.requires_grad] + list(targets.frozen)),
     )
     offset = 0
     for number, candidate in enumerate(targets.candidates):
         _, owner, attribute = candidate.owners[0]
         row = _frozen_row(candidate)
-        engine.tensors.append(MaskedTensor(number, owner, attribute, candidate.name, offset, engine, row))
-        offset += candidate.parameter.numel()
+        kind = QuantizedTensor if is_quantized(candidate.parameter) else MaskedTensor
+        engine.tensors.append(kind(number, owner, attribute, candidate.name, offset, engine, row))
+        offset += engine.tensors[-1].numel
     return engine
 
 

@@ -93,7 +93,7 @@ class RankedChooser:
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         self._ids, self._order = ids.to(like.device).sort()
         self._grads = like.new_zeros(ids.numel())
-        ends = torch.tensor([0, *(tensor.offset + tensor.parameter.numel() for tensor in tensors)], device=like.device)
+        ends = torch.tensor([0, *(tensor.offset + tensor.numel for tensor in tensors)], device=like.device)
         cuts = torch.searchsorted(self._ids, ends).tolist()
         self._own = {t: slice(*cut) for t, cut in zip(tensors, pairwise(cuts), strict=True)}
 

@@ -30,9 +30,10 @@ class TensorEntries(NamedTuple):
         name: its name in the plain model's state dict.
         shape: its shape.
         indices: (k,) int64, flat and row-major.
-        values: (k,) the trained values, in the weight's dtype.
-        base_values: (k,) the pretrained values, in the weight's dtype.
+        values: (k,) the trained values, in the weight's dtype; of a quantized weight the changes, in the delta's.
+        base_values: (k,) the pretrained values, in the weight's dtype; of a quantized weight the dequantized ones.
         drawn: how its initial values are drawn, and their digest, where the base does not have it.
+        quantization: how the weight is quantized; ``None`` where it is not.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TensorEntries(NamedTuple):
     values: Tensor
     base_values: Tensor
     drawn: tuple[Draw, str] | None = None
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None =
     budget = 2**63 - 1 if budget is None else budget
     among_first = tensor.slots < budget
     indices, order = tensor.indices[among_first].sort()
+    if isinstance(tensor, MaskedTensor) and tensor.packed:
+        changes, base_values = tensor.delta[among_first][order], tensor.base[among_first][order]
+        return TensorEntries(name, tuple(tensor.shape), indices, changes, base_values, quantization=tensor.scheme)
     values = tensor.parameter.detach().take(indices)
     base_values = tensor.base[among_first][order].to(values.dtype)
     return TensorEntries(name, tuple(tensor.parameter.shape), indices, values, base_values)

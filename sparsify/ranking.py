@@ -37,7 +37,7 @@ def rank_by_weight(
         if importance.covers(tensor.name):
             digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            scores = (importance.score(block, generator) for block in in_blocks(tensor.parameter.detach()))
+            scores = (importance.score(block, generator) for block in in_blocks(tensor.weight))
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
             offer_scores(pool, scores, tensor.offset, excluded)
     return pool.winners().ids
@@ -72,7 +72,7 @@ def _too_few(tensors: Sequence[MaskedTensor], importance: GradientImportance, wa
         f"{share}, but only {found:,} entries have an importance above 0 in the calibration; "
         "give it more examples, or lower the budget."
     )
-    zeros = [tensor.name for tensor in tensors if not tensor.parameter.any()]
+    zeros = [tensor.name for tensor in tensors if not tensor.weight.any()]
     if isinstance(importance, SNIP) and zeros:
         text += (
             f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
@@ -82,7 +82,7 @@ def _too_few(tensors: Sequence[MaskedTensor], importance: GradientImportance, wa
 
 
 def _scores(tensor: MaskedTensor, importance: GradientImportance, total: Tensor) -> Iterator[Tensor]:
-    for weight, block in zip(in_blocks(tensor.parameter.detach()), in_blocks(total), strict=True):
+    for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
         # GraSP's scores have a sign: those below 0 come last, and are better than none
@@ -123,7 +123,7 @@ def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -
         entries = entries.flatten().nonzero().squeeze(1)
     if entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
         raise SparsifyError(f"the given set has {entries.dtype} for `{name}`; expected a bool mask or flat indices.")
-    numel = tensor.parameter.numel()
+    numel = tensor.numel
     if entries.numel() and not (int(entries.min()) >= 0 and int(entries.max()) < numel):
         raise SparsifyError(f"the given set has indices of `{name}` outside its {numel:,} entries.")
     if torch.isin(entries, tensor.never_candidates.cpu()).any():

@@ -137,7 +137,7 @@ def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
         updates=engine.updates,
         state_bytes=engine.values.nbytes + engine.buffers.nbytes,
         counts=counts,
-        sizes={tensor.name: tensor.parameter.numel() for tensor in engine.tensors},
+        sizes={tensor.name: tensor.numel for tensor in engine.tensors},
         verification=engine.verify() if verify else None,
     )
 

@@ -94,8 +94,10 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         return
     stored = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
     if not stored:
-        root.__dict__[PLAIN_LOADS] = {tensor for tensor in engine.tensors if prefix + tensor.name in state_dict}
-    elif problem := problem_with(stored, [tensor.parameter.numel() for tensor in engine.tensors], engine.capacity):
+        root.__dict__[PLAIN_LOADS] = {
+            tensor for tensor in engine.tensors if prefix + tensor.name in state_dict and not tensor.packed
+        }
+    elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.capacity):
         raise SparsifyError(problem)
     else:
         engine.write_base()  # what was unmasked here may be masked there

@@ -74,11 +74,11 @@ def choose(
 def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) -> None:
     """Sets every candidate entry of the pruned tensors to zero, but for those with these global ids (n,)."""
     ids = ids.sort().values
-    ends = [tensors[0].offset, *(tensor.offset + tensor.parameter.numel() for tensor in tensors)]
+    ends = [tensors[0].offset, *(tensor.offset + tensor.numel for tensor in tensors)]
     cuts = torch.searchsorted(ids, torch.tensor(ends, device=ids.device)).tolist()
     for tensor, (first, last) in zip(tensors, pairwise(cuts), strict=True):
         if selection.removes_from(tensor.shape):
-            removed = torch.ones(tensor.parameter.numel(), dtype=torch.bool, device=tensor.parameter.device)
+            removed = torch.ones(tensor.numel, dtype=torch.bool, device=tensor.parameter.device)
             removed[(ids[first:last] - tensor.offset).to(removed.device)] = False
             removed[tensor.never_candidates] = False
             tensor.parameter.masked_fill_(removed.view(tensor.shape), 0)
@@ -91,7 +91,7 @@ def _split(tensors: Sequence[MaskedTensor], selection: Static) -> tuple[list[Mas
 
 
 def _ids(tensor: MaskedTensor) -> Tensor:
-    candidates = torch.ones(tensor.parameter.numel(), dtype=torch.bool, device=tensor.parameter.device)
+    candidates = torch.ones(tensor.numel, dtype=torch.bool, device=tensor.parameter.device)
     candidates[tensor.never_candidates] = False
     return candidates.nonzero().squeeze(1) + tensor.offset
 

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from sparsify.errors import SparsifyError
+from sparsify.quantized import is_quantized
 
 ALL_LINEAR = "all-linear"
 PEFT_SAVED = "modules_to_save"  # the part of a module's name under which PEFT keeps its own dense modules
@@ -53,6 +54,9 @@ def find_targets(
 ) -> Targets:
     """Sorts the parameters that require grad into candidates, dense ones and those to freeze.
 
+    A quantized weight cannot require grad. It is a candidate where ``target_modules`` names its module, but never in a
+    PEFT model, whose base is frozen.
+
     Args:
         model: the model; it is only read.
         target_modules: modules whose parameters are candidates; a list matches suffixes of module names, a string is
@@ -72,14 +76,19 @@ def find_targets(
     excluded = match_modules(model, exclude_modules, "exclude_modules")
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
 
+    named_quantized = target_modules is not None and not _is_peft(modules)
     owners = _owners(modules)
     candidates: list[Candidate] = []
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
+        places = owners[id(parameter)]
+        if named_quantized and is_quantized(parameter):
+            if any(owner in targeted and not _inside(owner, excluded | saved_modules) for owner, _, _ in places):
+                candidates.append(Candidate(name, parameter, places))
+            continue
         if not parameter.requires_grad:
             continue
-        places = owners[id(parameter)]
         if any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner, _, _ in places):
             saved[name] = parameter
         elif any(owner in targeted and not _inside(owner, excluded) for owner, _, _ in places):
@@ -89,7 +98,9 @@ def find_targets(
 
     if not candidates:
         raise SparsifyError(_nothing_left(model, target_modules))
-    if target_modules is not None:
+    if target_modules is None:
+        _report_quantized(model, modules)
+    else:
         left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
         _report_partial_match(targeted - left_out, modules, candidates)
     return Targets(tuple(candidates), saved, frozen)
@@ -202,6 +213,11 @@ def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:
 
 
 def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
+    if target_modules is None and any(is_quantized(parameter) for parameter in model.parameters()):
+        return (
+            "no parameter of the model requires grad, and quantized weights cannot; name the layers that may be trained "
+            'with target_modules, such as "all-linear".'
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return (
             "no parameter of the model requires grad, so there is nothing to train; "
@@ -222,5 +238,24 @@ def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], cand
         warnings.warn(
             f"target_modules matched {len(with_parameters)} modules with parameters; {len(empty)} of them hold none "
             f"that requires grad and stay frozen: {', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}.",
+            stacklevel=4,
+        )
+
+
+def _is_peft(modules: dict[str, nn.Module]) -> bool:
+    """Whether PEFT has put adapters into the model, and so frozen its base."""
+    return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())
+
+
+def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Warns where quantized weights stay frozen although nobody seems to have frozen the model."""
+    quantized = {name: module for name, module in modules.items() if is_quantized(module._parameters.get("weight"))}
+    others = (module for name, module in modules.items() if name not in quantized)
+    frozen = any(not p.requires_grad for module in others for p in module._parameters.values() if p is not None)
+    if quantized and not frozen and not _is_peft(modules):
+        warnings.warn(
+            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {', '.join(list(quantized)[:3])}"
+            f"{', ...' if len(quantized) > 3 else ''}. To train entries of them too, name their layers with "
+            'target_modules, such as "all-linear".',
             stacklevel=4,
         )

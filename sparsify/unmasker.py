@@ -164,10 +164,10 @@ class Unmasker:
         values = self.values
         if not values.requires_grad or not (tensor.count or self.growing):
             return None
-        if tensor.parameter.shape != tensor.shape:
+        if tensor.shape_now != tensor.shape:
             raise SparsifyError(
                 f"`{tensor.name}` had shape {tuple(tensor.shape)} at sparsify() and has "
-                f"{tuple(tensor.parameter.shape)} now; resize embeddings and the like before sparsify()."
+                f"{tuple(tensor.shape_now)} now; resize embeddings and the like before sparsify()."
             )
         return self._anchors.use(tensor, values)
 
@@ -275,11 +275,11 @@ class Unmasker:
         values = self.values.detach()
         ids, order = ids.sort()
         slots = slots[order]
-        ends = torch.tensor([tensor.offset + tensor.parameter.numel() for tensor in self.tensors], device=ids.device)
+        ends = torch.tensor([tensor.offset + tensor.numel for tensor in self.tensors], device=ids.device)
         sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
         indices = [own - tensor.offset for tensor, own in zip(self.tensors, ids.split(sizes), strict=True)]
         base = [
-            tensor.parameter.detach().take(own.to(tensor.parameter.device)).to(values)
+            tensor.take(own.to(tensor.parameter.device)).to(values)
             for tensor, own in zip(self.tensors, indices, strict=True)
             if own.numel()
         ]
@@ -318,7 +318,7 @@ class Unmasker:
         if (
             written is None
             or (written.device, written.dtype) != (values.device, values.dtype)
-            or self._written_dtype != self.tensors[0].parameter.dtype
+            or self._written_dtype != self.tensors[0].dtype
             or not torch.equal(written, values)
         ):
             self.sync()
@@ -352,8 +352,7 @@ class Unmasker:
             )
         values = self.values
         for tensor in plain:
-            weight = tensor.parameter.take(tensor.indices)
-            values[tensor.slots.to(values.device)] = (weight.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
+            values[tensor.slots.to(values.device)] = (tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
         self.sync(but=plain)
 
     @contextmanager
@@ -363,22 +362,21 @@ class Unmasker:
             yield
             return
         self.refresh()
-        trained = [tensor.parameter.detach().take(tensor.indices) for tensor in self.tensors]
+        trained = [tensor.effective for tensor in self.tensors]
         self._paused = True
         try:
             self.write_base()
             yield
         finally:
             for tensor, values in zip(self.tensors, trained, strict=True):
-                tensor.parameter.data.put_(tensor.indices, values)
+                tensor.write_unseen(values)
             self._paused = False
 
     def write_base(self) -> None:
         """Puts the pretrained values into the weights."""
-        # through .data: a graph that was built before has saved these weights and gets them back unchanged
         for tensor in self.tensors:
             if tensor.count:
-                tensor.parameter.data.put_(tensor.indices, tensor.base)
+                tensor.write_base()
 
     def verify(self) -> Verification:
         """Whether the frozen entries are the base's, and as many unmasked as planned."""
@@ -394,7 +392,7 @@ class Unmasker:
 
     def _remember_written(self) -> None:
         self._written = self.values.detach().clone()
-        self._written_dtype = self.tensors[0].parameter.dtype
+        self._written_dtype = self.tensors[0].dtype
 
     def _check_not_paused(self, call: str) -> None:
         if self._paused:

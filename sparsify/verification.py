@@ -74,16 +74,19 @@ def digest_base(
 
     Args:
         model: before training, or after.
-        tensors: those masked; empty before there are any.
+        tensors: those masked.
         dense_names: parameters without a base.
     """
     masked = {tensor.name: tensor for tensor in tensors}
     left_out = {*dense_names, VALUES}
-    return {
-        name: (parameter.dtype, digest(_base(parameter.detach(), masked.get(name))))
-        for name, parameter in model.named_parameters()
-        if name not in left_out and not parameter.is_meta and type(parameter.detach()) is Tensor
-    }
+    digests = {}
+    for name, parameter in model.named_parameters():
+        tensor = masked.get(name)
+        if tensor is not None and tensor.packed:
+            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
+        elif name not in left_out and not parameter.is_meta and type(parameter.detach()) is Tensor:
+            digests[name] = (parameter.dtype, digest(_base(parameter.detach(), tensor)))
+    return digests
 
 
 def verify(engine: Engine) -> Verification:
@@ -93,7 +96,9 @@ def verify(engine: Engine) -> Verification:
     before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
     recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
     changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
-    entries = sum(parameters[name].numel() for name in before)
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
+    entries = sum(sizes[name] for name in before)
     return Verification(entries - engine.unmasked, changed, recast, engine.unmasked, _expected(engine))
 
 

@@ -150,7 +150,7 @@ def _counts(source: Source) -> dict[str, tuple[int, int]]:
         return {name: (tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()}
     if isinstance(source, nn.Module):
         tensors = get_unmasker(source).tensors
-        return {plain_name(tensor.name): (tensor.count, tensor.parameter.numel()) for tensor in tensors}
+        return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in tensors}
     raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
 
 

@@ -79,7 +79,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
     steps = sorted({round(i * engine.step / (points - 1)) for i in range(points)})
     unmasked = [_unmasked_after(engine, step) for step in steps]
     names = [tensor.name for tensor in engine.tensors]
-    sizes = {tensor.name: tensor.parameter.numel() for tensor in engine.tensors}
+    sizes = {tensor.name: tensor.numel for tensor in engine.tensors}
     found = []
     for step, total, row in zip(steps, unmasked, _counts(engine.tensors, unmasked).tolist(), strict=True):
         counts = dict(zip(names, row, strict=True))

@@ -43,7 +43,7 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
     weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     if of_weight is None and of_bias is None:
         return linear(x, weight, bias, transposed)
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _MaskedLinear.apply(
@@ -121,9 +121,9 @@ def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:
     return Product(rows, grad_rows) if ctx.transposed else Product(grad_rows, rows)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast would compute in, ``None`` where it is off or leaves ``x`` alone."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
         return None
-    return torch.get_autocast_dtype(device)
+    return torch.getautocast_dtype(device)

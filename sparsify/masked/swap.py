@@ -16,7 +16,9 @@ from sparsify.masked.foreign import foreign_problem
 from sparsify.masked.generic import PLAIN, MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
+from sparsify.masked.quantized import MaskedQuantized, MaskedQuantizedLinear
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.quantized import is_quantized, unreadable
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 

@@ -137,6 +137,9 @@ class MaskedTensor:
         frozen_row: a row that is no candidate (an embedding's padding row).
     """
 
+    packed = False  # whether the parameter is packed, so that no trained value can be written into it
+    scheme: str | None = None  # how the parameter is quantized
+
     def __init__(
         self,
         number: int,
@@ -154,13 +157,33 @@ class MaskedTensor:
         self.offset = offset
         self.collector = collector
         self.frozen_row = frozen_row
-        self.shape = self.parameter.shape
+        self.shape = self.shape_now
 
     @property
     def parameter(self) -> Tensor:
         parameter = self.owner._parameters.get(self.attribute)
         assert parameter is not None
         return parameter
+
+    @property
+    def shape_now(self) -> torch.Size:
+        """The parameter's shape; ``shape`` is the one it had at first."""
+        return self.parameter.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight's values."""
+        return self.parameter.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective values, detached."""
+        return self.parameter.detach()
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return self.shape.numel()
 
     @property
     def indices(self) -> Tensor:
@@ -172,7 +195,7 @@ class MaskedTensor:
 
     @property
     def base(self) -> Tensor:
-        return self.collector.buffers.base(self.number).to(self.parameter)
+        return self.collector.buffers.base(self.number).to(self.parameter.device, self.dtype)
 
     @property
     def delta(self) -> Tensor:
@@ -186,19 +209,24 @@ class MaskedTensor:
         return self.collector.buffers.count(self.number)
 
     @property
+    def effective(self) -> Tensor:
+        """(k,) the values at the unmasked entries as they are now."""
+        return self.take(self.indices)
+
+    @property
     def matrix(self) -> Tensor:
         """The parameter as (rows, cols): the last dimension is kept, a vector is one row."""
-        return as_matrix(self.parameter.detach())
+        return as_matrix(self.weight)
 
     @property
     def num_candidates(self) -> int:
         """Number of entries that may be unmasked."""
-        return self.parameter.numel() - (0 if self.frozen_row is None else self.parameter.shape[-1])
+        return self.numel - (0 if self.frozen_row is None else self.shape[-1])
 
     @property
     def never_candidates(self) -> Tensor:
         """Flat indices, ascending, of the entries that can never be unmasked."""
-        device, cols = self.parameter.device, self.parameter.shape[-1] if self.parameter.dim() else 1
+        device, cols = self.parameter.device, self.shape[-1] if self.shape else 1
         if self.frozen_row is None:
             return torch.empty(0, dtype=torch.int64, device=device)
         return torch.arange(self.frozen_row * cols, (self.frozen_row + 1) * cols, device=device)
@@ -208,10 +236,22 @@ class MaskedTensor:
         """Flat indices, in no order, of the entries that cannot be unmasked any more, or never."""
         return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
 
+    def take(self, indices: Tensor) -> Tensor:
+        """The effective values (n,) at flat indices (n,)."""
+        return self.parameter.detach().take(indices)
+
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Puts values (k,) into the weight at the indices."""
+        """Puts values (k,) into the weight at the indices; autograd's version counter sees it."""
         self.parameter.put_(self.indices, values.to(self.parameter))
+
+    def write_unseen(self, values: Tensor) -> None:
+        """Likewise, through ``.data``: a graph that was built before has saved this weight and gets it unchanged."""
+        self.parameter.data.put_(self.indices, values.to(self.parameter))
+
+    def write_base(self) -> None:
+        """Puts the pretrained values into the weight, in the same way."""
+        self.write_unseen(self.base)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

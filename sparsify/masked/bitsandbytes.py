@@ -1,0 +1,67 @@
+"""bitsandbytes' linear layers in their masked forms.
+
+A module of its own, imported only where a model has such a layer, since it needs bitsandbytes. In evaluation too the
+masked forms compute with the dequantized weight: bitsandbytes' own forward would repack a 4-bit weight there, with
+rounded scales (on some CPUs), and round an 8-bit layer's input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitsandbytes.nn import Linear4bit, Linear8bitLt, LinearFP4, LinearNF4
+from torch import Tensor
+
+from sparsify.entries import same_values
+from sparsify.masked.quantized import MaskedQuantized
+
+
+class MaskedLinear4bit(MaskedQuantized, Linear4bit):
+    """A ``Linear4bit`` (NF4, FP4) that is trained at its unmasked entries."""
+
+    plain_class = Linear4bit
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Compares the weight's scales, which bitsandbytes saves but does not load."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name, own in self.weight.quant_state.as_dict(packed=True).items():
+            key = f"{prefix}weight.{name}"
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+            if key in state_dict and not same_values(state_dict[key].to(own.device), own):
+                error_msgs.append(
+                    f"`{key}` is another than in this model, and scales of a quantized base are not loaded: "
+                    "start from the base that the state dict was saved with, quantized in the same way."
+                )
+
+
+class MaskedLinearNF4(MaskedLinear4bit, LinearNF4):
+    """A ``LinearNF4`` that is trained at its unmasked entries."""
+
+    plain_class = LinearNF4
+
+
+class MaskedLinearFP4(MaskedLinear4bit, LinearFP4):
+    """A ``LinearFP4`` that is trained at its unmasked entries."""
+
+    plain_class = LinearFP4
+
+
+class MaskedLinear8bitLt(MaskedQuantized, Linear8bitLt):
+    """A ``Linear8bitLt`` that is trained at its unmasked entries."""
+
+    plain_class = Linear8bitLt
+
+
+MASKED = {masked.plain_class: masked for masked in (MaskedLinear4bit, MaskedLinearNF4, MaskedLinearFP4, MaskedLinear8bitLt)}
