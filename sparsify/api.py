@@ -20,7 +20,7 @@ from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import find_engine
-from sparsify.quantized import is_quantized
+from sparsify.quantized import is_quantized, make_dense
 from sparsify.ranking import find_given
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
@@ -29,6 +29,7 @@ from sparsify.static import choose, zero_others
 from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, check_own_memory, find_targets
+from sparsify.trainable import QUANTIZER, say_as_before, say_trainable
 from sparsify.unmasker import POSITION, STATE, Unmasker
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import digest_base
@@ -132,17 +133,20 @@ def sparsify(
     return model
 
 
-def desparsify(model: Model) -> Model:
+def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     """Gives back the plain modules, the trained values in their weights; what required grad before does so again.
 
     Args:
         model: a sparsified model.
+        dequantize: turn the quantized layers that were masked into ordinary linear layers with the trained values, in
+            the dtype of the rest of the model.
 
     Returns:
         The same model object.
 
     Raises:
-        SparsifyError: when the model is not sparsified.
+        SparsifyError: when the model is not sparsified; when quantized weights have trained entries, which cannot be
+            written into them, and ``dequantize`` is not set.
 
     Example:
         >>> model = sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)
@@ -151,12 +155,17 @@ def desparsify(model: Model) -> Model:
     """
     engine = get_unmasker(model)
     engine.refresh()
+    if not dequantize:
+        _check_no_packed_changes(engine)
+    packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.packed and dequantize]
     uninstall(engine)
+    say_as_before(model)
     stop_listening(engine)
     for module in list(engine.root.modules()):
         unswap(module)
     engine.buffers.remove()
     del engine.root._parameters[VALUES], engine.root._buffers[POSITION]
+    _make_dense(engine.root, packed)
     parameters = dict(engine.root.named_parameters())
     for name in engine.frozen_names:
         if name in parameters:  # PEFT's adapters may have been deleted
@@ -338,6 +347,30 @@ def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunc
     )
 
 
+def _check_no_packed_changes(engine: Unmasker) -> None:
+    changed = [tensor for tensor in engine.tensors if tensor.packed and bool(tensor.delta.any())]
+    if changed:
+        raise SparsifyError(
+            f"`{changed[0].name}` and {len(changed) - 1} other trained weights are quantized ({changed[0].scheme}), and "
+            "trained values cannot be written into a packed weight. Keep them with SparseDelta.from_model(model), then "
+            "call desparsify(model, dequantize=True), which makes ordinary linear layers of them; or load the base "
+            "afresh."
+        )
+
+
+def _make_dense(model: nn.Module, weights: list[tuple[MaskedTensor, Tensor]]) -> None:
+    """Gives up the packed weights for these, in the dtype of the model's ordinary parameters."""
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and not is_quantized(p)]
+    for tensor, weight in weights:
+        weight, packed = weight.to(dtypes[0] if dtypes else weight.dtype), tensor.parameter
+        for module in model.modules():
+            if module._parameters.get(tensor.attribute) is packed:
+                make_dense(module, weight)
+    quantizer = getattr(model, QUANTIZER, None)
+    if weights and quantizer is not None and not any(is_quantized(parameter) for parameter in model.parameters()):
+        quantizer.remove_quantization_config(model)  # transformers' own, as after its dequantize()
+
+
 def _frozen_row(candidate: Candidate) -> int | None:
     rows = (frozen_row(module) for _, module, attribute in candidate.owners if attribute == "weight")
     return next((row for row in rows if row is not None), None)
@@ -393,6 +426,7 @@ def _mask(engine: Unmasker, targets: Targets, capacity: int) -> None:
     engine.buffers.register(len(engine.tensors), _base_dtype(engine.tensors), device)
     install(engine)
     listen(engine)
+    say_trainable(model)
     _freeze([candidate.parameter for candidate in targets.candidates])
     _freeze(targets.frozen.values())
 

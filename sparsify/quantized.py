@@ -77,6 +77,25 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
     return QuantizedWeight(f"torchao {type(weight).__name__}", weight.shape, weight.dtype, module, attribute)
 
 
+def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
+    """How many entries each parameter stands for: a packed one has fewer."""
+    sizes: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                known = is_quantized(parameter) and getattr(parameter, "quant_state", True) is not None
+                sizes[parameter] = quantized_weight(module, attribute).shape.numel() if known else parameter.numel()
+    return sizes
+
+
+def make_dense(module: nn.Module, weight: Tensor) -> None:
+    """Turns a linear layer over a quantized weight, in place, into an ``nn.Linear`` with this weight (out, in)."""
+    module.__class__ = nn.Linear
+    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    for packed in ("quant_state", "state"):  # bitsandbytes keeps scales there
+        module.__dict__.pop(packed, None)
+
+
 def unreadable(module: nn.Module, attribute: str = "weight") -> str | None:
     """Why a quantized weight's values cannot be had, as the end of a sentence; ``None`` if they can."""
     weight: Any = module._parameters[attribute]

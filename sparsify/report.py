@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from sparsify.quantized import true_sizes
 from sparsify.strategies import PRESETS, Given, Repeat, Strategy
 from sparsify.unmasker import Unmasker
 from sparsify.values import VALUES
@@ -146,4 +147,5 @@ def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
     """Entries of the model, the flat delta apart; or only what an optimizer trains, the flat delta included."""
     if trainable:
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if name.rsplit(".", 1)[-1] != VALUES)
+    sizes = true_sizes(model)
+    return sum(sizes[parameter] for name, parameter in model.named_parameters() if name.rsplit(".", 1)[-1] != VALUES)

@@ -40,7 +40,8 @@ def install(engine: Unmasker) -> None:
         root.register_load_state_dict_pre_hook(_before_load),
         root.register_load_state_dict_post_hook(_after_load),
     ]
-    if hasattr(root, IGNORED_ON_SAVE):
+    # a checkpoint with packed weights has no merged ones, so it keeps what was trained beside them
+    if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.packed for tensor in engine.tensors):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
