@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparsify.checkpoint import Checkpoint
-from sparsify.edits import check_dtype, check_shape, check_whole, counted, find_targets, new_values, plan_entries
+from sparsify.edits import check_dtype, check_shape, check_whole, counted, find_targets, is_proven, new_values, plan_entries
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import BaseMismatchError
 from sparsify.format import check_names
@@ -31,7 +31,8 @@ class CheckReport:
         tensors: tensors changed at entries.
         entries: changed entries.
         whole: tensors stored whole.
-        unchecked: names of tensors whose values could not be checked, since the base has them in another dtype.
+        unchecked: names of tensors whose values could not be checked, since the base has them in another dtype, or not
+            quantized as in training.
         missing: names of tensors stored whole that a checkpoint does not have, and a merge adds to it.
 
     Example:
@@ -52,7 +53,7 @@ class CheckReport:
             number = counted(len(self.unchecked), "tensor")
             verdict = (
                 f"names and shapes fit; the base has {number} (`{self.unchecked[0]}`) in another dtype than the delta "
-                "was trained on, so the values there cannot be checked"
+                "was trained on, or not quantized as then, so the values there cannot be checked"
             )
         whole = f" {counted(self.whole, 'tensor')} stored whole" if self.whole else ""
         if self.missing:
@@ -76,11 +77,10 @@ def check_base(
         return report
     check_plain(base)
     targets = find_targets([*tensors, *whole], base, whole)
-    for name, delta in tensors.items():
-        plan_entries(name, delta, targets[name])
+    edits = {name: plan_entries(name, delta, targets[name]) for name, delta in tensors.items()}
     for name, tensor in whole.items():
         check_whole(name, tensor, targets[name].shape, targets[name].dtype)
-    unchecked = [name for name, delta in tensors.items() if targets[name].dtype != delta.dtype]
+    unchecked = [name for name, delta in tensors.items() if not is_proven(delta, edits[name].old)]
     return _report(tensors, whole, unchecked)
 
 
@@ -102,7 +102,8 @@ def check_checkpoint(
         layout = layouts[name] = _place(name, delta, checkpoint)
         _check_distinct(name, layout, places)
         trained_values(name, delta, checkpoint, layout)
-        if checkpoint.dtype(layout) != delta.dtype:
+        proven = checkpoint.dtype(layout) == delta.dtype and delta.quantization is None  # or there was an error
+        if not proven and not _proves_base(delta, checkpoint, layout):
             unchecked.append(name)
     for name, tensor in whole.items():
         if name in checkpoint:

@@ -340,9 +340,10 @@ def _tensor_delta(item: Any) -> TensorDelta:
             values=own_copy(item.values),
             shape=tuple(item.shape),
             dtype=item.base_values.dtype,
-            kind="replace",
+            kind="replace" if item.quantization is None else "add",
             base_sha256=digest(item.base_values) if item.drawn is None else item.drawn[1],
             drawn=None if item.drawn is None else item.drawn[0],
+            quantization=item.quantization,
         )
     except SparsifyError as error:
         raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsify.entries import DTYPES, TensorDelta, as_bits, digest
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.names import named_tensors, near_names
+from sparsify.overlay import OverlaidWeight, overlaid
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +63,9 @@ def find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -
         whole: those of the names whose tensors a delta may bring along with its own modules.
     """
     available = named_tensors(model)
-    names = list(names)
+    names, whole = list(names), set(whole)
     if missing := [name for name in names if name not in available]:
-        raise BaseMismatchError(_missing_text(missing, available, missing[0] in set(whole)))
+        raise BaseMismatchError(_missing_text(missing, available, missing[0] in whole))
     targets = {name: available[name] for name in names}
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
@@ -76,7 +77,8 @@ def find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -
                 f"`{first}` and `{name}` are one tensor in this model and two in the delta, so one would overwrite "
                 "the other: load the base with these weights untied, as it was in training."
             )
-    return targets
+    entries = {name: tensor for name, tensor in targets.items() if name not in whole}
+    return targets | overlaid(entries, model)
 
 
 def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) -> str:
@@ -98,7 +100,8 @@ def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> Edit:
     if delta.drawn is not None:
         return plan_whole(name, drawn_values(name, delta), target)
     old = _take(target, delta.indices)
-    return Edit(name, delta.shape, delta.indices, old, new_values(name, delta, old))
+    new = new_values(name, delta, old, is_quantized=isinstance(target, OverlaidWeight))
+    return Edit(name, delta.shape, delta.indices, old, new)
 
 
 def drawn_values(name: str, delta: TensorDelta) -> Tensor:
@@ -138,7 +141,9 @@ def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = 
         )
 
 
-def new_values(name: str, delta: TensorDelta, old: Tensor, place: str = "the model") -> Tensor:
+def new_values(
+    name: str, delta: TensorDelta, old: Tensor, place: str = "the model", *, is_quantized: bool = False
+) -> Tensor:
     """What a delta makes of a base's values (count,) at its indices, in their dtype.
 
     Args:
@@ -146,12 +151,16 @@ def new_values(name: str, delta: TensorDelta, old: Tensor, place: str = "the mod
         delta: the tensor's part of the delta.
         old: the base's values at the delta's indices.
         place: where the base is, for messages.
+        is_quantized: whether the base's values are dequantized ones.
 
     Raises:
         BaseMismatchError: when the values are not those that the delta was trained on, or what it makes of them is not
             finite.
     """
     if old.dtype == delta.dtype and digest(old) != delta.base_sha256:
+        if delta.quantization is not None and not is_quantized:
+            _warn_of_another_base(delta.quantization, place)
+            return _finite(name, delta, _added(old, delta.values), place)
         raise BaseMismatchError(
             f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be a "
             "model that nobody trained: load the exact base, and revert any other delta first. (A head that is drawn "
@@ -159,10 +168,29 @@ def new_values(name: str, delta: TensorDelta, old: Tensor, place: str = "the mod
         )
     if delta.kind == "replace" and old.dtype == delta.dtype:
         return delta.values  # finite, as all of a delta's values are
-    new = _added(old, delta.values) if delta.kind == "add" else delta.values.to(old.dtype)
+    return _finite(name, delta, _added(old, delta.values) if delta.kind == "add" else delta.values.to(old.dtype), place)
+
+
+def is_proven(delta: TensorDelta, old: Tensor) -> bool:
+    """Whether a base's values (count,), which :func:`new_values` took, are known to be those trained on."""
+    return old.dtype == delta.dtype and (delta.quantization is None or digest(old) == delta.base_sha256)
+
+
+def _warn_of_another_base(quantization: str, place: str) -> None:
+    # the same words for every tensor, so that Python shows them once
+    warnings.warn(
+        f"the delta was trained on weights quantized as {quantization}, and {place} holds other values: the weights from "
+        "before they were quantized, if all is well, but that cannot be checked. The changes are added to them. For an "
+        "exact result load the base quantized as in training, or dequantize that.",
+        stacklevel=2,
+    )
+
+
+def _finite(name: str, delta: TensorDelta, new: Tensor, place: str) -> Tensor:
+    """The values, all finite; raises where they are not."""
     if bad := int((~new.isfinite()).sum()):
         raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in {place}'s {old.dtype}: "
+            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in {place}'s {new.dtype}: "
             f"load the base in {delta.dtype}."
         )
     return new

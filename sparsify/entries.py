@@ -21,6 +21,7 @@ from sparsify.errors import DeltaFormatError, SparsifyError
 KINDS = ("replace", "add")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ESCAPE = 0xFFFF
+_LONGEST_TEXT = 100  # characters
 _CHUNK = 2**18  # numbers of a gap stream that are decoded at a time
 
 
@@ -36,6 +37,8 @@ class TensorDelta:
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
         base_sha256: :func:`digest` of the base's values at the indices; of a drawn tensor, of all its initial values.
         drawn: how to draw the initial values of a tensor that the base does not have; it may have no entries.
+        quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
+            ones, in ``dtype``. ``None`` for an ordinary base.
 
     Raises:
         SparsifyError: when the parts do not fit together.
@@ -48,6 +51,7 @@ class TensorDelta:
     kind: str
     base_sha256: str
     drawn: Draw | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -190,8 +194,18 @@ def _check_types(tensor: TensorDelta) -> None:
         raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r}, expected 64 lower-case hex digits")
     if tensor.drawn is not None and tensor.kind != "replace":
         raise SparsifyError(f"kind is {tensor.kind!r} for a drawn tensor, expected 'replace'")
+    if tensor.quantization is not None and (tensor.drawn is not None or not is_short_text(tensor.quantization)):
+        raise SparsifyError(
+            f"quantization is {tensor.quantization!r}, expected None, or 1 to {_LONGEST_TEXT} printable ASCII characters "
+            "where the tensor is not drawn"
+        )
     if indices.device.type != "cpu" or values.device.type != "cpu":
         raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")
+
+
+def is_short_text(value: object) -> bool:
+    """Whether it is a string that may name a way of quantizing: short, in printable ASCII."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT and value.isascii() and value.isprintable()
 
 
 def _check_indices(indices: Tensor, numel: int) -> None:

@@ -247,6 +247,7 @@ def _load_tensor(file: Any, name: str, record: Record) -> TensorDelta:
             kind=record.kind,
             base_sha256=record.base_sha256,
             drawn=record.drawn,
+            quantization=record.quantization,
         )
     except SparsifyError as error:
         raise DeltaFormatError(f"tensor `{name}`: {error}") from error

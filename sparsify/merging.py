@@ -67,7 +67,8 @@ def merge(
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)
-    casts = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
+    dtypes = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
+    casts = {name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held}
     warn_of_casts(casts, "the checkpoint")
     changes: list[_Change] = [_Entries(name, checkpoint, layouts[name], delta) for name, delta in tensors.items()]
     changes += [_Whole(name, checkpoint, layouts[name], tensor) for name, tensor in whole.items() if name in layouts]

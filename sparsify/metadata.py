@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsify.draws import Draw
-from sparsify.entries import DTYPES, KINDS, TensorDelta
+from sparsify.entries import DTYPES, KINDS, TensorDelta, is_short_text
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 FORMAT_VERSION = 1
@@ -47,6 +47,7 @@ class Record:
         count: number of entries, between 1 (0 if drawn) and the tensor's own.
         base_sha256: not checked here.
         drawn: how the initial values of a tensor that the base does not have are drawn.
+        quantization: how the base was quantized; ``None`` where it was not.
     """
 
     shape: tuple[int, ...]
@@ -55,6 +56,7 @@ class Record:
     count: int
     base_sha256: str
     drawn: Draw | None = None
+    quantization: str | None = None
 
 
 def describe(
@@ -70,6 +72,7 @@ def describe(
             "count": tensor.count,
             "base_sha256": tensor.base_sha256,
             **({} if tensor.drawn is None else {"drawn": asdict(tensor.drawn)}),
+            **({} if tensor.quantization is None else {"quantization": tensor.quantization}),
         }
         for name, tensor in tensors.items()
     }
@@ -220,7 +223,7 @@ def _check_text(text: str) -> None:
 
 def _parse_record(name: str, record: Any) -> Record:
     where = f"tensor `{name}`"
-    _check_object(where, record, _RECORD_KEYS, optional={"kind", "drawn"})
+    _check_object(where, record, _RECORD_KEYS, optional={"kind", "drawn", "quantization"})
     shape, dtype, count, sha = (record[k] for k in ("shape", "dtype", "count", "base_sha256"))
     kind = record.get("kind", _DEFAULT_KIND)
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_int(d, 0, _MAX_NUMEL) for d in shape):
@@ -238,7 +241,12 @@ def _parse_record(name: str, record: Any) -> Record:
         raise DeltaFormatError(
             f"{where}: `count` is {shown(count)}, expected a number from {least} to the tensor's {numel} entries"
         )
-    return Record(tuple(shape), dtype, kind, count, sha, drawn)
+    if "quantization" in record and (drawn is not None or not is_short_text(record["quantization"])):
+        raise DeltaFormatError(
+            f"{where}: `quantization` is {shown(record['quantization'])}, expected a short string of printable ASCII, in "
+            "a record without `drawn`"
+        )
+    return Record(tuple(shape), dtype, kind, count, sha, drawn, record.get("quantization"))
 
 
 def _parse_draw(where: str, draw: Any) -> Draw:

@@ -56,7 +56,8 @@ def test_another_dtype_cannot_be_checked_and_the_report_says_so(tmp_path):
         assert report.unchecked == tuple(delta.tensors)
         assert str(report) == (
             f"{delta.num_entries:,} entries in 41 tensors: names and shapes fit; the base has 41 tensors "
-            "(`bert.embeddings.word_embeddings.weight`) in another dtype than the delta was trained on, so the values "
+            "(`bert.embeddings.word_embeddings.weight`) in another dtype than the delta was trained on, or not "
+            "quantized as then, so the values "
             "there cannot be checked."
         )
 

@@ -41,7 +41,7 @@ class FakeEngine:
     @staticmethod
     def _first(item, budget):
         parts = {key: getattr(item, key)[:budget] for key in ("indices", "values", "base_values")}
-        return SimpleNamespace(name=item.name, shape=item.shape, drawn=None, **parts)
+        return SimpleNamespace(name=item.name, shape=item.shape, drawn=None, quantization=None, **parts)
 
 
 def trained_entries(name, tensor, indices):
@@ -55,6 +55,7 @@ def trained_entries(name, tensor, indices):
         values=base + torch.ones_like(base),
         base_values=base,
         drawn=None,
+        quantization=None,
     )
 
 

@@ -126,4 +126,4 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device = x.device.type
     if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
         return None
-    return torch.getautocast_dtype(device)
+    return torch.get_autocast_dtype(device)

@@ -18,6 +18,7 @@ from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
 from sparsify.masked.quantized import MaskedQuantized, MaskedQuantizedLinear
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.overlay import has_overlay
 from sparsify.quantized import is_quantized, unreadable
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
@@ -49,6 +50,8 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         problem = f"({kind}) renormalises its table in forward (max_norm={module.max_norm})"
+    elif is_quantized(module._parameters[attribute]) and (objection := _quantized_problem(module, attribute)):
+        problem = objection
     else:
         return
     remedy = "" if "before sparsify" in problem else "; leave it out with exclude_modules, or freeze it first"
@@ -63,8 +66,10 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
         tensors: its masked tensors by attribute name.
     """
     module.__dict__[TENSORS] = tensors
-    module.__dict__["_parameters"] = ReadParameters(module._parameters, tensors)
-    masked_class = _masked_class(module)
+    readable = {attribute: tensor for attribute, tensor in tensors.items() if not tensor.packed}
+    module.__dict__["_parameters"] = ReadParameters(module._parameters, readable)
+    quantized = len(readable) < len(tensors)
+    masked_class = _quantized_class(module) if quantized else _masked_class(module)
     if masked_class is not None:
         module.__class__ = masked_class
     else:
@@ -100,7 +105,7 @@ def _masked_class(module: nn.Module) -> type[nn.Module] | None:
         return None
     if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:
         return None  # reparametrised, as torch.nn.utils.weight_norm does
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear and not is_quantized(module.weight):  # a bias may be trained beside such a weight
         return MaskedLinear
     if type(module) is nn.Embedding and not module.scale_grad_by_freq:
         return MaskedEmbedding
@@ -108,4 +113,30 @@ def _masked_class(module: nn.Module) -> type[nn.Module] | None:
         from sparsify.masked.conv1d import MaskedConv1D
 
         return MaskedConv1D
+    return None
+
+
+def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
+    """Why a quantized weight cannot be masked, as the end of a sentence; ``None`` if it can."""
+    kind = type(module).__name__
+    if has_overlay(module):
+        return f"({kind}) has a delta applied to it; revert it before sparsify()"
+    objection = unreadable(module, attribute)
+    if objection is not None:
+        return objection
+    if attribute != "weight" or _quantized_class(module) is None:
+        return f"({kind}) holds a quantized weight and is none of the quantized linear layers that can be masked"
+    if "forward" in module.__dict__:
+        return f"({kind}) has a forward of its own, as from accelerate; load the model on one device before sparsify()"
+    return None
+
+
+def _quantized_class(module: nn.Module) -> type[MaskedQuantized] | None:
+    """The masked form of exactly this class, which holds a quantized weight; ``None`` where there is none."""
+    if type(module) is nn.Linear:
+        return MaskedQuantizedLinear
+    if type(module).__module__.partition(".")[0] == "bitsandbytes":
+        from sparsify.masked.bitsandbytes import MASKED
+
+        return MASKED.get(type(module))
     return None
