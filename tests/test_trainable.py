@@ -1,0 +1,157 @@
+"""Quantized transformers models in a real Trainer, sparsified whole or, as QLoRA has it, in their adapters."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of, train
+from torch import nn
+
+from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
+from sparsify.quantized import is_quantized
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
+pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+STEPS = 4
+
+
+def config(scheme):
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if scheme == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    if scheme == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+
+    if scheme == "torchao-int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)))
+
+
+SCHEMES = ["nf4", "int8", "torchao-int8", "torchao-int4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    build("llama")[0].save_pretrained(path)
+    return path
+
+
+def load(folder, scheme=None):
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config(scheme) if scheme else None)
+
+
+def trainer(model, out):
+    from transformers import Trainer, TrainingArguments
+
+    batches = build("llama")[1]
+    rows = [{key: value[row] for key, value in batch.items()} for batch in batches for row in range(4)]
+    arguments = TrainingArguments(
+        out, max_steps=STEPS, save_steps=2, per_device_train_batch_size=4, learning_rate=1e-3, report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=rows)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_trainer_takes_a_sparsified_quantized_model_and_goes_on_from_its_checkpoint(scheme, folder, tmp_path):
+    model = load(folder, scheme)
+    with pytest.raises(ValueError, match="purely quantized models"):
+        trainer(model, tmp_path)
+    sparsify(model, 60, steps=STEPS, target_modules="all-linear")
+    trainer(model, tmp_path).train()
+    assert summary(model, verify=True).verification.ok
+    assert get_unmasker(model).unmasked == 60
+    again = sparsify(load(folder, scheme), 60, steps=STEPS, target_modules="all-linear")
+    trainer(again, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(again.sparse_values, model.sparse_values)
+    delta = SparseDelta.from_model(model)
+    assert all(torch.equal(part.indices, delta.tensors[name].indices)
+               for name, part in SparseDelta.from_model(again).tensors.items())  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_after_desparsify_the_quantizer_is_what_it_was(scheme, folder, tmp_path):
+    model = load(folder, scheme)
+    kind = type(model.hf_quantizer)
+    sparsify(model, 60, steps=STEPS, target_modules="all-linear")
+    assert isinstance(model.hf_quantizer, kind)
+    assert model.hf_quantizer.is_serializable()
+    assert copy.deepcopy(model).hf_quantizer.is_qat_trainable
+    desparsify(model)
+    assert type(model.hf_quantizer) is kind
+    with pytest.raises(ValueError, match="purely quantized models"):
+        trainer(model, tmp_path)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_dequantized_model_is_an_ordinary_one_for_transformers(scheme, folder, tmp_path):
+    model, batches = load(folder, scheme), build("llama")[1]
+    train(sparsify(model, 60, steps=STEPS, target_modules="all-linear"), batches[:STEPS])
+    before = model.eval()(**batches[0]).logits
+    desparsify(model, dequantize=True).save_pretrained(tmp_path / "dense")
+    assert not model.is_quantized
+    assert torch.equal(load(tmp_path / "dense").eval()(**batches[0]).logits, before)
+    assert not any(is_quantized(parameter) for parameter in model.parameters())
+
+
+def test_a_delta_of_a_four_bit_model_fits_what_transformers_dequantizes(folder):
+    model, batches = load(folder, "nf4"), build("llama")[1]
+    train(sparsify(model, 60, steps=STEPS, target_modules="all-linear"), batches[:STEPS])
+    dense = load(folder, "nf4").dequantize()
+    delta = SparseDelta.from_model(model)
+    assert not delta.check(dense).unchecked
+    delta.apply(dense)
+    assert torch.equal(dense(**batches[0]).logits, model(**batches[0]).logits)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao-int8"])
+@pytest.mark.parametrize("target_modules", [None, "all-linear"])
+def test_qlora_trains_entries_of_the_adapters_and_leaves_the_base_alone(scheme, target_modules, folder, tmp_path):
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    base = load(folder, scheme)
+    if scheme != "torchao-int8":
+        base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.0))
+    packed = {name: copy.deepcopy(p.detach()) for name, p in model.named_parameters() if is_quantized(p)}
+    assert packed
+    sparsify(model, 40, steps=STEPS, target_modules=target_modules)
+    engine = get_unmasker(model)
+    assert all("lora_" in tensor.name and not tensor.packed for tensor in engine.tensors)
+    assert len(engine.tensors) == 8
+    trainer(model, tmp_path).train()
+    assert engine.unmasked == 40
+    assert summary(model, verify=True).verification.ok
+    for name, before in packed.items():
+        now = model.get_parameter(name).detach()
+        assert torch.equal(*(v.dequantize() if hasattr(v, "qdata") else v.data for v in (now, before))), name
+
+
+def test_qlora_gives_the_losses_of_lora_trained_on_the_dequantized_base(folder):
+    from peft import LoraConfig, get_peft_model
+
+    losses = []
+    for quantized in (True, False):
+        base = load(folder, "nf4")
+        base = base if quantized else base.dequantize().requires_grad_(False)
+        torch.manual_seed(0)
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.0))
+        sparsify(model, 40, steps=STEPS)
+        model.train()  # in evaluation bitsandbytes would repack the base for this CPU
+        losses.append([])
+        for batch in build("llama")[1][:STEPS]:
+            train(model, [batch])
+            losses[-1].append(loss_of(model, batch).item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_model_that_is_not_quantized_is_left_alone():
+    model = sparsify(nn.Linear(4, 4), 3, steps=1)
+    assert not hasattr(model, "hf_quantizer")
