@@ -330,7 +330,9 @@ def _check_quantized(engine: Unmasker) -> None:
     packed = [tensor for tensor in engine.tensors if tensor.packed]
     pruned = isinstance(engine.strategy.selection, Prune)
     if packed and (pruned or engine.strategy.calibrates):
-        what = "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
+        what = (
+            "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
+        )
         raise SparsifyError(
             f"`{packed[0].name}` is quantized ({packed[0].scheme}) and {what}; take another strategy, such as id3 or "
             "pafi, or leave quantized layers out with exclude_modules."
@@ -351,8 +353,8 @@ def _check_no_packed_changes(engine: Unmasker) -> None:
     changed = [tensor for tensor in engine.tensors if tensor.packed and bool(tensor.delta.any())]
     if changed:
         raise SparsifyError(
-            f"`{changed[0].name}` and {len(changed) - 1} other trained weights are quantized ({changed[0].scheme}), and "
-            "trained values cannot be written into a packed weight. Keep them with SparseDelta.from_model(model), then "
+            f"`{changed[0].name}` and {len(changed) - 1} more of the trained weights are quantized "
+            f"({changed[0].scheme}), and values cannot be written into a packed weight. Keep them with SparseDelta.from_model(model), then "
             "call desparsify(model, dequantize=True), which makes ordinary linear layers of them; or load the base "
             "afresh."
         )

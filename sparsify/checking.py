@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparsify.checkpoint import Checkpoint
-from sparsify.edits import check_dtype, check_shape, check_whole, counted, find_targets, is_proven, new_values, plan_entries
+from sparsify.edits import (
+    check_dtype,
+    check_shape,
+    check_whole,
+    counted,
+    find_targets,
+    is_proven,
+    new_values,
+    plan_entries,
+)
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import BaseMismatchError
 from sparsify.format import check_names

@@ -179,9 +179,9 @@ def is_proven(delta: TensorDelta, old: Tensor) -> bool:
 def _warn_of_another_base(quantization: str, place: str) -> None:
     # the same words for every tensor, so that Python shows them once
     warnings.warn(
-        f"the delta was trained on weights quantized as {quantization}, and {place} holds other values: the weights from "
-        "before they were quantized, if all is well, but that cannot be checked. The changes are added to them. For an "
-        "exact result load the base quantized as in training, or dequantize that.",
+        f"the delta was trained on weights quantized as {quantization}, and {place} holds other values: if all is well "
+        "the weights from before they were quantized, but that cannot be checked. The changes are added to them. For "
+        "an exact result load the base quantized as in training, or dequantize that.",
         stacklevel=2,
     )
 

@@ -196,8 +196,8 @@ def _check_types(tensor: TensorDelta) -> None:
         raise SparsifyError(f"kind is {tensor.kind!r} for a drawn tensor, expected 'replace'")
     if tensor.quantization is not None and (tensor.drawn is not None or not is_short_text(tensor.quantization)):
         raise SparsifyError(
-            f"quantization is {tensor.quantization!r}, expected None, or 1 to {_LONGEST_TEXT} printable ASCII characters "
-            "where the tensor is not drawn"
+            f"quantization is {tensor.quantization!r}, expected None, or 1 to {_LONGEST_TEXT} characters of printable "
+            "ASCII where the tensor is not drawn"
         )
     if indices.device.type != "cpu" or values.device.type != "cpu":
         raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")

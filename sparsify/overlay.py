@@ -36,7 +36,7 @@ class OverlaidWeight:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._module = module
-        objection = None if has_overlay(module) else unreadable(module)
+        objection = None if has_overlay(module) else unreadable(module, before="the delta is applied")
         if objection is not None or not isinstance(module, nn.Linear):
             raise BaseMismatchError(
                 f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}. "
@@ -64,7 +64,7 @@ class OverlaidWeight:
 
     def take(self, indices: Tensor) -> Tensor:
         """The effective values (n,) at flat indices (n,)."""
-        known, base, values = self._overlay()
+        known, _, values = self._overlay()
         if bool(torch.isin(indices, known).all()):
             return values[torch.searchsorted(known, indices)]
         return quantized_weight(self._module).dequantize().put_(known, values.to(self.dtype)).take(indices)

@@ -96,27 +96,38 @@ def make_dense(module: nn.Module, weight: Tensor) -> None:
         module.__dict__.pop(packed, None)
 
 
-def unreadable(module: nn.Module, attribute: str = "weight") -> str | None:
-    """Why a quantized weight's values cannot be had, as the end of a sentence; ``None`` if they can."""
+def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
+    """Why a quantized weight's values cannot be had; ``None`` if they can.
+
+    Args:
+        module: owns the weight.
+        attribute: the parameter's name.
+        before: what is to be done with the values, for the remedy.
+
+    Returns:
+        The end of a sentence about the module.
+    """
     weight: Any = module._parameters[attribute]
     kind = _kind(weight)
-    if kind == _BITSANDBYTES_4BIT:
-        if weight.quant_state is None:
-            return "is not quantized yet, which bitsandbytes does on the way to a device; call model.to(device) before sparsify()"
-        if getattr(weight.quant_state, "packing_format_for_cpu", False):
-            return (
-                "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "
-                "values any more; load the model again, and do not evaluate it before sparsify()"
-            )
+    if kind == _BITSANDBYTES_4BIT and weight.quant_state is None:
+        return (
+            "is not quantized yet, which bitsandbytes does on the way to a device; call model.to(device) before "
+            f"{before}"
+        )
+    if kind == _BITSANDBYTES_4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
+        return (
+            "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its values "
+            f"any more; load the model again, and do not evaluate it before {before}"
+        )
     if kind == _BITSANDBYTES_8BIT and weight.dtype != torch.int8:
         return (
             "is quantized by bitsandbytes on the way to a device, or anew at every forward pass "
-            "(has_fp16_weights=True); load it with has_fp16_weights=False and call model.to(device) before sparsify()"
+            f"(has_fp16_weights=True); load it with has_fp16_weights=False and call model.to(device) before {before}"
         )
     if kind == _BITSANDBYTES_8BIT and _row_scales(module, weight) is None:
-        return "has lost its scales; load the model again before sparsify()"
+        return f"has lost its scales; load the model again before {before}"
     if kind == _TORCHAO and getattr(weight, "act_quant_kwargs", None) is not None:
-        return "quantizes its input as well (torchao's dynamic activations), which makes it another function than its weight"
+        return "quantizes its input as well (torchao's dynamic activations), so that it is more than its weight"
     if kind == _TORCHAO and not hasattr(weight, "dequantize"):
         return f"({type(weight).__name__}) has no dequantize()"
     return None

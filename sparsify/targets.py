@@ -215,8 +215,8 @@ def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:
 def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
     if target_modules is None and any(is_quantized(parameter) for parameter in model.parameters()):
         return (
-            "no parameter of the model requires grad, and quantized weights cannot; name the layers that may be trained "
-            'with target_modules, such as "all-linear".'
+            "no parameter of the model requires grad, and quantized weights cannot; name the layers that may be "
+            'trained with target_modules, such as "all-linear".'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return (

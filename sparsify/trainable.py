@@ -37,13 +37,13 @@ def say_as_before(model: nn.Module) -> None:
     """Takes back what :func:`say_trainable` did."""
     quantizer = model.__dict__.get(QUANTIZER)
     if isinstance(quantizer, _SaysYes):
-        plain = object.__new__(type(quantizer).__mro__[2])
+        plain: Any = object.__new__(type(quantizer).__mro__[2])
         plain.__dict__.update(quantizer.__dict__)
         setattr(model, QUANTIZER, plain)
 
 
 def _rebuild(plain_class: type, state: dict[str, Any]) -> Any:
-    quantizer = object.__new__(_trainable_class(plain_class))
+    quantizer: Any = object.__new__(_trainable_class(plain_class))
     quantizer.__dict__.update(state)
     return quantizer
 

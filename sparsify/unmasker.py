@@ -352,7 +352,9 @@ class Unmasker:
             )
         values = self.values
         for tensor in plain:
-            values[tensor.slots.to(values.device)] = (tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
+            values[tensor.slots.to(values.device)] = (
+                tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)
+            ).to(values)
         self.sync(but=plain)
 
     @contextmanager

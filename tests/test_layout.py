@@ -15,8 +15,9 @@ LAYERS = [
     {"errors", "version"},
     {"allocation", "draws", "extras", "importance", "index_buffers", "kernels", "layout", "names", "schedules"}
     | {"stepping", "values"},
+    {"quantized", "trainable"},
     {"strategies", "targets", "entries", "conversion"},
-    {"metadata", "adapters"},
+    {"metadata", "adapters", "overlay"},
     {"format", "edits", "checkpoint", "hub"},
     {"checking"},
     {"algebra", "card", "diffing", "merging", "patches", "peft_files"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"masked.tensor"},
     {"masked.module", "masked.product", "masked.recompute", "masked.foreign"},
     {"masked.linear", "masked.embedding", "masked.generic", "masked.quantized"},
-    {"masked.conv1d"},
+    {"masked.conv1d", "masked.bitsandbytes"},
     {"masked.swap", "masked"},
     {"anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
     {"choosers", "static", "verification"},
@@ -63,12 +64,13 @@ TRAINING = {
     "stepping",
     "strategies",
     "targets",
+    "trainable",
     "unmasker",
     "values",
     "verification",
 }
 HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "scipy", "typer", "rich", "sklearn", "pandas", "datasets"]
-HEAVY += ["huggingface_hub", "yaml"]
+HEAVY += ["huggingface_hub", "yaml", "bitsandbytes", "torchao"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -161,7 +161,7 @@ def test_desparsify_refuses_until_it_may_dequantize(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_desparsify_gives_the_quantized_layers_back_where_nothing_was_trained(scheme):
-    model, batches = quantized_build("llama", scheme)
+    model, _ = quantized_build("llama", scheme)
     classes, before = [type(module) for module in model.modules()], list(model.state_dict())
     desparsify(sparsify(model, 60, steps=4, target_modules="all-linear"))
     assert [type(module) for module in model.modules()] == classes

@@ -64,4 +64,6 @@ class MaskedLinear8bitLt(MaskedQuantized, Linear8bitLt):
     plain_class = Linear8bitLt
 
 
-MASKED = {masked.plain_class: masked for masked in (MaskedLinear4bit, MaskedLinearNF4, MaskedLinearFP4, MaskedLinear8bitLt)}
+MASKED = {
+    masked.plain_class: masked for masked in (MaskedLinear4bit, MaskedLinearNF4, MaskedLinearFP4, MaskedLinear8bitLt)
+}

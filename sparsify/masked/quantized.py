@@ -33,7 +33,9 @@ class QuantizedTensor(MaskedTensor):
     """
 
     packed = True
-    _shown: Tensor | None = None  # (up to k,) the effective values at the first unmasked entries; the others have base's
+    _shown: Tensor | None = (
+        None  # (up to k,) the effective values at the first unmasked entries; the others have base's
+    )
 
     @property
     def stored(self) -> QuantizedWeight:
