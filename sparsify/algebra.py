@@ -23,6 +23,7 @@ from sparsify.checkpoint import base_tensor, open_base
 from sparsify.edits import Edit, check_not_drawn, plan_entries, warn_of_casts
 from sparsify.entries import KINDS, TensorDelta, as_bits, digest, same_values
 from sparsify.errors import SparsifyError
+from sparsify.overlay import OverlaidWeight, overlaid
 
 
 class Delta(Protocol):
@@ -136,6 +137,8 @@ class DeltaSum(Summable):
         for name in names:
             parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
             target = base_tensor(name, available)
+            if isinstance(base, nn.Module):
+                target = overlaid({name: target}, base)[name]
             if others := [part.dtype for _, part in parts if part.dtype != target.dtype]:
                 casts[name] = (others[0], target.dtype)
             combined = _combine(name, parts, target, kind)
@@ -255,6 +258,8 @@ def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta 
     if not bool(kept.any()):
         return None
     try:
-        return TensorDelta(indices[kept], values[kept], parts[0][1].shape, target.dtype, kind, digest(base[kept]))
+        sha, shape = digest(base[kept]), parts[0][1].shape
+        quantization = target.scheme if isinstance(target, OverlaidWeight) else None
+        return TensorDelta(indices[kept], values[kept], shape, target.dtype, kind, sha, quantization)
     except SparsifyError as error:
         raise SparsifyError(f"tensor `{name}`: the sum cannot be a delta: {error}") from error

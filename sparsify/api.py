@@ -354,9 +354,9 @@ def _check_no_packed_changes(engine: Unmasker) -> None:
     if changed:
         raise SparsifyError(
             f"`{changed[0].name}` and {len(changed) - 1} more of the trained weights are quantized "
-            f"({changed[0].scheme}), and values cannot be written into a packed weight. Keep them with SparseDelta.from_model(model), then "
-            "call desparsify(model, dequantize=True), which makes ordinary linear layers of them; or load the base "
-            "afresh."
+            f"({changed[0].scheme}), and values cannot be written into a packed weight. Keep them with "
+            "SparseDelta.from_model(model), then call desparsify(model, dequantize=True), which makes ordinary linear "
+            "layers of them; or load the base afresh."
         )
 
 

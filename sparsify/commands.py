@@ -187,6 +187,7 @@ def _description(delta: SparseDelta, size: int | None) -> dict[str, Any]:
             "shape": list(part.shape),
             "dtype": str(part.dtype).removeprefix("torch."),
             "kind": part.kind,
+            "quantization": part.quantization,
             "entries": part.count,
             **({} if part.drawn is None else {"drawn": asdict(part.drawn)}),
         }
@@ -211,7 +212,8 @@ def _facts(delta: SparseDelta, size: int | None) -> Iterable[tuple[str, str]]:
     if size is not None:
         entries = f", {size / delta.num_entries:.2f} an entry, all included" if delta.num_entries else ""
         yield "bytes", f"{size:,}{entries}"
-    yield "kinds", ", ".join(sorted({f"{part.kind} ({part.dtype})" for part in delta.tensors.values()})) or "none"
+    kinds = {(part.kind, str(part.dtype), part.quantization or "") for part in delta.tensors.values()}
+    yield "kinds", ", ".join(f"{kind} ({', '.join(filter(None, of))})" for kind, *of in sorted(kinds)) or "none"
     yield "base", str(config.get("base_model_name_or_path") or "not recorded")
     for key in _SHOWN_OF_CONFIG:
         if config.get(key) is not None:

@@ -17,6 +17,7 @@ from sparsify.delta import SparseDelta
 from sparsify.edits import check_not_drawn, plan_entries, warn_of_casts
 from sparsify.entries import same_values
 from sparsify.errors import SparsifyError
+from sparsify.overlay import overlaid
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
         shared += count
         if available is not None:
             target = base_tensor(name, available)
+            if isinstance(base, nn.Module):
+                target = overlaid({name: target}, base)[name]
             if others := [part.dtype for part in parts if part.dtype != target.dtype]:
                 casts[name] = (others[0], target.dtype)
             changes = (change(part, plan_entries(name, part, target).old) for part in parts)

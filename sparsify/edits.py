@@ -158,7 +158,7 @@ def new_values(
             finite.
     """
     if old.dtype == delta.dtype and digest(old) != delta.base_sha256:
-        if delta.quantization is not None and not is_quantized:
+        if delta.quantization is not None and delta.kind == "add" and not is_quantized:
             _warn_of_another_base(delta.quantization, place)
             return _finite(name, delta, _added(old, delta.values), place)
         raise BaseMismatchError(

@@ -53,6 +53,10 @@ class OverlaidWeight:
         return quantized_weight(self._module).dtype if values is None else values.dtype
 
     @property
+    def scheme(self) -> str:
+        return quantized_weight(self._module).scheme
+
+    @property
     def device(self) -> torch.device:
         return self._module._parameters["weight"].device  # type: ignore[union-attr]
 

@@ -116,8 +116,8 @@ def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "s
         )
     if kind == _BITSANDBYTES_4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
         return (
-            "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its values "
-            f"any more; load the model again, and do not evaluate it before {before}"
+            "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "
+            f"values any more; load the model again, and do not evaluate it before {before}"
         )
     if kind == _BITSANDBYTES_8BIT and weight.dtype != torch.int8:
         return (

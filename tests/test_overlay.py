@@ -9,7 +9,7 @@ from models import build, train
 from quantized import SCHEMES, dequantized, quantized_build
 from safetensors.torch import load_file
 
-from sparsify import BaseMismatchError, DeltaSwitch, SparseDelta, SparsifyError, desparsify, sparsify
+from sparsify import BaseMismatchError, DeltaSwitch, SparseDelta, SparsifyError, desparsify, overlap, sparsify
 from sparsify.overlay import has_overlay
 from sparsify.quantized import is_quantized
 
@@ -122,6 +122,24 @@ def test_deltas_are_switched_on_a_quantized_base():
         torch.testing.assert_close(logits(base, batch), logits(model, batch), **ROUNDING)
     switch.deactivate()
     assert torch.equal(logits(base, batch), before)
+
+
+@pytest.mark.parametrize("kind", ["replace", "add"])
+def test_a_sum_of_deltas_meets_a_quantized_base(kind):
+    base, first, one, batch = trained("nf4")
+    _, _, two, _ = trained("nf4", seed=1)
+    before = logits(base, batch)
+    both = (one + two).on(base, kind)
+    assert {part.quantization for part in both.tensors.values()} == {"bitsandbytes nf4"}
+    with (one + two - two).applied(base):
+        torch.testing.assert_close(logits(base, batch), logits(first, batch), **ROUNDING)
+    with both.applied(base):
+        together = logits(base, batch)
+    dense = dequantized(base)
+    with (one + two).applied(dense):
+        torch.testing.assert_close(together, logits(dense, batch), **ROUNDING)
+    assert torch.equal(logits(base, batch), before)
+    assert str(overlap(one, two, base)) == str(overlap(one, two, dense))
 
 
 def test_an_overlay_goes_along_with_a_copy_and_lets_gradients_through():
