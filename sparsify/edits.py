@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sparsify.entries import DTYPES, TensorDelta, as_bits, digest
+from sparsify.entries import DTYPES, TRANSPOSED, TensorDelta, as_bits, digest
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.names import named_tensors, near_names
 from sparsify.overlay import OverlaidWeight, overlaid
@@ -157,6 +157,12 @@ def new_values(
         BaseMismatchError: when the values are not those that the delta was trained on, or what it makes of them is not
             finite.
     """
+    if (delta.quantization or "").endswith(TRANSPOSED) and not (is_proven(delta, old) or is_quantized):
+        raise BaseMismatchError(
+            f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
+            f"values than it had then, so there is no telling which way round: load the base quantized as in training, "
+            f"or dequantize that, in {delta.dtype}."
+        )
     if old.dtype == delta.dtype and digest(old) != delta.base_sha256:
         if delta.quantization is not None and delta.kind == "add" and not is_quantized:
             _warn_of_another_base(delta.quantization, place)

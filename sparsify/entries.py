@@ -22,6 +22,7 @@ KINDS = ("replace", "add")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ESCAPE = 0xFFFF
 _LONGEST_TEXT = 100  # characters
+TRANSPOSED = "(transposed)"  # ends a quantization whose weight is the transpose of the one that was quantized
 _CHUNK = 2**18  # numbers of a gap stream that are decoded at a time
 
 

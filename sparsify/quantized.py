@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.entries import TRANSPOSED
 from sparsify.extras import require
 
 EXTRA = "quantized"
@@ -71,9 +72,10 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
     kind = _kind(weight)
     if kind == _BITSANDBYTES_4BIT:
         state = weight.quant_state
-        return QuantizedWeight(f"bitsandbytes {state.quant_type}", state.shape, state.dtype, module, attribute)
+        scheme = f"bitsandbytes {state.quant_type}{_suffix(module)}"
+        return QuantizedWeight(scheme, state.shape, state.dtype, module, attribute)
     if kind == _BITSANDBYTES_8BIT:
-        return QuantizedWeight("bitsandbytes int8", weight.shape, torch.float32, module, attribute)
+        return QuantizedWeight(f"bitsandbytes int8{_suffix(module)}", weight.shape, torch.float32, module, attribute)
     return QuantizedWeight(f"torchao {type(weight).__name__}", weight.shape, weight.dtype, module, attribute)
 
 
@@ -140,6 +142,11 @@ def _kind(parameter: Tensor | None) -> str | None:
     if package == "bitsandbytes" and kind.__name__ in (_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT):
         return kind.__name__
     return _TORCHAO if package == "torchao" else None
+
+
+def _suffix(module: nn.Module) -> str:
+    """Tells of a layer that stands for transformers' Conv1D, whose own weight is transposed."""
+    return f" {TRANSPOSED}" if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D" else ""
 
 
 def _row_scales(module: Any, weight: Any) -> Tensor | None:

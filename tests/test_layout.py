@@ -15,8 +15,9 @@ LAYERS = [
     {"errors", "version"},
     {"allocation", "draws", "extras", "importance", "index_buffers", "kernels", "layout", "names", "schedules"}
     | {"stepping", "values"},
-    {"quantized", "trainable"},
-    {"strategies", "targets", "entries", "conversion"},
+    {"entries", "trainable"},
+    {"quantized"},
+    {"strategies", "targets", "conversion"},
     {"metadata", "adapters", "overlay"},
     {"format", "edits", "checkpoint", "hub"},
     {"checking"},

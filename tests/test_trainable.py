@@ -7,7 +7,7 @@ import torch
 from models import build, loss_of, train
 from torch import nn
 
-from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
+from sparsify import BaseMismatchError, SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.quantized import is_quantized
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
@@ -150,6 +150,32 @@ def test_qlora_gives_the_losses_of_lora_trained_on_the_dequantized_base(folder):
             train(model, [batch])
             losses[-1].append(loss_of(model, batch).item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8"])
+def test_gpt2s_transposed_layers_take_their_delta_quantized_or_dequantized_but_not_the_other_way_round(
+    scheme, tmp_path
+):
+    from transformers import GPT2LMHeadModel
+
+    plain, batches = build("gpt2")
+    plain.save_pretrained(tmp_path)
+    base = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=config(scheme)).train()
+    model = sparsify(copy.deepcopy(base), 60, steps=STEPS, target_modules=["c_proj"])
+    delta = SparseDelta.from_model(train(model, batches[:STEPS]))
+    assert delta.num_entries == 60
+    delta.check(base)
+    for wrong in (plain, plain.bfloat16()):
+        with pytest.raises(BaseMismatchError, match=r"has shape|was transposed when it was quantized"):
+            delta.apply(wrong)
+    square = {name: part for name, part in delta.tensors.items() if len(set(part.shape)) < len(part.shape)}
+    assert square
+    with pytest.raises(BaseMismatchError, match="was transposed when it was quantized"):
+        SparseDelta(square).apply(plain.float())
+    dense = base.dequantize()
+    delta.apply(dense)
+    before = model(**batches[0]).logits
+    torch.testing.assert_close(dense(**batches[0]).logits, before, rtol=1e-6, atol=1e-6)
 
 
 def test_a_model_that_is_not_quantized_is_left_alone():
