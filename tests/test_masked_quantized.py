@@ -12,6 +12,7 @@ from torch import nn
 from sparsify import (
     D3,
     Increment,
+    SparseDelta,
     SparsifyError,
     Strategy,
     base_weights,
@@ -251,6 +252,27 @@ def test_a_bias_is_trained_beside_a_quantized_weight():
     before = model.first.bias.detach().clone()
     train(sparsify(model, 40, steps=2, target_modules=["first"]), batches[:2])
     assert not torch.equal(model.first.bias, before)
+
+
+def test_a_cast_that_would_round_base_values_is_refused():
+    model, batches = quantized_build("llama", "torchao-int8")
+    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:2])
+    model.to(torch.bfloat16)
+    with pytest.raises(
+        SparsifyError, match=r"cast to torch.bfloat16 after sparsify\(\).*cast a quantized model before"
+    ):
+        train(model, batches[2:4])
+    with pytest.raises(SparsifyError, match="rounded the base values"):
+        SparseDelta.from_model(model)
+
+
+def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values():
+    model, batches = quantized_build("llama", "nf4")
+    sparsify(model, 60, steps=4, target_modules="all-linear")
+    plain = model(**batches[0]).logits
+    loss_of(model, batches[0]).backward()  # unmasks, as before a step that GradScaler skips
+    assert get_unmasker(model).unmasked == 15
+    assert torch.equal(model(**batches[0]).logits, plain)
 
 
 def test_a_calibration_by_gradients_is_refused_before_anything_changes():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparsify.errors import SparsifyError
 from sparsify.masked.linear import autocast_dtype
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked, masked_tensors
 from sparsify.masked.product import Product
@@ -59,6 +60,17 @@ class QuantizedTensor(MaskedTensor):
         return self.recipe()()
 
     @property
+    def base(self) -> Tensor:
+        stored = self.collector.buffers.base(self.number)
+        if torch.promote_types(stored.dtype, self.dtype) != stored.dtype:
+            raise SparsifyError(
+                f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of `{self.name}` "
+                f"at its trained entries, while its quantized weight still stands for {self.dtype}: cast a quantized "
+                "model before sparsify()."
+            )
+        return stored.to(self.parameter.device, self.dtype)
+
+    @property
     def effective(self) -> Tensor:
         base = self.base.clone()
         if self._shown is not None:  # entries that were unmasked since have their base value still
@@ -75,6 +87,7 @@ class QuantizedTensor(MaskedTensor):
         return self.weight.take(indices)
 
     def write(self, values: Tensor) -> None:
+        assert values.numel() == self.base.numel()
         self._shown = values.detach().to(self.dtype, copy=True)
 
     write_unseen = write  # a graph that was built before holds the values that it was built with
