@@ -260,6 +260,6 @@ def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta 
     try:
         sha, shape = digest(base[kept]), parts[0][1].shape
         quantization = target.scheme if isinstance(target, OverlaidWeight) else None
-        return TensorDelta(indices[kept], values[kept], shape, target.dtype, kind, sha, quantization)
+        return TensorDelta(indices[kept], values[kept], shape, target.dtype, kind, sha, quantization=quantization)
     except SparsifyError as error:
         raise SparsifyError(f"tensor `{name}`: the sum cannot be a delta: {error}") from error

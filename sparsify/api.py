@@ -20,7 +20,8 @@ from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import find_engine
-from sparsify.quantized import is_quantized, make_dense
+from sparsify.packed import check_possible, check_unchanged, give_up_packed
+from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
@@ -29,7 +30,7 @@ from sparsify.static import choose, zero_others
 from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, Targets, check_own_memory, find_targets
-from sparsify.trainable import QUANTIZER, say_as_before, say_trainable
+from sparsify.trainable import say_as_before, say_trainable
 from sparsify.unmasker import POSITION, STATE, Unmasker
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import digest_base
@@ -107,11 +108,15 @@ def sparsify(
     if isinstance(strategy.selection, Dense):
         if budget is not None:
             raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
+        if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
+            raise SparsifyError(
+                f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA."
+            )
         _freeze(targets.frozen.values())
         return model
     _check_maskable(model, targets.candidates)
     engine = _plan(model, targets, strategy, schedule, steps, seed)
-    _check_quantized(engine)
+    check_possible(engine.tensors, strategy)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)
         check_given_budget(budget, selected.numel())
@@ -156,7 +161,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     engine = get_unmasker(model)
     engine.refresh()
     if not dequantize:
-        _check_no_packed_changes(engine)
+        check_unchanged(engine.tensors)
     packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.packed and dequantize]
     uninstall(engine)
     say_as_before(model)
@@ -165,7 +170,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         unswap(module)
     engine.buffers.remove()
     del engine.root._parameters[VALUES], engine.root._buffers[POSITION]
-    _make_dense(engine.root, packed)
+    give_up_packed(engine.root, packed)
     parameters = dict(engine.root.named_parameters())
     for name in engine.frozen_names:
         if name in parameters:  # PEFT's adapters may have been deleted
@@ -325,20 +330,6 @@ def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss
         )
 
 
-def _check_quantized(engine: Unmasker) -> None:
-    """Raises where a strategy needs of quantized weights what they cannot give."""
-    packed = [tensor for tensor in engine.tensors if tensor.packed]
-    pruned = isinstance(engine.strategy.selection, Prune)
-    if packed and (pruned or engine.strategy.calibrates):
-        what = (
-            "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
-        )
-        raise SparsifyError(
-            f"`{packed[0].name}` is quantized ({packed[0].scheme}) and {what}; take another strategy, such as id3 or "
-            "pafi, or leave quantized layers out with exclude_modules."
-        )
-
-
 def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
     """Global ids of the entries that are chosen before training, best first; none for the other selections."""
     tensors = engine.tensors
@@ -347,30 +338,6 @@ def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunc
     return choose(
         engine.root, tensors, engine.strategy, engine.budget, _values_dtype(tensors), engine.seed, calibration, loss_fn
     )
-
-
-def _check_no_packed_changes(engine: Unmasker) -> None:
-    changed = [tensor for tensor in engine.tensors if tensor.packed and bool(tensor.delta.any())]
-    if changed:
-        raise SparsifyError(
-            f"`{changed[0].name}` and {len(changed) - 1} more of the trained weights are quantized "
-            f"({changed[0].scheme}), and values cannot be written into a packed weight. Keep them with "
-            "SparseDelta.from_model(model), then call desparsify(model, dequantize=True), which makes ordinary linear "
-            "layers of them; or load the base afresh."
-        )
-
-
-def _make_dense(model: nn.Module, weights: list[tuple[MaskedTensor, Tensor]]) -> None:
-    """Gives up the packed weights for these, in the dtype of the model's ordinary parameters."""
-    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and not is_quantized(p)]
-    for tensor, weight in weights:
-        weight, packed = weight.to(dtypes[0] if dtypes else weight.dtype), tensor.parameter
-        for module in model.modules():
-            if module._parameters.get(tensor.attribute) is packed:
-                make_dense(module, weight)
-    quantizer = getattr(model, QUANTIZER, None)
-    if weights and quantizer is not None and not any(is_quantized(parameter) for parameter in model.parameters()):
-        quantizer.remove_quantization_config(model)  # transformers' own, as after its dequantize()
 
 
 def _frozen_row(candidate: Candidate) -> int | None:

@@ -243,8 +243,8 @@ def _parse_record(name: str, record: Any) -> Record:
         )
     if "quantization" in record and (drawn is not None or not is_short_text(record["quantization"])):
         raise DeltaFormatError(
-            f"{where}: `quantization` is {shown(record['quantization'])}, expected a short string of printable ASCII, in "
-            "a record without `drawn`"
+            f"{where}: `quantization` is {shown(record['quantization'])}, expected a short string of printable ASCII, "
+            "in a record without `drawn`"
         )
     return Record(tuple(shape), dtype, kind, count, sha, drawn, record.get("quantization"))
 

@@ -90,14 +90,6 @@ def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
     return sizes
 
 
-def make_dense(module: nn.Module, weight: Tensor) -> None:
-    """Turns a linear layer over a quantized weight, in place, into an ``nn.Linear`` with this weight (out, in)."""
-    module.__class__ = nn.Linear
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    for packed in ("quant_state", "state"):  # bitsandbytes keeps scales there
-        module.__dict__.pop(packed, None)
-
-
 def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
     """Why a quantized weight's values cannot be had; ``None`` if they can.
 

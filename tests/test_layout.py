@@ -36,7 +36,7 @@ LAYERS = [
     {"choosers", "static", "verification"},
     {"backward"},
     {"unmasker"},
-    {"state", "report"},
+    {"packed", "state", "report"},
     {"api"},
     {""},  # the package itself: the public names
     {"analysis", "integrations"},
@@ -55,6 +55,7 @@ TRAINING = {
     "importance",
     "index_buffers",
     "masked",
+    "packed",
     "ranking",
 } | {
     "report",

@@ -12,6 +12,8 @@ from torch import nn
 from sparsify import (
     D3,
     Increment,
+    Prune,
+    Random,
     SparseDelta,
     SparsifyError,
     Strategy,
@@ -273,6 +275,14 @@ def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values()
     loss_of(model, batches[0]).backward()  # unmasks, as before a step that GradScaler skips
     assert get_unmasker(model).unmasked == 15
     assert torch.equal(model(**batches[0]).logits, plain)
+
+
+def test_a_quantized_weight_is_not_trained_whole_nor_pruned():
+    model, _ = quantized_build("llama", "nf4")
+    with pytest.raises(SparsifyError, match="is quantized and cannot be trained whole"):
+        sparsify(model, None, "full", target_modules="all-linear")
+    with pytest.raises(SparsifyError, match="cannot be pruned: zeros cannot be written into it"):
+        sparsify(model, 100, Strategy(Random(), Prune()), target_modules="all-linear")
 
 
 def test_a_calibration_by_gradients_is_refused_before_anything_changes():

@@ -61,14 +61,17 @@ class QuantizedTensor(MaskedTensor):
 
     @property
     def base(self) -> Tensor:
+        self._check_not_cast()
+        return self.collector.buffers.base(self.number).to(self.parameter.device, self.dtype)
+
+    def _check_not_cast(self) -> None:
         stored = self.collector.buffers.base(self.number)
         if torch.promote_types(stored.dtype, self.dtype) != stored.dtype:
             raise SparsifyError(
-                f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of `{self.name}` "
-                f"at its trained entries, while its quantized weight still stands for {self.dtype}: cast a quantized "
-                "model before sparsify()."
+                f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of "
+                f"`{self.name}` at its trained entries, while its quantized weight still stands for {self.dtype}: "
+                "cast a quantized model before sparsify()."
             )
-        return stored.to(self.parameter.device, self.dtype)
 
     @property
     def effective(self) -> Tensor:
@@ -87,7 +90,7 @@ class QuantizedTensor(MaskedTensor):
         return self.weight.take(indices)
 
     def write(self, values: Tensor) -> None:
-        assert values.numel() == self.base.numel()
+        self._check_not_cast()
         self._shown = values.detach().to(self.dtype, copy=True)
 
     write_unseen = write  # a graph that was built before holds the values that it was built with
