@@ -72,7 +72,8 @@ def sparsify(
             :class:`Schedule`.
         target_modules: narrows the candidates, as in PEFT: a list matches the ends of module names, a string is a
             regular expression for the whole name, ``"all-linear"`` every linear layer but the head. What is not
-            targeted is frozen.
+            targeted is frozen. A quantized weight, which cannot require grad, is a candidate only if this names its
+            layer, and never in a PEFT model.
         exclude_modules: modules to leave out, in the same words.
         modules_to_save: modules to train dense and save whole, apart from the budget: the usual place for a new head.
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,

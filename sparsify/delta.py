@@ -218,6 +218,10 @@ class SparseDelta(Summable, Exchange):
         A base in another dtype than the delta was trained on cannot be checked: one warning says so, and the values
         are cast.
 
+        Over a quantized weight the delta is laid: its layer's output gets what the trained entries add, and no state
+        dict has it. A delta that was trained on one goes onto the weights from before they were quantized, too, which
+        cannot be checked either.
+
         Args:
             model: the base that the delta was trained on, wrapped or not, on any device.
 
