@@ -82,12 +82,13 @@ def find_targets(
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
+        is_named_quantized = named_quantized and is_quantized(parameter)
+        if not parameter.requires_grad and not is_named_quantized:
+            continue
         places = owners[id(parameter)]
-        if named_quantized and is_quantized(parameter):
+        if is_named_quantized:
             if any(owner in targeted and not _inside(owner, excluded | saved_modules) for owner, _, _ in places):
                 candidates.append(Candidate(name, parameter, places))
-            continue
-        if not parameter.requires_grad:
             continue
         if any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner, _, _ in places):
             saved[name] = parameter
