@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,8 @@ class Draw:
             raise SparsifyError(
                 f"distribution is {self.distribution!r:.100}, expected one of {', '.join(DISTRIBUTIONS)}"
             )
-        if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)) or not math.isfinite(self.scale):
+        is_number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
+        if not is_number or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
             raise SparsifyError(f"scale is {self.scale!r:.100}, expected a finite number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise SparsifyError(f"seed is {self.seed!r:.100}, expected an integer from 0 to 2^63 - 1")
@@ -61,7 +63,7 @@ class Draw:
         """The values that a tensor of this name starts from, on the CPU."""
         result = torch.empty(math.prod(shape), dtype=dtype)
         if self.distribution == "constant":
-            return result.fill_(self.scale).view(shape)
+            return result.copy_(torch.tensor(float(self.scale), dtype=torch.float64)).view(shape)
         numbers = _generator(self.seed, name)
         for part in result.split(_CHUNK):
             drawn = torch.from_numpy(_STANDARD[self.distribution](numbers, part.numel()) * float(self.scale))

@@ -114,6 +114,10 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
             "delta is damaged, or this version of sparsify or numpy draws other numbers, which it should not; please "
             "report it. A delta that was saved with fresh='store' holds the values themselves."
         )
+    if not values.isfinite().all():
+        raise BaseMismatchError(
+            f"tensor `{name}` is drawn with a scale of {delta.drawn.scale}, beyond its {delta.dtype}."
+        )
     return values.put_(delta.indices, delta.values)
 
 

@@ -65,6 +65,8 @@ def test_a_short_dtype_gets_the_float32_value_rounded(dtype):
     [
         (("cauchy", 1.0, 0), "distribution is 'cauchy', expected one of constant, uniform, normal"),
         (("normal", math.inf, 0), "scale is inf, expected a finite number"),
+        (("normal", 10**400, 0), "scale is 1000000"),
+        (("normal", math.nan, 0), "scale is nan, expected a finite number"),
         (("normal", True, 0), "scale is True, expected a finite number"),
         (("normal", "1", 0), "scale is '1', expected a finite number"),
         (("normal", 1.0, -1), "seed is -1, expected an integer from 0"),

@@ -12,7 +12,9 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, L
 
 from sparsify import SparseDelta, get_unmasker, overlap, sparsify, summary
 from sparsify.adapters import add_adapters
+from sparsify.delta import TensorDelta
 from sparsify.draws import Draw
+from sparsify.entries import digest
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.fresh import find_draws, find_fresh
 
@@ -157,6 +159,15 @@ def test_a_wrong_draw_is_an_error_and_changes_nothing():
     with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):
         delta.apply(base)
     assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+
+
+def test_a_draw_beyond_its_dtype_is_refused():
+    draw = Draw("constant", 1e6)
+    none = torch.empty(0, dtype=torch.int64)
+    initial = draw.values("weight", (2, 2), torch.float16)
+    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), draw)
+    with pytest.raises(BaseMismatchError, match="`weight` is drawn with a scale of 1000000.0, beyond torch.float16"):
+        SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
 
 
 def test_what_is_drawn_is_no_change_of_a_base():
