@@ -166,7 +166,7 @@ def test_a_draw_beyond_its_dtype_is_refused():
     none = torch.empty(0, dtype=torch.int64)
     initial = draw.values("weight", (2, 2), torch.float16)
     part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), draw)
-    with pytest.raises(BaseMismatchError, match="`weight` is drawn with a scale of 1000000.0, beyond torch.float16"):
+    with pytest.raises(BaseMismatchError, match=r"`weight` is drawn with a scale of 1000000\.0, beyond"):
         SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
 
 
