@@ -6,11 +6,12 @@ model's state dict at run time, a :class:`sparsify.layout.Layout` that says wher
 The rules are transformers' own. The model is built without weights, and the conversions that ``from_pretrained`` would
 run on tensors are run on layouts, so that a renamed tensor, a stack of experts or a chunk of a fused projection comes
 out as what it is. What else is done to tensors at load (permuted, interleaved, dequantized) is an error by name.
+Transformers 4 renames tensors and does nothing else to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,9 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    except ImportError:  # transformers 4 has no conversions beyond the prefix
-        return {key: Layout.stored(key, shape) for key, shape in shapes.items()}, {}
+    except ImportError:  # transformers 4 only renames
+        names = _renamed_by_transformers_4(model, shapes)
+        return {names[key]: Layout.stored(key, shape) for key, shape in shapes.items()}, {}
 
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -146,3 +148,15 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
         else:
             layouts |= {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
     return layouts, unmappable
+
+
+def _renamed_by_transformers_4(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Names at run time by stored name: legacy ones in today's words, a vision-language model's in today's order."""
+    from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]
+
+    classes = [cls.__name__.lower() for cls in type(model).__mro__]
+    is_vlm = any(name in cls for cls in classes for name in VLMS)  # ``from_pretrained`` maps no other model's names
+    mapping: dict[str, str] = model._get_key_renaming_mapping(
+        list(keys), model._checkpoint_conversion_mapping if is_vlm else None
+    )
+    return mapping

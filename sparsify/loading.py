@@ -140,13 +140,15 @@ def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
 
 def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: dict[str, Any]) -> nn.Module:
     """The base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
+    from huggingface_hub.errors import HFValidationError  # what transformers 4 says of a folder that is not there
+
     labels = {} if "config" in kwargs else _head_config(delta)
     try:
         with _load_report_held_back():
             model, info = model_class.from_pretrained(
                 name, **{"ignore_mismatched_sizes": True, **labels, **kwargs}, output_loading_info=True
             )
-    except OSError as error:
+    except (OSError, HFValidationError) as error:
         reason = " ".join(str(error).split()).rstrip(".")[:300]
         raise SparsifyError(
             f"the base `{name}` cannot be loaded ({reason}): pass its id on the hub or its folder, "

@@ -12,11 +12,20 @@ import torch
 from architectures import ARCHITECTURES, GROUPED, build
 from oracle import DenseOracle, padding_rows, unmasked_sets
 from recorder import model_gradients, sparsify_fully
+from versions import needs_transformers_5
 
 from sparsify import SparseDelta, sparsify
 
 BUDGET, STEPS, RATE = 97, 3, 0.05
 NOT_TRAINED = re.compile(r"(\d+) of \d+ tensors got no gradient in the first step and are not trained: ")
+
+# what fails in transformers 4 without us
+BROKEN_IN_4 = {
+    "deberta-v2-masked-lm": needs_transformers_5("4 cannot run this head"),
+    "clip": needs_transformers_5("4 makes the mask for float32 only"),
+}
+NAMES = [pytest.param(name, marks=BROKEN_IN_4.get(name, ())) for name in ARCHITECTURES]
+every_architecture = pytest.mark.parametrize("name", NAMES)
 
 
 @torch.no_grad()
@@ -37,7 +46,7 @@ def train(model, batches):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@every_architecture
 def test_id3_is_the_oracle_and_its_delta_makes_the_same_model_of_a_fresh_base(name, tmp_path):
     base, batches = build(name)
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
@@ -82,13 +91,13 @@ def assert_every_gradient_is_the_plain_models(plain, batch, tolerance):
             assert error <= tolerance * expected.abs().max() + tolerance**2, (name, error, expected.abs().max())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@every_architecture
 def test_every_gradient_is_the_plain_models(name):
     model, batches = build(name)
     assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@every_architecture
 def test_every_gradient_is_the_plain_models_under_activation_checkpointing(name):
     model, batches = build(name)
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -97,6 +106,7 @@ def test_every_gradient_is_the_plain_models_under_activation_checkpointing(name)
     assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
 
 
+@needs_transformers_5("4 has no kernel for groups")
 @pytest.mark.parametrize("name", GROUPED)
 def test_experts_that_are_multiplied_in_groups_get_the_plain_models_gradients(name):
     model, batches = build(name, torch.float32)  # the kernel knows no float64

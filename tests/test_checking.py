@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
 from safetensors.torch import load_file, save_file
+from versions import fuses_at_load
 
 from sparsify.checking import CheckReport
 from sparsify.delta import SparseDelta, TensorDelta
@@ -24,6 +25,7 @@ def test_the_base_fits_in_memory_and_on_disk(tmp_path, architecture):
     assert (bits(model), files(tmp_path)) == before
 
 
+@fuses_at_load
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_another_base_is_named_by_tensor(tmp_path, on_disk):
     model = mixtral()

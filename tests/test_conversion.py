@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from architectures import build
 from checkpoints import MODELS, bert, bits, gpt2, mixtral, qwen2_moe, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from versions import fuses_at_load
 
 from sparsify.checkpoint import Checkpoint
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -93,6 +95,7 @@ def test_a_checkpoint_has_every_tensor_of_the_model_under_its_name_at_run_time(t
     assert set(checkpoint.plain_names()) <= set(model.state_dict())
 
 
+@fuses_at_load
 def test_experts_are_found_in_their_own_tensors(tmp_path):
     checkpoint = Checkpoint(save(mixtral(), tmp_path))
     layout = checkpoint.layout("model.layers.1.mlp.experts.gate_up_proj")
@@ -105,6 +108,7 @@ def test_experts_are_found_in_their_own_tensors(tmp_path):
     ]
 
 
+@fuses_at_load
 def test_experts_are_in_the_order_of_their_numbers(tmp_path):
     """Ten comes after nine, not after one."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -166,6 +170,14 @@ def test_names_of_weight_norm_are_found(tmp_path):
     assert torch.equal(Checkpoint(tmp_path)[name], model.state_dict()[name])
 
 
+def test_a_vision_language_model_is_found_in_its_old_order(tmp_path):
+    model, _ = build("llava", torch.float32)
+    checkpoint = Checkpoint(save(model, tmp_path))
+    assert "lm_head.weight" not in checkpoint.stored
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(checkpoint[name], tensor)
+
+
 def test_a_tied_tensor_is_found_under_each_of_its_names(tmp_path):
     model = gpt2()
     checkpoint = Checkpoint(save(model, tmp_path))
@@ -173,6 +185,7 @@ def test_a_tied_tensor_is_found_under_each_of_its_names(tmp_path):
     assert torch.equal(checkpoint["lm_head.weight"], model.transformer.wte.weight)
 
 
+@fuses_at_load
 def test_a_fused_projection_is_followed_through_its_chunks(tmp_path):
     """Dinov2 with a gated MLP stores two projections in one tensor."""
     from transformers import Dinov2Config, Dinov2Model
@@ -195,6 +208,7 @@ def test_a_fused_projection_is_followed_through_its_chunks(tmp_path):
 # What cannot be found
 
 
+@fuses_at_load
 def test_a_conversion_that_moves_entries_about_is_an_error_by_name(tmp_path, monkeypatch):
     from transformers import conversion_mapping
     from transformers.core_model_loading import Interleave, WeightConverter
@@ -259,6 +273,7 @@ def test_exact_names_need_no_transformers(tmp_path):
     assert run.stdout.strip() == "False"
 
 
+@fuses_at_load
 def test_finding_names_leaves_a_model_as_it_is(tmp_path):
     model = mixtral()
     before = bits(model)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from versions import fuses_at_load
 
 from sparsify import sparsify
 from sparsify.delta import SparseDelta
@@ -206,6 +207,7 @@ def test_a_model_in_sparse_training_is_refused():
         diff(base, model)
 
 
+@fuses_at_load
 def test_checkpoints_are_compared_under_the_names_of_the_model_at_run_time(tmp_path):
     """A mixture of experts is stored expert by expert, and is one tensor in the model."""
     base = mixtral()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
 from safetensors.torch import load_file, save_file
+from versions import fuses_at_load, needs_transformers_5
 
 from sparsify import merging
 from sparsify.delta import SparseDelta
@@ -97,6 +98,7 @@ def test_both_stored_copies_of_a_tied_tensor_are_changed(tmp_path, out):
     assert bits(merged) == bits(delta.apply(model))
 
 
+@needs_transformers_5("4 ties whatever the config ties")
 def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
     """The config ties them, but the stored ones differ in the last entry: `from_pretrained` does not tie such."""
     base = save(gpt2(), tmp_path / "base", shards=False)
@@ -116,6 +118,7 @@ def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
     assert [patch.name for patch in delta.patches(base)] == [name]
 
 
+@fuses_at_load
 def test_a_fused_projection_is_changed_in_its_part(tmp_path, out):
     from transformers import Dinov2Config, Dinov2Model
 
@@ -142,6 +145,7 @@ def convert_at_load(monkeypatch):
     return convert
 
 
+@fuses_at_load
 def test_a_tensor_that_is_transposed_under_its_own_name_is_changed_where_it_lies(tmp_path, out, convert_at_load):
     from transformers.core_model_loading import Transpose
 
@@ -155,6 +159,7 @@ def test_a_tensor_that_is_transposed_under_its_own_name_is_changed_where_it_lies
     assert bits(load(model, out)) == bits(delta.apply(model))
 
 
+@fuses_at_load
 def test_a_tensor_whose_entries_move_under_its_own_name_is_refused(tmp_path, out, convert_at_load):
     from transformers.core_model_loading import Interleave
 
@@ -183,6 +188,7 @@ def test_another_dtype_is_cast_with_one_warning(model, tmp_path, out):
 # Tensors stored whole
 
 
+@fuses_at_load
 def test_tensors_stored_whole_replace_the_bases(tmp_path, out):
     model = mixtral()
     delta = make_delta(model)
@@ -192,6 +198,7 @@ def test_tensors_stored_whole_replace_the_bases(tmp_path, out):
     assert bits(load(model, out)) == bits(delta.apply(model))
 
 
+@needs_transformers_5("4 loads no head beside an encoder that is stored without its prefix")
 @pytest.mark.parametrize("shards", [True, False])
 def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
     trained = bert(num_labels=3)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from checkpoints import MODELS, bert, bits, gpt2, make_delta, mixtral, save
 from safetensors.torch import load_file, save_file
+from versions import fuses_at_load
 
 from sparsify.delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -51,6 +52,7 @@ def test_a_checkpoint_with_another_prefix_is_patched_under_its_names(tmp_path):
     assert bits(type(model.bert).from_pretrained(patched(tmp_path, patches))) == bits(model.bert)
 
 
+@fuses_at_load
 def test_experts_are_patched_one_by_one(tmp_path):
     delta = make_delta(mixtral())
     names = {patch.name for patch in delta.patches(save(mixtral(), tmp_path))}
@@ -90,6 +92,7 @@ def test_the_fields_are_those_of_vllm():
     assert sum(dense) == 1
 
 
+@fuses_at_load
 def test_tensors_stored_whole_are_patched_whole(tmp_path):
     model = mixtral()
     whole = {
@@ -110,6 +113,7 @@ def test_tensors_stored_whole_are_patched_whole(tmp_path):
     assert bits(loaded) == bits(delta.apply(model))
 
 
+@fuses_at_load
 def test_a_part_of_a_stored_tensor_cannot_be_replaced_whole(tmp_path):
     from transformers import Dinov2Config, Dinov2Model
 
