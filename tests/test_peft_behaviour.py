@@ -24,6 +24,7 @@ from peft_twins import (
     lora,
     outputs,
 )
+from versions import IS_TRANSFORMERS_4
 
 from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.masked.module import masked_tensors
@@ -36,7 +37,7 @@ def is_plain(model):
     modules = list(model.modules())
     return not (
         any(isinstance(module, BaseTunerLayer) or masked_tensors(module) for module in modules)
-        or any("sparse" in key for key in model.state_dict())
+        or any(key.rpartition(".")[2].startswith("sparse_") for key in model.state_dict())
         or any(type(module).__module__.startswith("sparsify") for module in modules)
     )
 
@@ -72,9 +73,8 @@ def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, 
     assert merged.state_dict().keys() == base_of(name)[0].state_dict().keys()
     if hasattr(merged, "save_pretrained"):
         merged.save_pretrained(tmp_path)
-        again = type(merged).from_pretrained(
-            tmp_path, **({"experts_implementation": "eager"} if "experts" in name else {})
-        )
+        experts = {"experts_implementation": "eager"} if "experts" in name and not IS_TRANSFORMERS_4 else {}
+        again = type(merged).from_pretrained(tmp_path, dtype="auto", **experts)
     else:
         again = pickle.loads(pickle.dumps(merged))
     assert_close(outputs(again, twins.batches[0]), trained, 1e-6)
