@@ -6,6 +6,7 @@ how to draw them again from a seed, so that a file needs to hold only what was t
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from sparsify.errors import SparsifyError
 from sparsify.names import plain_model, plain_name
 from sparsify.targets import Pattern, match_modules
 
-_ADAPTER_PACKAGES = ("sparsify.adapters.", "adapters.")  # ours, and AdapterHub's
+# the parts of a parameter's name by which AdapterHub's ``save_adapter`` tells an adapter's; the adapter's name follows
+_ADAPTERHUB = "adapters|prefix_tunings|prefix_gates|loras|refts|prompt_tunings|shared_parameters|adapter_fusion_layer"
 _COMMON_SCALES = (0.02, 1.0)  # of transformers and adapters, and of embeddings
 
 
@@ -42,7 +44,7 @@ def find_fresh(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[
     """
     named = _match(model, fresh_modules)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = set(_lacking(model))
+    found = set(_lacking(model)) | _brought_by_adapterhub(model)
     for path, module in model.named_modules():
         roots = [module] if path in named or _is_adapter(module) else _brought_by_peft(module)
         found |= {first_names[id(parameter)] for root in roots for parameter in _parameters(root)}
@@ -122,8 +124,20 @@ def _find_draw(model: nn.Module, name: str, seed: int) -> Draw | None:
 
 
 def _is_adapter(module: nn.Module) -> bool:
+    """Whether a module is one of our own adapters."""
     kind = type(module)
-    return "Adapter" in kind.__name__ and kind.__module__.startswith(_ADAPTER_PACKAGES)
+    return "Adapter" in kind.__name__ and kind.__module__.startswith("sparsify.adapters.")
+
+
+def _brought_by_adapterhub(model: nn.Module) -> set[str]:
+    """Names of the parameters that AdapterHub's ``adapters`` put into a model; its layers hold the base's, too."""
+    configs = (getattr(module, "adapters_config", None) for module in model.modules())
+    config = next((config for config in configs if config is not None), None)
+    if config is None:
+        return set()
+    added = "|".join(map(re.escape, (*config.adapters, *config.fusions)))
+    pattern = re.compile(rf"(?:^|[._])(?:{_ADAPTERHUB})\.(?:{added})\.")
+    return {name for name, _ in model.named_parameters() if pattern.search(name)}
 
 
 def _brought_by_peft(module: nn.Module) -> list[Any]:
