@@ -1,0 +1,293 @@
+"""Beside AdapterHub's own `adapters`: ours compute what theirs do, and theirs are trained by ``sparsify``.
+
+``adapters`` pins an older transformers: test_compat_adapterhub.py makes an environment of its own and runs this there.
+"""
+
+import copy
+import warnings
+
+import adapters
+import pytest
+import torch
+import transformers as hf
+from architectures import build
+from oracle import DenseOracle, unmasked_sets
+from safetensors.torch import load_file
+
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify
+from sparsify.adapters import add_adapters, load_adapters, save_adapters
+from sparsify.fresh import find_fresh
+
+FACTOR, BUDGET, STEPS, RATE = 4, 60, 3, 0.05
+CONFIGS = {"pfeiffer": "seq_bn", "houlsby": "double_seq_bn"}
+FIVE = ["bert", "roberta", "deberta-v2", "t5", "llama"]
+# AdapterHub's other methods; a masked module of each kind is among them
+METHODS = {
+    "inverted": "seq_bn_inv",
+    "parallel": "scaled_par_bn",
+    "gated": "seq_bn[use_gating=True]",
+    "lora": "lora",
+    "dora": "dora",
+    "vera": "vera",
+    "ia3": "ia3",
+    "loreft": "loreft[dropout=0.0]",
+    "noreft": "noreft[dropout=0.0]",
+    "prompt": "prompt_tuning",
+    "prefix": "prefix_tuning",
+    "flat-prefix": "prefix_tuning_flat",
+    "unipelt": "unipelt",
+    "compacter": "compacter[phm_dim=2,reduction_factor=4]",
+}
+BOTTLENECKS = [pytest.param(name, config, id=f"{name}-{config}") for name in FIVE for config in CONFIGS.values()]
+OTHERS = [pytest.param("bert", config, id=f"bert-{method}") for method, config in METHODS.items()]
+ours_and_theirs = pytest.mark.parametrize(
+    ("name", "kind"), [pytest.param(name, kind, id=f"{name}-{kind}") for name in FIVE for kind in CONFIGS]
+)
+every_method = pytest.mark.parametrize(("name", "config"), [*BOTTLENECKS, *OTHERS])
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """AdapterHub makes new parameters, and some intermediate results, in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def hub_model(model, config, large=True):
+    """Gives a model AdapterHub's adapters, in place, to be trained; large enough to matter."""
+    adapters.init(model)
+    torch.manual_seed(1)
+    config = adapters.AdapterConfig.load(config, **({"reduction_factor": FACTOR} if "_bn" in config else {}))
+    model.add_adapter("default", config=config)
+    model.train_adapter("default")
+    model.to(torch.get_default_dtype())  # Compacter's are always made in single precision
+    if large:
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and "parametrizations" not in name:  # an orthogonal one stays so
+                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def adapter_state(model):
+    return {key: value for key, value in model.state_dict().items() if ".adapters.default." in key}
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+# ------------------------------------------------------------------------------------------ ours beside theirs
+
+
+@ours_and_theirs
+def test_names_shapes_initial_weights_and_what_is_trained_are_adapterhubs(name, kind):
+    base, _ = build(name)
+    theirs = hub_model(copy.deepcopy(base), CONFIGS[kind], large=False)
+    torch.manual_seed(1)
+    ours = add_adapters(base, kind, FACTOR)
+    expected, found = adapter_state(theirs), adapter_state(ours)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert trainable(ours) == trainable(theirs)
+
+
+@ours_and_theirs
+def test_outputs_and_gradients_are_adapterhubs(name, kind):
+    base, batches = build(name)
+    theirs = hub_model(copy.deepcopy(base), CONFIGS[kind])
+    ours = add_adapters(base, kind, FACTOR)
+    keys = trainable(theirs)  # heads are among them
+    ours.load_state_dict({key: theirs.state_dict()[key] for key in keys}, strict=False)
+    for batch in batches:
+        results = [model(**batch) for model in (ours, theirs)]
+        torch.testing.assert_close(results[0].logits, results[1].logits, rtol=1e-12, atol=1e-12)
+        for result in results:
+            result.loss.backward()
+    for key in keys:
+        gradients = [model.get_parameter(key).grad for model in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+@ours_and_theirs
+def test_each_library_loads_what_the_other_wrote(name, kind, tmp_path):
+    base, batches = build(name)
+    theirs = hub_model(copy.deepcopy(base), CONFIGS[kind])
+    heads = {key: theirs.state_dict()[key] for key in trainable(theirs) if key in base.state_dict()}
+    base.load_state_dict(heads, strict=False)
+    theirs.save_adapter(str(tmp_path / "theirs"), "default", use_safetensors=True, with_head=False)
+    ours = load_adapters(copy.deepcopy(base), tmp_path / "theirs")
+    torch.testing.assert_close(logits(ours, batches[0]), logits(theirs, batches[0]), rtol=1e-12, atol=1e-12)
+    save_adapters(ours, tmp_path / "ours")
+    assert_same_tensors(tmp_path / "ours" / "adapter.safetensors", tmp_path / "theirs" / "adapter.safetensors")
+    again = loaded_by_adapterhub(base, tmp_path / "ours")
+    assert torch.equal(logits(again, batches[0]), logits(theirs, batches[0]))
+
+
+def assert_same_tensors(left, right):
+    left, right = load_file(left), load_file(right)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def loaded_by_adapterhub(base, folder):
+    model = copy.deepcopy(base)
+    adapters.init(model)
+    model.load_adapter(str(folder), use_safetensors=True, set_active=True)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "config"), CONFIGS.items())
+def test_a_bert_base_has_as_many_parameters(kind, config):
+    with torch.device("meta"):
+        ours, theirs = (hf.BertModel(hf.BertConfig()) for _ in range(2))
+        adapters.init(theirs)
+        theirs.add_adapter("default", config=config)
+        add_adapters(ours, kind)
+    sizes = [{key: value.shape for key, value in adapter_state(model).items()} for model in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+
+
+# ----------------------------------------------------------------------------------------- theirs, sparsified
+
+
+def trained(name, config):
+    """A model with AdapterHub's adapters, a sparsified copy after three steps beside the oracle, and a batch."""
+    base, batches = build(name)
+    hub_model(base, config)
+    dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
+    budget = min(BUDGET, sum(base.get_parameter(key).numel() for key in trainable(base)) // 2)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), budget, STEPS)
+    sparsify(sparse, budget, "id3", steps=STEPS)
+    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
+    for batch in batches:
+        loss, dense_loss = sparse(**batch).loss, dense(**batch).loss
+        torch.testing.assert_close(loss, dense_loss, rtol=1e-9, atol=1e-9)
+        oracle.step(dense_loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        unmasked = unmasked_sets(sparse)
+        assert unmasked == {key: oracle.unmasked_sets()[key] for key in unmasked}
+    assert set(unmasked) == set(trainable(base))
+    assert sum(map(len, unmasked.values())) == budget
+    for key, parameter in dense.named_parameters():
+        torch.testing.assert_close(sparse.get_parameter(key).detach(), parameter.detach(), rtol=1e-9, atol=1e-9)
+    return base, sparse, batches[0]
+
+
+def brought(name, model):
+    """Names of the parameters that AdapterHub put into a model."""
+    return {key for key, _ in model.named_parameters()} - {key for key, _ in build(name)[0].named_parameters()}
+
+
+@every_method
+def test_training_is_the_oracles_and_copies_and_deltas_are_the_model(name, config, tmp_path):
+    base, sparse, batch = trained(name, config)
+    before, expected = logits(base, batch), logits(sparse, batch)
+    assert not torch.equal(before, expected)
+    assert torch.equal(logits(copy.deepcopy(sparse), batch), expected)
+    with base_weights(sparse):
+        torch.testing.assert_close(logits(sparse, batch), before, rtol=1e-12, atol=1e-12)
+
+    delta = SparseDelta.from_model(sparse)
+    delta.save(tmp_path)
+    assert set(delta.tensors) | set(delta.whole) <= set(trainable(base)) | brought(name, base)
+    SparseDelta.load(tmp_path).apply(base)
+    assert torch.equal(logits(base, batch), expected)
+    plain = desparsify(sparse)
+    assert plain.state_dict().keys() == base.state_dict().keys()
+    assert torch.equal(logits(plain, batch), expected)
+
+
+@every_method
+def test_what_adapterhub_brings_is_fresh_and_nothing_else(name, config):
+    model = hub_model(build(name)[0], config, large=False)
+    assert set(find_fresh(model)) == brought(name, model)
+
+
+@pytest.mark.parametrize(("config", "fresh"), [("seq_bn", "store"), ("lora", "store"), ("lora[r=64]", "seed")])
+def test_a_delta_goes_onto_a_newly_adapted_base(config, fresh, tmp_path):
+    base, (batch, *_) = build("bert")
+    model = hub_model(copy.deepcopy(base), config, large=False)
+    sparsify(model, BUDGET, "id3", steps=1, modules_to_save=["classifier"], fresh=fresh)
+    model(**batch).loss.backward()
+    torch.optim.SGD([model.sparse_values], RATE).step()
+    delta, other = SparseDelta.from_model(model), hub_model(base, config)
+    assert set(delta.whole if fresh == "store" else delta.tensors) >= brought("bert", other)
+    delta.save(tmp_path)
+    SparseDelta.load(tmp_path).apply(other)
+    assert torch.equal(logits(other, batch), logits(model, batch))
+
+
+@every_method
+def test_a_saved_adapter_is_a_plain_one(name, config, tmp_path):
+    base, sparse, batch = trained(name, config)
+    expected = logits(sparse, batch)
+    sparse.save_adapter(str(tmp_path), "default", with_head=False)
+    saved = torch.load(tmp_path / "pytorch_adapter.bin", weights_only=True)
+    assert not [key for key in saved if "sparse_" in key]
+    loaded = hub_model(build(name)[0], config)
+    loaded.load_adapter(str(tmp_path), set_active=True)
+    heads = [key for key in trainable(base) if key in build(name)[0].state_dict()]
+    loaded.load_state_dict({key: sparse.state_dict()[key] for key in heads}, strict=False)
+    assert torch.equal(logits(loaded, batch), expected)
+
+
+def test_an_adapter_is_switched_off_on_and_merged():
+    _, sparse, batch = trained("bert", "lora")
+    expected = logits(sparse, batch)
+    sparse.merge_adapter("default")
+    torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
+    sparse.reset_adapter()
+    torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
+    sparse.set_active_adapters(None)
+    assert (logits(sparse, batch) - expected).abs().max() > 1e-3
+    sparse.set_active_adapters("default")
+    torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", ["seq_bn", "lora"])
+def test_gradients_are_the_same_under_activation_checkpointing(config):
+    gradients = []
+    for checkpointing in (False, True):
+        model, batches = build("bert")
+        sparsify(hub_model(model, config), BUDGET, "id3", steps=1)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()(**batches[0]).loss.backward()
+        gradients.append(model.sparse_values.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_adapterhubs_trainer_trains_and_saves_plain_adapters(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    model, (batch, *_) = build("bert", torch.float32)
+    sparsify(hub_model(model, "seq_bn"), BUDGET, "id3", steps=STEPS, modules_to_save=["classifier"])
+    arguments = hf.TrainingArguments(
+        str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[], learning_rate=0.01, use_cpu=True
+    )
+    rows = [{key: value[i] for key, value in batch.items()} for i in range(4)]
+    adapters.AdapterTrainer(model=model, args=arguments, train_dataset=rows).train()
+    assert sum(map(len, unmasked_sets(model).values())) == BUDGET
+    loaded, _ = build("bert", torch.float32)
+    adapters.init(loaded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded.load_adapter(str(tmp_path / f"checkpoint-{STEPS}" / "default"), set_active=True)
+    loaded.classifier.load_state_dict(model.classifier.state_dict())
+    assert torch.equal(logits(loaded, batch), logits(model, batch))
+
+
+def test_our_add_adapters_tells_a_model_of_theirs_apart():
+    model = hub_model(build("bert")[0], "seq_bn")
+    with pytest.raises(SparsifyError, match=r"was prepared by AdapterHub's `adapters`: call its model\.add_adapter"):
+        add_adapters(model)
