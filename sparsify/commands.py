@@ -27,7 +27,7 @@ _BAR_WIDTH = 20
 _SHOWN_OF_CONFIG = (
     "base_model_revision",
     *("strategy", "budget", "schedule", "steps", "steps_done"),
-    *("diff", "sum", "peft", "adapters"),
+    *("diff", "sum", "peft", "adapters", "versions"),
 )
 _FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
 _BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
