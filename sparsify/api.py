@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
@@ -16,23 +15,19 @@ from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
 from sparsify.fresh import find_draws, find_fresh, redrawn
 from sparsify.masked.module import masked_tensors
-from sparsify.masked.quantized import QuantizedTensor
-from sparsify.masked.swap import check_maskable, frozen_row, swap, unswap
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.masked.swap import check_maskable
 from sparsify.names import find_engine
-from sparsify.packed import check_possible, check_unchanged, give_up_packed
+from sparsify.packed import check_possible, check_unchanged
+from sparsify.preparation import freeze, mask_model, plan_engine, unmask_model, values_dtype
 from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
-from sparsify.state import engine_of, install, uninstall
+from sparsify.state import engine_of
 from sparsify.static import choose, zero_others
-from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
-from sparsify.targets import Candidate, Pattern, Targets, check_own_memory, find_targets
-from sparsify.trainable import say_as_before, say_trainable
-from sparsify.unmasker import POSITION, STATE, Unmasker
-from sparsify.values import VALUES, SparseValues
+from sparsify.targets import Candidate, Pattern, check_own_memory, find_targets
+from sparsify.unmasker import STATE, Unmasker
 from sparsify.verification import digest_base
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,10 +108,10 @@ def sparsify(
             raise SparsifyError(
                 f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA."
             )
-        _freeze(targets.frozen.values())
+        freeze(targets.frozen.values())
         return model
     _check_maskable(model, targets.candidates)
-    engine = _plan(model, targets, strategy, schedule, steps, seed)
+    engine = plan_engine(model, targets, strategy, schedule, steps, seed)
     check_possible(engine.tensors, strategy)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)
@@ -132,7 +127,7 @@ def sparsify(
 
     if isinstance(strategy.selection, Prune):
         zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
-    _mask(engine, targets, capacity)
+    mask_model(engine, targets, capacity)
     engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
     engine.sync()
@@ -163,19 +158,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     engine.refresh()
     if not dequantize:
         check_unchanged(engine.tensors)
-    packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.packed and dequantize]
-    uninstall(engine)
-    say_as_before(model)
-    stop_listening(engine)
-    for module in list(engine.root.modules()):
-        unswap(module)
-    engine.buffers.remove()
-    del engine.root._parameters[VALUES], engine.root._buffers[POSITION]
-    give_up_packed(engine.root, packed)
-    parameters = dict(engine.root.named_parameters())
-    for name in engine.frozen_names:
-        if name in parameters:  # PEFT's adapters may have been deleted
-            parameters[name].requires_grad_(True)
+    unmask_model(engine, dequantize=dequantize)
     return model
 
 
@@ -337,70 +320,5 @@ def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunc
     if not isinstance(engine.strategy.selection, Static):
         return torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
     return choose(
-        engine.root, tensors, engine.strategy, engine.budget, _values_dtype(tensors), engine.seed, calibration, loss_fn
+        engine.root, tensors, engine.strategy, engine.budget, values_dtype(tensors), engine.seed, calibration, loss_fn
     )
-
-
-def _frozen_row(candidate: Candidate) -> int | None:
-    rows = (frozen_row(module) for _, module, attribute in candidate.owners if attribute == "weight")
-    return next((row for row in rows if row is not None), None)
-
-
-def _values_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
-    """The flat delta's dtype: float32, or float64 where a weight is."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _base_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
-    """The shortest dtype that holds the values of every weight."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-
-
-def _plan(
-    model: nn.Module, targets: Targets, strategy: Strategy, schedule: Schedule, steps: int | None, seed: int
-) -> Unmasker:
-    """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
-    engine = Unmasker(
-        model,
-        strategy,
-        0,
-        schedule,
-        steps,
-        seed,
-        dense_names=tuple(targets.saved),
-        frozen_names=tuple([c.name for c in targets.candidates if c.parameter.requires_grad] + list(targets.frozen)),
-    )
-    offset = 0
-    for number, candidate in enumerate(targets.candidates):
-        _, owner, attribute = candidate.owners[0]
-        row = _frozen_row(candidate)
-        kind = QuantizedTensor if is_quantized(candidate.parameter) else MaskedTensor
-        engine.tensors.append(kind(number, owner, attribute, candidate.name, offset, engine, row))
-        offset += engine.tensors[-1].numel
-    return engine
-
-
-def _mask(engine: Unmasker, targets: Targets, capacity: int) -> None:
-    """Everything that changes the model: buffers, flat delta, masked modules, hooks, frozen parameters."""
-    model, device = engine.root, engine.tensors[0].parameter.device
-    by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
-    for candidate, tensor in zip(targets.candidates, engine.tensors, strict=True):
-        for _, module, name in candidate.owners:
-            by_module.setdefault(module, {})[name] = tensor
-    for module, tensors in by_module.items():
-        swap(module, tensors)
-    model.register_parameter(
-        VALUES, SparseValues(torch.zeros(capacity, dtype=_values_dtype(engine.tensors), device=device))
-    )
-    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
-    engine.buffers.register(len(engine.tensors), _base_dtype(engine.tensors), device)
-    install(engine)
-    listen(engine)
-    say_trainable(model)
-    _freeze([candidate.parameter for candidate in targets.candidates])
-    _freeze(targets.frozen.values())
-
-
-def _freeze(parameters: Any) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(False)

@@ -37,6 +37,7 @@ LAYERS = [
     {"backward"},
     {"unmasker"},
     {"packed", "state", "report"},
+    {"preparation"},
     {"api"},
     {""},  # the package itself: the public names
     {"analysis", "integrations"},
@@ -56,6 +57,7 @@ TRAINING = {
     "index_buffers",
     "masked",
     "packed",
+    "preparation",
     "ranking",
 } | {
     "report",
