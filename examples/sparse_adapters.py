@@ -36,6 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method = parser.add_argument_group("method")
     method.add_argument("--strategy", default="id3", help="dense (plain adapters), id3, sparseadapter, pafi, fish, ...")
     method.add_argument("--budget", type=number, default=0.04, help="entries of the adapters, or a share in (0, 1)")
+    method.add_argument("--fresh", default="seed", help="how the delta holds the initial values: as a seed, or store")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)
 
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> dict:
             schedule=arguments.schedule,
             modules_to_save=[head for head in HEADS if hasattr(model, head)],
             calibration=task.calibration_loader if arguments.strategy in CALIBRATED else None,
+            fresh=arguments.fresh,
             seed=arguments.seed,
         )
     print_trainable_parameters(model)
