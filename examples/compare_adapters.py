@@ -33,7 +33,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rows", type=int, default=1_500, help="training rows")
-    parser.add_argument("--lr", default="2e-3", help="learning rate of every method")
+    parser.add_argument("--lr", default="1e-3", help="learning rate of every method")
     parser.add_argument("--results", type=Path, default=Path("lora_and_adapters.jsonl"))
     return parser.parse_known_args(arguments)
 
