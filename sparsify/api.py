@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sparsify.accumulation import ACCUMULATIONS
 from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
@@ -45,6 +46,7 @@ def sparsify(
     modules_to_save: list[str] | None = None,
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
+    accumulation: str = "first",
     fresh: str = "store",
     fresh_modules: Pattern = None,
     seed: int = 0,
@@ -74,6 +76,9 @@ def sparsify(
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
+        accumulation: what a step with several micro-batches chooses by: ``"first"``, the gradients of the first one,
+            which costs nothing; or ``"exact"``, the sum over all of them, as if they were one batch, which keeps a
+            dense gradient of every candidate.
         fresh: how a delta is to hold what the base does not have (PEFT's and adapters' weights, tensors that its
             checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
             and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
@@ -99,6 +104,8 @@ def sparsify(
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
+    if accumulation not in ACCUMULATIONS:
+        raise SparsifyError(f"accumulation={accumulation!r}; expected one of {', '.join(map(repr, ACCUMULATIONS))}.")
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
@@ -111,7 +118,7 @@ def sparsify(
         freeze(targets.frozen.values())
         return model
     _check_maskable(model, targets.candidates)
-    engine = plan_engine(model, targets, strategy, schedule, steps, seed)
+    engine = plan_engine(model, targets, strategy, schedule, steps, seed, accumulation)
     check_possible(engine.tensors, strategy)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.accumulation import Sums
 from sparsify.choosers import Chooser
 from sparsify.masked.tensor import Gradient, MaskedTensor
 
@@ -16,19 +17,35 @@ class BackwardPass:
         graph: autograd's id of the pass.
         grad: (capacity,) the flat gradient.
         chooser: finds this step's entries; ``None`` when this pass chooses nothing.
+        sums: over the step's micro-batches, where they are to be chosen by.
         held: sums over the uses of tensors that are used more than once.
     """
 
-    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None) -> None:
+    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None, sums: Sums | None) -> None:
         self.graph = graph
         self.grad = torch.zeros_like(values)
         self.chooser = chooser
+        self.sums = sums
         self.held: dict[MaskedTensor, Gradient] = {}
+        self._settled: set[MaskedTensor] = set()
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
         if not gradient.numel:
             return
+        if self.sums is not None:
+            gradient = self.sums.add(tensor, gradient)
+        self._take(tensor, gradient)
+
+    def settle_earlier(self) -> None:
+        """Likewise for the tensors that only earlier micro-batches had a gradient for."""
+        if self.sums is not None:
+            for tensor in self.sums.tensors:
+                if tensor not in self._settled:
+                    self._take(tensor, self.sums.of(tensor))
+
+    def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        self._settled.add(tensor)
         if self.chooser is not None:
             gradient = self.chooser.prepare(tensor, gradient)
         if tensor.count:

@@ -101,6 +101,15 @@ class IndexBuffers:
         self._buffer(COUNTS).add_(torch.tensor(sizes, device=self._buffer(COUNTS).device))
         self._starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
 
+    def keep_slots_below(self, end: int) -> None:
+        """Takes out the entries whose slot is ``end`` or above."""
+        kept = self.all_slots < end
+        counts = torch.stack([part.sum() for part in self.split(kept)])
+        for name in PER_ENTRY:
+            self._root._buffers[name] = self._buffer(name)[kept]
+        self._buffer(COUNTS).copy_(counts)
+        self.loaded()
+
     def resize(self, state: Mapping[str, Tensor]) -> None:
         """Makes room for the buffers of a state dict, by name, that has been checked."""
         for name in PER_ENTRY:

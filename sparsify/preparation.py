@@ -28,7 +28,13 @@ from sparsify.values import VALUES, SparseValues
 
 
 def plan_engine(
-    model: nn.Module, targets: Targets, strategy: Strategy, schedule: Schedule, steps: int | None, seed: int
+    model: nn.Module,
+    targets: Targets,
+    strategy: Strategy,
+    schedule: Schedule,
+    steps: int | None,
+    seed: int,
+    accumulation: str,
 ) -> Unmasker:
     """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
     engine = Unmasker(
@@ -38,6 +44,7 @@ def plan_engine(
         schedule,
         steps,
         seed,
+        accumulation=accumulation,
         dense_names=tuple(targets.saved),
         frozen_names=tuple([c.name for c in targets.candidates if c.parameter.requires_grad] + list(targets.frozen)),
     )

@@ -16,25 +16,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsify.accumulation import Sums
 from sparsify.anchors import AnchoredUse, Anchors
 from sparsify.backward import BackwardPass
-from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
+from sparsify.choosers import Chooser
 from sparsify.draws import Draw
 from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
-from sparsify.importance import GradientImportance, WeightImportance
+from sparsify.growth import growth_of
 from sparsify.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.ranking import rank_by_weight
 from sparsify.schedules import Schedule
-from sparsify.selection import Pool, Winners
 from sparsify.stepping import listen
-from sparsify.strategies import Increment, Repeat, Strategy
+from sparsify.strategies import Strategy
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import Verification, verify
 
@@ -52,6 +51,7 @@ class Unmasker:
         schedule: how the unmasked set grows.
         steps: planned number of optimizer steps; may be set later, before the first backward.
         seed: of a random importance.
+        accumulation: ``"first"`` or ``"exact"``: which micro-batches of a step its entries are chosen by.
         dense_names: parameters that are trained dense and stored whole.
         frozen_names: parameters that were trainable before and are frozen as long as the model is sparsified.
 
@@ -76,6 +76,7 @@ class Unmasker:
         steps: int | None,
         seed: int = 0,
         *,
+        accumulation: str = "first",
         dense_names: tuple[str, ...] = (),
         frozen_names: tuple[str, ...] = (),
     ) -> None:
@@ -85,6 +86,7 @@ class Unmasker:
         self.schedule = schedule
         self.steps = steps
         self.seed = seed
+        self.accumulation = accumulation
         self.dense_names = dense_names
         self.frozen_names = frozen_names
         self.buffer_digests = digest_buffers(root)
@@ -100,9 +102,8 @@ class Unmasker:
         self._pass: BackwardPass | None = None
         self.selected = False  # whether this optimizer step has had its selection
         self._paused = False
-        self._full = False  # whether the whole budget is unmasked
-        self._ranking: Tensor | None = None  # the masked entries that an importance of the weights will unmask next
-        self._active: Tensor | None = None  # (capacity,) bool: the slots that repeat-S trains in this step
+        self._growth = growth_of(self)
+        self._sums: Sums | None = None  # over the micro-batches of the step in progress
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
         self._written: Tensor | None = None  # the flat delta that the weights were written from
         self._written_dtype: torch.dtype | None = None
@@ -130,21 +131,16 @@ class Unmasker:
     @property
     def trained(self) -> int:
         """Number of entries that the step in progress trains."""
-        return self.unmasked if self._active is None else int(self._active.sum())
+        active = self._growth.active
+        return self.unmasked if active is None else int(active.sum())
 
     @property
     def growing(self) -> bool:
-        """Whether entries may still be unmasked."""
-        if not isinstance(self.strategy.selection, Increment):
-            return self._repeats
-        return not self._full and (self.steps is None or self.step < self.steps)
-
-    @property
-    def _repeats(self) -> bool:
-        return isinstance(self.strategy.selection, Repeat)
+        """Whether entries may still be unmasked, those of the step in progress among them."""
+        return self._growth.growing or self._sums is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pass": None, "_written": None, "_ranking": None}
+        return {**self.__dict__, "_pass": None, "_sums": None, "_written": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -198,77 +194,46 @@ class Unmasker:
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
         current, self._pass = self._running_pass(), None
+        current.settle_earlier()
         grad, chooser = current.grad, current.chooser
         if chooser is not None:
             if not torch.stack([grad.isfinite().all(), *chooser.finite()]).all():
                 # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
                 return grad.fill_(torch.nan)
-            self._unmask(chooser.winners(), grad)
+            self._growth.unmask(chooser.winners(), grad)
             self.selected = True
-        return grad if self._active is None else grad.masked_fill_(~self._active, 0)
+        if self._growth.active is not None:
+            grad.masked_fill_(~self._growth.active, 0)
+        return grad if current.sums is None else current.sums.growth(grad)
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
             self._check_not_paused("backward()")
             _check_single_rank()
-            self._pass = BackwardPass(graph, self.values.detach(), self._chooser())
+            chooser = self._chooser()
+            self._pass = BackwardPass(graph, self.values.detach(), chooser, self._sums)
         return self._pass
 
     def _chooser(self) -> Chooser | None:
         """Who finds the entries that this backward pass is to unmask."""
-        importance, number, values = self.strategy.importance, self._quota(), self.values.detach()
-        if not number or importance is None:
+        if self._sums is not None:
+            self._take_back(self._sums)
+        if self.selected:
             return None
-        if isinstance(importance, GradientImportance) and importance.uses_gradient:
-            pool = Pool(number, values.dtype, values.device)
-            return StreamingChooser(pool, importance, masked_only=not self._repeats)
-        return RankedChooser(self._rank(cast(WeightImportance, importance), number), self.tensors, values)
+        chooser = self._growth.chooser()
+        if self.accumulation == "exact" and self._growth.by_gradient and chooser is not None and self._sums is None:
+            self._sums = Sums(self.unmasked, self.values.dtype)
+        return chooser
 
-    def _quota(self) -> int:
-        """Number of entries that this backward pass is to choose."""
-        if self.selected or not self.growing:
-            return 0
-        if self._repeats:
-            return self.budget
-        if self.steps is None:
-            raise SparsifyError(
-                "the number of training steps is not known, so there is no telling how many entries to unmask in this "
-                "one; pass steps= (optimizer steps, not batches) to sparsify(), or set get_unmasker(model).steps."
-            )
-        return self.schedule.quota(self.step, self.steps, self.budget, self.unmasked)
-
-    def _rank(self, importance: WeightImportance, number: int) -> Tensor:
-        """The global ids (number,) that the weights say are next.
-
-        Masked entries never change, so for increment-S their order is found once. It is no state: it can be found again
-        from the weights and the index buffers.
-        """
-        values = self.values
-        if self._repeats:
-            pool = Pool(number, values.dtype, values.device)
-            return rank_by_weight(self.tensors, importance, pool, f"{self.seed}:{self.step}", masked_only=False)
-        if self._ranking is None:
-            pool = Pool(self.budget - self.unmasked, values.dtype, values.device)
-            self._ranking = rank_by_weight(self.tensors, importance, pool, str(self.seed), masked_only=True)
-        return self._ranking[:number]
-
-    def _unmask(self, winners: Winners, grad: Tensor) -> None:
-        """Gives the winners that have no slot the next free ones and writes their gradients there."""
-        first, ids, grads = self.unmasked, winners.ids, winners.grads
-        if self._repeats:
-            touched = torch.cat([tensor.indices.to(ids) + tensor.offset for tensor in self.tensors])
-            self._active = torch.zeros_like(grad, dtype=torch.bool)
-            self._active[self.buffers.all_slots.to(ids)[torch.isin(touched, ids)]] = True
-            new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: self.capacity - first]
-            ids, grads = ids[new], grads[new]
-            self._active[first : first + ids.numel()] = True
-        elif self._ranking is not None:
-            self._ranking = self._ranking[ids.numel() :]
-        slots = torch.arange(first, first + ids.numel(), device=ids.device)
-        grad[slots] = grads
-        self.append(ids, slots)
-        self._full = first + ids.numel() >= self.budget
+    def _take_back(self, sums: Sums) -> None:
+        """Masks again what earlier micro-batches of the step in progress have unmasked."""
+        self.buffers.keep_slots_below(sums.first)
+        self._growth.restart()
+        self.selected = False
+        grad = self.values.grad
+        if grad is None or not grad.any():  # they were dropped, as after an overflow: the step begins anew
+            self._sums = None
 
     def append(self, ids: Tensor, slots: Tensor) -> None:
         """Adds entries (n,) given by global id to the index buffers; their current values are the base."""
@@ -293,7 +258,7 @@ class Unmasker:
         self._warn_of_unreached()
         self.step += 1
         self.updates += self.trained
-        self.selected = False
+        self.selected, self._sums = False, None
         self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
         self.sync()
 
@@ -341,9 +306,8 @@ class Unmasker:
         position = self.root._buffers[POSITION]
         assert position is not None
         self.step, self.updates = (int(number) for number in position.tolist())
-        self.selected = False
-        self._full = self.unmasked >= self.budget
-        self._ranking = self._active = None
+        self.selected, self._sums = False, None
+        self._growth.restart()
         if plain and not self.unmasked:
             warnings.warn(
                 "weights were loaded without index buffers into a sparsified model that has nothing unmasked: they are "

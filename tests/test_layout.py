@@ -32,9 +32,9 @@ LAYERS = [
     {"masked.conv1d", "masked.quantized"},
     {"masked.bitsandbytes"},
     {"masked.swap", "masked"},
-    {"anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
+    {"accumulation", "anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
     {"choosers", "static", "verification"},
-    {"backward"},
+    {"backward", "growth"},
     {"unmasker"},
     {"packed", "state", "report"},
     {"preparation"},
@@ -44,6 +44,7 @@ LAYERS = [
     {"cli", "commands", "demo", "bench"},
 ]
 TRAINING = {
+    "accumulation",
     "allocation",
     "anchors",
     "api",
@@ -51,6 +52,7 @@ TRAINING = {
     "budget",
     "calibration",
     "fresh",
+    "growth",
     "choosers",
     "export",
     "importance",

@@ -41,7 +41,8 @@ def trained_sets(model):
     engine = get_unmasker(model)
     if not isinstance(engine.strategy.selection, Repeat):
         return unmasked_sets(model)
-    return {tensor.name: sorted(tensor.indices[engine._active[tensor.slots]].tolist()) for tensor in engine.tensors}
+    active = engine._growth.active
+    return {tensor.name: sorted(tensor.indices[active[tensor.slots]].tolist()) for tensor in engine.tensors}
 
 
 def compare(

@@ -1,0 +1,192 @@
+"""How the unmasked set unfolds over the steps: for each selection, what a step is to choose and what becomes of it.
+
+static-S      nothing is chosen while the model trains
+increment-S   masked entries, up to the schedule's target; they stay
+repeat-S      the whole budget afresh at each step; an entry that leaves keeps its slot, and gets no gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
+from sparsify.errors import SparsifyError
+from sparsify.importance import GradientImportance, WeightImportance
+from sparsify.index_buffers import IndexBuffers
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.ranking import rank_by_weight
+from sparsify.schedules import Schedule
+from sparsify.selection import Pool, Winners
+from sparsify.strategies import Increment, Repeat, Strategy
+
+
+class Engine(Protocol):
+    """What is trained, and how far it has come."""
+
+    strategy: Strategy
+    schedule: Schedule
+    budget: int
+    steps: int | None
+    step: int
+    seed: int
+    tensors: list[MaskedTensor]
+    buffers: IndexBuffers
+
+    @property
+    def values(self) -> Tensor:
+        """(capacity,) the flat delta."""
+
+    def append(self, ids: Tensor, slots: Tensor) -> None:
+        """Adds entries (n,) given by global id to the index buffers."""
+
+
+class Growth:
+    """static-S, and what the other two have in common.
+
+    Attributes:
+        active: (capacity,) bool, the slots that the step in progress trains; ``None`` where it trains them all.
+    """
+
+    active: Tensor | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def growing(self) -> bool:
+        """Whether entries may still be unmasked."""
+        return False
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether a step chooses by the gradients of all entries."""
+        importance = self.engine.strategy.importance
+        return self.growing and isinstance(importance, GradientImportance) and importance.uses_gradient
+
+    def quota(self) -> int:
+        """Number of entries that a step is to choose."""
+        return 0
+
+    def chooser(self) -> Chooser | None:
+        """Who finds the entries that a backward pass is to unmask; ``None`` where there are none to find."""
+        engine, number = self.engine, self.quota()
+        importance, values = engine.strategy.importance, engine.values.detach()
+        if not number or importance is None:
+            return None
+        if isinstance(importance, GradientImportance) and importance.uses_gradient:
+            pool = Pool(number, values.dtype, values.device)
+            return StreamingChooser(pool, importance, masked_only=self._masked_only)
+        return RankedChooser(self._rank(cast(WeightImportance, importance), number), engine.tensors, values)
+
+    def unmask(self, winners: Winners, grad: Tensor) -> None:
+        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
+
+    def restart(self) -> None:
+        """The unmasked set is another one now: a state dict was loaded, or a step's winners were taken back."""
+
+    _masked_only = True
+
+    def _rank(self, importance: WeightImportance, number: int) -> Tensor:
+        """The global ids (number,) that the weights say are next."""
+        raise NotImplementedError  # static-S chooses nothing
+
+    def _append(self, ids: Tensor, grads: Tensor, grad: Tensor) -> None:
+        first = self.engine.buffers.total
+        slots = torch.arange(first, first + ids.numel(), device=ids.device)
+        grad[slots] = grads
+        self.engine.append(ids, slots)
+
+
+class IncrementGrowth(Growth):
+    """increment-S: a step adds what the schedule says and removes nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._full = False  # whether the whole budget is unmasked
+        self._ranking: Tensor | None = None  # the masked entries that an importance of the weights will unmask next
+
+    @property
+    def growing(self) -> bool:
+        return not self._full and (self.engine.steps is None or self.engine.step < self.engine.steps)
+
+    def quota(self) -> int:
+        engine = self.engine
+        if not self.growing:
+            return 0
+        if engine.steps is None:
+            raise SparsifyError(
+                "the number of training steps is not known, so there is no telling how many entries to unmask in this "
+                "one; pass steps= (optimizer steps, not batches) to sparsify(), or set get_unmasker(model).steps."
+            )
+        return engine.schedule.quota(engine.step, engine.steps, engine.budget, engine.buffers.total)
+
+    def unmask(self, winners: Winners, grad: Tensor) -> None:
+        if self._ranking is not None:
+            self._ranking = self._ranking[winners.ids.numel() :]
+        self._append(winners.ids, winners.grads, grad)
+        self._full = self.engine.buffers.total >= self.engine.budget
+
+    def restart(self) -> None:
+        self._full = self.engine.buffers.total >= self.engine.budget
+        self._ranking = None
+
+    def _rank(self, importance: WeightImportance, number: int) -> Tensor:
+        """Masked entries never change, so their order is found once.
+
+        It is no state: it can be found again from the weights and the index buffers.
+        """
+        engine, values = self.engine, self.engine.values
+        if self._ranking is None:
+            pool = Pool(engine.budget - engine.buffers.total, values.dtype, values.device)
+            self._ranking = rank_by_weight(engine.tensors, importance, pool, str(engine.seed), masked_only=True)
+        return self._ranking[:number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ranking": None}
+
+
+class RepeatGrowth(Growth):
+    """repeat-S: a step trains the budget's best entries of all, as far as there is room for those it touches."""
+
+    _masked_only = False
+
+    @property
+    def growing(self) -> bool:
+        return True
+
+    def quota(self) -> int:
+        return self.engine.budget
+
+    def unmask(self, winners: Winners, grad: Tensor) -> None:
+        buffers, ids, grads = self.engine.buffers, winners.ids, winners.grads
+        first, touched = buffers.total, self._touched(self.engine.tensors).to(ids)
+        self.active = torch.zeros_like(grad, dtype=torch.bool)
+        self.active[buffers.all_slots.to(ids)[torch.isin(touched, ids)]] = True
+        new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: grad.numel() - first]
+        self.active[first : first + new.numel()] = True
+        self._append(ids[new], grads[new], grad)
+
+    def restart(self) -> None:
+        self.active = None
+
+    def _rank(self, importance: WeightImportance, number: int) -> Tensor:
+        engine, values = self.engine, self.engine.values
+        pool, key = Pool(number, values.dtype, values.device), f"{engine.seed}:{engine.step}"
+        return rank_by_weight(engine.tensors, importance, pool, key, masked_only=False)
+
+    @staticmethod
+    def _touched(tensors: Sequence[MaskedTensor]) -> Tensor:
+        """Global ids of the entries that have a slot, in the order of the index buffers."""
+        return torch.cat([tensor.indices + tensor.offset for tensor in tensors])
+
+
+def growth_of(engine: Engine) -> Growth:
+    """How the unmasked set of this engine's strategy unfolds."""
+    selection = engine.strategy.selection
+    if isinstance(selection, Increment):
+        return IncrementGrowth(engine)
+    return RepeatGrowth(engine) if isinstance(selection, Repeat) else Growth(engine)
