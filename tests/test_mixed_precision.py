@@ -1,0 +1,140 @@
+"""Short types for weights and activations: the float32 delta is the master copy, scaled gradients choose as ever."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import DenseOracle, unmasked_sets
+from torch import nn
+
+from sparsify import get_unmasker, sparsify, summary
+
+BUDGET, STEPS = 40, 8
+
+
+def optimizer_of(model, lr=0.01):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0)
+
+
+def train(model, batches, optimizer, scaler=None, clip=None):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        if scaler is None:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return model
+
+
+def in_dtype(batches, dtype):
+    return [{name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()} for batch in batches]
+
+
+def everything(model):
+    """The set of all entries, so that the same ones are trained in every type."""
+    return {name: torch.ones_like(parameter, dtype=torch.bool) for name, parameter in model.named_parameters()}
+
+
+def test_updates_too_small_for_bfloat16_add_up_in_the_delta():
+    def layer():
+        layer = nn.Linear(4, 1, bias=False).bfloat16()
+        nn.init.ones_(layer.weight)
+        return layer
+
+    dense, sparse = layer(), sparsify(layer(), 4, "pafi")
+    for model in (dense, sparse):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+    assert torch.equal(dense.weight, torch.ones(1, 4, dtype=torch.bfloat16)), "a step of 0.001 is lost beside 1"
+    torch.testing.assert_close(sparse.sparse_values, torch.full((4,), -0.1), check_dtype=True)
+    assert torch.equal(sparse.weight, torch.full((1, 4), 0.9).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_sparse_training_in_bfloat16_follows_float32_where_dense_training_does_not(name):
+    plain, batches = build(name)
+    batches = batches * 5
+
+    def change(model, dtype, sparse):
+        """How far the weights have gone, in training at a rate that is small beside them."""
+        model = copy.deepcopy(model).to(dtype)
+        start = [parameter.detach().double() for parameter in model.parameters()]
+        weights = list(model.parameters())
+        if sparse:
+            sparsify(model, None, everything(model))
+        model = train(model, in_dtype(batches, dtype), optimizer_of(model, lr=2e-5))
+        if sparse:  # the weights are its rounded form
+            tensors = get_unmasker(model).tensors
+            return torch.cat([tensor.delta.double()[tensor.indices.argsort()] for tensor in tensors])
+        return torch.cat([(w.detach().double() - s).flatten() for w, s in zip(weights, start, strict=True)])
+
+    def similarity(sparse):
+        changes = [change(plain, dtype, sparse) for dtype in (torch.float32, torch.bfloat16)]
+        return float(torch.nn.functional.cosine_similarity(*changes, dim=0))
+
+    assert similarity(sparse=True) > 0.9
+    assert similarity(sparse=False) < 0.6
+
+
+def test_tiny_gradients_of_float16_weights_are_chosen_once_the_scaler_lifts_them():
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return (self.layer(x).float() * 1e-9).square().sum()
+
+    torch.manual_seed(0)
+    plain, batch = Tiny().half(), {"x": torch.randn(3, 8).half()}
+    unscaled, scaled = sparsify(copy.deepcopy(plain), 4, steps=1), sparsify(plain, 4, steps=1)
+    train(unscaled, [batch], optimizer_of(unscaled))
+    train(scaled, [batch], optimizer_of(scaled), torch.amp.GradScaler("cpu", init_scale=2.0**60))
+    assert summary(unscaled).unmasked == 0
+    assert summary(scaled).unmasked == 4
+    assert scaled.sparse_values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_a_scaler_changes_nothing_that_does_not_overflow(name):
+    plain, batches = build(name, dtype=torch.float64)
+    runs = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
+        model = sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS)
+        train(model, batches[:STEPS], optimizer_of(model), scaler)
+        runs.append((unmasked_sets(model), model.sparse_values.detach()))
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_the_norm_that_is_clipped_is_that_of_the_trained_entries(name):
+    class Clipping(torch.optim.AdamW):
+        def step(self, closure=None):
+            torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.01)
+            return super().step(closure)
+
+    dense, batches = build(name, dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=STEPS)
+    oracle = DenseOracle(dense, Clipping(dense.parameters(), lr=0.01, weight_decay=0), BUDGET, STEPS)
+    optimizer = optimizer_of(sparse)
+    for batch in batches[:STEPS]:
+        oracle.step(loss_of(dense, batch))
+        train(sparse, [batch], optimizer, clip=0.01)
+    assert unmasked_sets(sparse) == oracle.unmasked_sets()
+    weights = dict(sparse.named_parameters())
+    for parameter_name, parameter in dense.named_parameters():
+        torch.testing.assert_close(weights[parameter_name], parameter, rtol=1e-9, atol=1e-9)
