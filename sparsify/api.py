@@ -22,6 +22,7 @@ from sparsify.packed import check_possible, check_unchanged
 from sparsify.preparation import freeze, mask_model, plan_engine, unmask_model, values_dtype
 from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
+from sparsify.ranks import MODES
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.state import engine_of
@@ -47,6 +48,7 @@ def sparsify(
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
     accumulation: str = "first",
+    sync: str = "exact",
     fresh: str = "store",
     fresh_modules: Pattern = None,
     seed: int = 0,
@@ -79,6 +81,9 @@ def sparsify(
         accumulation: what a step with several micro-batches chooses by: ``"first"``, the gradients of the first one,
             which costs nothing; or ``"exact"``, the sum over all of them, as if they were one batch, which keeps a
             dense gradient of every candidate.
+        sync: how several ranks choose the same entries by their mean gradient: ``"exact"``, those that one process with
+            all their batches would choose; or ``"candidates"``, the best of what is among some rank's own best, in
+            fewer bytes.
         fresh: how a delta is to hold what the base does not have (PEFT's and adapters' weights, tensors that its
             checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
             and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
@@ -106,6 +111,8 @@ def sparsify(
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
     if accumulation not in ACCUMULATIONS:
         raise SparsifyError(f"accumulation={accumulation!r}; expected one of {', '.join(map(repr, ACCUMULATIONS))}.")
+    if sync not in MODES:
+        raise SparsifyError(f"sync={sync!r}; expected {' or '.join(repr(mode) for mode in MODES)}.")
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
@@ -118,7 +125,7 @@ def sparsify(
         freeze(targets.frozen.values())
         return model
     _check_maskable(model, targets.candidates)
-    engine = plan_engine(model, targets, strategy, schedule, steps, seed, accumulation)
+    engine = plan_engine(model, targets, strategy, schedule, steps, seed, accumulation, sync)
     check_possible(engine.tensors, strategy)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)

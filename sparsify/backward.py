@@ -31,10 +31,12 @@ class BackwardPass:
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
-        if not gradient.numel:
-            return
         if self.sums is not None:
             gradient = self.sums.add(tensor, gradient)
+        elif not gradient.numel:
+            if self.chooser is not None:
+                self.chooser.skip(tensor)
+            return
         self._take(tensor, gradient)
 
     def settle_earlier(self) -> None:

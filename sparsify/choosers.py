@@ -32,6 +32,9 @@ class Chooser(Protocol):
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the whole gradient of one tensor; it may be written to and is not used afterwards."""
 
+    def skip(self, tensor: MaskedTensor) -> None:
+        """The tensor's gradient is empty: no token came by."""
+
     def winners(self) -> Winners:
         """The chosen entries, best first."""
 
@@ -63,22 +66,36 @@ class StreamingChooser:
         return gradient if screens else gradient.dense()
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        pool, importance, offset = self._pool, self._importance, tensor.offset
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        if isinstance(gradient, Product):
-            if offer_screened(pool, importance, tensor.matrix, gradient, excluded, offset):
-                return
-            gradient = gradient.dense()
-        if excluded.numel():
-            gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-        finite = offer_gradient(pool, importance, tensor.matrix, gradient.values, gradient.rows, offset)
-        self._finite.append(finite.to(pool.floor.device))
+        _, finite = offer_masked(self._pool, self._importance, tensor, gradient, excluded)
+        self._finite.append(finite)
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        pass
 
     def winners(self) -> Winners:
         return self._pool.winners()
 
     def finite(self) -> list[Tensor]:
         return self._finite
+
+
+def offer_masked(
+    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
+) -> tuple[Gradient, Tensor]:
+    """Offers a tensor's entries but for the excluded ones (k,), given by flat index.
+
+    Returns:
+        The gradient in the form that was looked at, and a bool scalar on the pool's device: whether all was finite.
+    """
+    if isinstance(gradient, Product):
+        if offer_screened(pool, importance, tensor.matrix, gradient, excluded, tensor.offset):
+            return gradient, torch.ones_like(pool.floor, dtype=torch.bool)
+        gradient = gradient.dense()
+    if excluded.numel():
+        gradient.clear(excluded)  # an entry whose gradient is zero is never offered
+    finite = offer_gradient(pool, importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
+    return gradient, finite.to(pool.floor.device)
 
 
 class RankedChooser:
@@ -108,6 +125,9 @@ class RankedChooser:
         if own.start < own.stop:
             indices = (self._ids[own] - tensor.offset).to(tensor.parameter.device)
             self._grads[own] = gradient.take(indices).to(self._grads)
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        pass
 
     def winners(self) -> Winners:
         back = self._order.argsort()

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
+from sparsify.consensus import SharedChooser
 from sparsify.errors import SparsifyError
 from sparsify.importance import GradientImportance, WeightImportance
 from sparsify.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranking import rank_by_weight
+from sparsify.ranks import Ranks, num_ranks
 from sparsify.schedules import Schedule
 from sparsify.selection import Pool, Winners
 from sparsify.strategies import Increment, Repeat, Strategy
@@ -33,6 +35,8 @@ class Engine(Protocol):
     steps: int | None
     step: int
     seed: int
+    sync_mode: str
+    ranks: Ranks
     tensors: list[MaskedTensor]
     buffers: IndexBuffers
 
@@ -79,7 +83,11 @@ class Growth:
             return None
         if isinstance(importance, GradientImportance) and importance.uses_gradient:
             pool = Pool(number, values.dtype, values.device)
-            return StreamingChooser(pool, importance, masked_only=self._masked_only)
+            if num_ranks() == 1:
+                return StreamingChooser(pool, importance, masked_only=self._masked_only)
+            return SharedChooser(
+                pool, importance, engine.ranks, engine.tensors, masked_only=self._masked_only, mode=engine.sync_mode
+            )
         return RankedChooser(self._rank(cast(WeightImportance, importance), number), engine.tensors, values)
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:

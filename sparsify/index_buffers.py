@@ -76,6 +76,11 @@ class IndexBuffers:
         return per_entry.split([end - start for start, end in pairwise(self._starts)])
 
     @property
+    def all_indices(self) -> Tensor:
+        """(k,) int64: the flat positions of all entries, each in its tensor."""
+        return self._buffer(INDICES)
+
+    @property
     def all_slots(self) -> Tensor:
         """(k,) int64: the slots of all entries."""
         return self._buffer(SLOTS)

@@ -35,6 +35,7 @@ def plan_engine(
     steps: int | None,
     seed: int,
     accumulation: str,
+    sync_mode: str,
 ) -> Unmasker:
     """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
     engine = Unmasker(
@@ -47,6 +48,7 @@ def plan_engine(
         accumulation=accumulation,
         dense_names=tuple(targets.saved),
         frozen_names=tuple([c.name for c in targets.candidates if c.parameter.requires_grad] + list(targets.frozen)),
+        sync_mode=sync_mode,
     )
     offset = 0
     for number, candidate in enumerate(targets.candidates):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from sparsify.quantized import true_sizes
+from sparsify.ranks import num_ranks
 from sparsify.strategies import PRESETS, Given, Repeat, Strategy
 from sparsify.unmasker import Unmasker
 from sparsify.values import VALUES
@@ -35,6 +36,9 @@ class Summary:
         verification: whether the model is what it should be; ``None`` where nobody asked.
         updates: entry updates so far, the unmasked entries summed over the steps.
         state_bytes: bytes that the flat delta and the index buffers add to the model.
+        ranks: processes that train together.
+        sent_bytes: bytes that this rank has sent to choose the same entries as the others; averaging the gradient of
+            the flat delta, which DDP does, comes on top.
     """
 
     strategy: Strategy
@@ -50,6 +54,8 @@ class Summary:
     counts: dict[str, int] = field(repr=False)
     sizes: dict[str, int] = field(repr=False)
     verification: Verification | None = None
+    ranks: int = 1
+    sent_bytes: int = 0
 
     @property
     def static_updates(self) -> int:
@@ -84,6 +90,8 @@ class Summary:
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
             ("state", f"{self.state_bytes:,} bytes"),
         ]
+        if self.ranks > 1:
+            rows.append(("sent to choose", f"{self.sent_bytes:,} bytes by this one of {self.ranks} ranks"))
         if self.verification is not None:
             rows.append(("verified" if self.verification.ok else "NOT verified", str(self.verification)))
         lines = [f"{label:<18} {value}" for label, value in rows]
@@ -140,6 +148,8 @@ def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
         verification=engine.verify() if verify else None,
+        ranks=num_ranks(),
+        sent_bytes=engine.ranks.bytes_sent,
     )
 
 

@@ -41,6 +41,7 @@ class Pool:
         size: how many entries to keep, at least 1.
         dtype: of the scores.
         device: where the pool lives.
+        floor: scalar; what an entry has to score at least; by default anything will do.
 
     Example:
         >>> pool = Pool(2, torch.float32, "cpu")
@@ -49,9 +50,11 @@ class Pool:
         tensor([3, 5])
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device | str, floor: Tensor | float = -torch.inf
+    ) -> None:
         self.size = size
-        self.floor = torch.full((), -torch.inf, dtype=dtype, device=device)
+        self.floor = torch.full((), float(floor), dtype=dtype, device=device)
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._scores = torch.empty(0, dtype=dtype, device=device)
         self._grads = torch.empty(0, dtype=dtype, device=device)
@@ -68,16 +71,16 @@ class Pool:
         self._num_waiting += ids.numel()
         missing = self.size - self._ids.numel()
         if self._num_waiting >= (missing or max(self.size, SMALLEST_CUT)):
-            self._cut()
+            self.cut()
 
     def winners(self) -> Winners:
         """The best entries, highest score first, equal scores by ascending id."""
-        self._cut()
+        self.cut()
         by_id = self._ids.argsort()
         order = by_id[self._scores[by_id].argsort(descending=True, stable=True)]
         return Winners(self._ids[order], self._grads[order])
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         """Takes in those that wait and cuts the pool back to its size."""
         if self._waiting:
             ids, scores, grads = zip(*self._waiting, strict=True)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, problem_with
 from sparsify.names import ENGINE
-from sparsify.unmasker import STATE, Unmasker
+from sparsify.unmasker import POSITION, STATE, Unmasker
 
 HANDLES = "_sparsify_handles"  # attribute of the root: the handles of the hooks placed here
 PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded
+NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # DDP leaves these names of the root alone
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # transformers leaves these keys out of save_pretrained()
 
 
@@ -40,6 +41,8 @@ def install(engine: Unmasker) -> None:
         root.register_load_state_dict_pre_hook(_before_load),
         root.register_load_state_dict_post_hook(_after_load),
     ]
+    # the ranks see to it themselves that these are alike; they grow, and in a broadcast that would go unnoticed
+    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, POSITION])
     # a checkpoint with packed weights has no merged ones, so it keeps what was trained beside them
     if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.packed for tensor in engine.tensors):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
@@ -50,6 +53,8 @@ def uninstall(engine: Unmasker) -> None:
     root = engine.root
     if hasattr(root, IGNORED_ON_SAVE):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
+    others = [name for name in getattr(root, NOT_BROADCAST) if name not in STATE]
+    setattr(root, NOT_BROADCAST, others) if others else delattr(root, NOT_BROADCAST)
     for handle in root.__dict__.pop(HANDLES):
         handle.remove()
     del root.__dict__[ENGINE]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.accumulation import Sums
+from sparsify.agreement import agree_on_winners, check_agreement
 from sparsify.anchors import AnchoredUse, Anchors
 from sparsify.backward import BackwardPass
 from sparsify.choosers import Chooser
@@ -31,6 +32,7 @@ from sparsify.export import Export, digest_buffers, export
 from sparsify.growth import growth_of
 from sparsify.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.ranks import Ranks, num_ranks
 from sparsify.schedules import Schedule
 from sparsify.stepping import listen
 from sparsify.strategies import Strategy
@@ -54,6 +56,7 @@ class Unmasker:
         accumulation: ``"first"`` or ``"exact"``: which micro-batches of a step its entries are chosen by.
         dense_names: parameters that are trained dense and stored whole.
         frozen_names: parameters that were trainable before and are frozen as long as the model is sparsified.
+        sync_mode: how several ranks choose the same entries: ``"exact"`` or ``"candidates"``.
 
     Attributes:
         tensors: the masked tensors, by ascending number and offset.
@@ -65,6 +68,7 @@ class Unmasker:
         selected: whether the step in progress has had its selection.
         base_digests: what the base was, for :meth:`verify`.
         running: whether the root is in its forward.
+        ranks: the other ranks, if there are any.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Unmasker:
         accumulation: str = "first",
         dense_names: tuple[str, ...] = (),
         frozen_names: tuple[str, ...] = (),
+        sync_mode: str = "exact",
     ) -> None:
         self.root = root
         self.strategy = strategy
@@ -89,6 +94,7 @@ class Unmasker:
         self.accumulation = accumulation
         self.dense_names = dense_names
         self.frozen_names = frozen_names
+        self.sync_mode = sync_mode
         self.buffer_digests = digest_buffers(root)
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.tensors: list[MaskedTensor] = []
@@ -98,6 +104,8 @@ class Unmasker:
         self.step = 0
         self.updates = 0
         self.running = False
+        self.ranks = Ranks()
+        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._anchors = Anchors(self)
         self._pass: BackwardPass | None = None
         self.selected = False  # whether this optimizer step has had its selection
@@ -197,10 +205,11 @@ class Unmasker:
         current.settle_earlier()
         grad, chooser = current.grad, current.chooser
         if chooser is not None:
-            if not torch.stack([grad.isfinite().all(), *chooser.finite()]).all():
+            winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
+            if not (finite if num_ranks() == 1 else agree_on_winners(self, winners, finite)):
                 # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
                 return grad.fill_(torch.nan)
-            self._growth.unmask(chooser.winners(), grad)
+            self._growth.unmask(winners, grad)
             self.selected = True
         if self._growth.active is not None:
             grad.masked_fill_(~self._growth.active, 0)
@@ -210,7 +219,7 @@ class Unmasker:
         graph = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
             self._check_not_paused("backward()")
-            _check_single_rank()
+            self._compare_ranks()
             chooser = self._chooser()
             self._pass = BackwardPass(graph, self.values.detach(), chooser, self._sums)
         return self._pass
@@ -364,6 +373,12 @@ class Unmasker:
         if self._paused:
             raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
+    def _compare_ranks(self) -> None:
+        """In the first step, and in the next: then it shows whether gradients are averaged."""
+        if len(self._compared) < 2 and self.step not in self._compared and num_ranks() > 1:
+            check_agreement(self)
+            self._compared.add(self.step)
+
     def _warn_of_unreached(self) -> None:
         reached, self._reached = self._reached, None
         if reached is None:
@@ -377,12 +392,3 @@ class Unmasker:
                 "is well; otherwise their weight is read without their module being called: please report it.",
                 stacklevel=2,
             )
-
-
-def _check_single_rank() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise SparsifyError(
-            f"training on {distributed.get_world_size()} ranks is not supported: each would unmask entries of its own; "
-            "train on one."
-        )

@@ -14,7 +14,7 @@ PACKAGE = Path(sparsify.__file__).parent
 LAYERS = [
     {"errors", "version"},
     {"allocation", "draws", "extras", "importance", "index_buffers", "kernels", "layout", "names", "schedules"}
-    | {"stepping", "values"},
+    | {"ranks", "stepping", "values"},
     {"entries", "trainable"},
     {"quantized"},
     {"strategies", "targets", "conversion"},
@@ -34,6 +34,7 @@ LAYERS = [
     {"masked.swap", "masked"},
     {"accumulation", "anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
     {"choosers", "static", "verification"},
+    {"agreement", "consensus"},
     {"backward", "growth"},
     {"unmasker"},
     {"packed", "state", "report"},
@@ -45,6 +46,7 @@ LAYERS = [
 ]
 TRAINING = {
     "accumulation",
+    "agreement",
     "allocation",
     "anchors",
     "api",
@@ -54,6 +56,7 @@ TRAINING = {
     "fresh",
     "growth",
     "choosers",
+    "consensus",
     "export",
     "importance",
     "index_buffers",
@@ -61,6 +64,7 @@ TRAINING = {
     "packed",
     "preparation",
     "ranking",
+    "ranks",
 } | {
     "report",
     "schedules",

@@ -47,6 +47,8 @@ class Gradient:
         """The gradient (k,) at flat indices (k,) of the weight; zero in rows that were not used."""
         if self.rows is None:
             return self.values.take(indices)
+        if not self.rows.numel():
+            return self.values.new_zeros(indices.shape)
         at, used = self._locate(indices)
         return torch.where(used, self.values.take(at), 0)
 
@@ -54,6 +56,8 @@ class Gradient:
         """Sets the gradient at flat indices (k,) of the weight to zero."""
         self._own()
         if self.rows is not None:
+            if not self.rows.numel():
+                return
             at, used = self._locate(indices)
             indices = at[used]
         self.values.view(-1).index_fill_(0, indices, 0)

@@ -1,0 +1,192 @@
+"""A streaming chooser that chooses what those of all other ranks choose: the best entries of the mean gradient.
+
+    each rank        proposes the entries that its own gradient says could be among the best
+    all ranks        gather the proposals, average the gradient at their union, score it, offer it to the pool
+
+All pools hold the same entries at all times, so that floors, counts and every decision are the same everywhere.
+
+Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
+reaches the floor reaches it on one rank at least, as long as the importance grows with abs(grad), and is proposed by
+it. A rank that proposes as many as it may has left some out; then the floor, which the proposals have raised, is that
+of another round. Where proposals would take more bytes than the gradient itself, that is averaged whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsify.choosers import offer_masked
+from sparsify.importance import ROUNDING_SLACK, GradientImportance
+from sparsify.masked.product import Product
+from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.ranks import Ranks, num_ranks
+from sparsify.screen import can_screen
+from sparsify.selection import Pool, Winners, offer_gradient
+
+MOST_ROUNDS = 3  # of proposals about one tensor, before its whole gradient is averaged
+ALL_ROWS = -1
+
+
+class Generous:
+    """An importance that scores a little higher: what rounding takes from a mean must not keep an entry out.
+
+    Args:
+        importance: one that grows with abs(grad), or not.
+        ranks: number of gradients in a mean.
+    """
+
+    def __init__(self, importance: GradientImportance, ranks: int) -> None:
+        self._importance = importance
+        self._factor = 1 + ranks * 2.0**-22  # of abs(grad): float32 sums of so many terms, and a division
+        self.name, self.uses_gradient, self.monotone = importance.name, True, importance.monotone
+
+    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
+        return self._importance.score(weight, grad * self._factor) * ROUNDING_SLACK
+
+    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
+        return self._importance.bound(grad_max * self._factor, weight) * ROUNDING_SLACK
+
+
+class Header(NamedTuple):
+    """What each rank says about a tensor, (ranks,) each.
+
+    Attributes:
+        number: entries that it proposes.
+        complete: whether these are all that reach the floor.
+        rows: rows that its gradient has; ``ALL_ROWS`` where they are the weight's.
+    """
+
+    number: Tensor
+    complete: Tensor
+    rows: Tensor
+
+
+class SharedChooser:
+    """The best entries by the mean of all ranks' gradients.
+
+    Args:
+        pool: of the size that is wanted.
+        importance: scores the entries.
+        ranks: the other ranks.
+        tensors: all masked tensors, by number.
+        masked_only: whether entries that are unmasked already are no candidates.
+        mode: ``"exact"``: all entries that could be among the best are proposed, in several rounds if need be; or
+            ``"candidates"``: only each rank's own best, as many as are wanted.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        importance: GradientImportance,
+        ranks: Ranks,
+        tensors: Sequence[MaskedTensor],
+        *,
+        masked_only: bool,
+        mode: str,
+    ) -> None:
+        self._pool = pool
+        self._importance = importance
+        self._generous = Generous(importance, num_ranks())
+        self._ranks = ranks
+        self._names = [tensor.name for tensor in tensors]
+        self._masked_only = masked_only
+        self._exact = mode == "exact"
+        self._proposes = importance.monotone or not self._exact
+        self._finite: list[Tensor] = []
+
+    def wants(self, tensor: MaskedTensor) -> bool:
+        return True
+
+    def prepare(self, tensor: MaskedTensor, gradient: Gradient) -> Gradient:
+        screens = isinstance(gradient, Product) and can_screen(gradient, self._generous, self._pool, tensor.count)
+        return gradient if screens else gradient.dense()
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
+        for round_number in range(MOST_ROUNDS + 1):
+            proposed, complete, gradient = self._propose(tensor, gradient, excluded)
+            header = self._exchange_headers(tensor, gradient, proposed, complete)
+            if round_number == MOST_ROUNDS or not self._pays(tensor, header):
+                self._offer_whole_mean(tensor, gradient, excluded, header)
+                return
+            if header.number.any():
+                union = self._ranks.union(proposed, int(header.number.max()), tensor.numel)
+                self._offer_mean(tensor, gradient, union)
+                excluded = torch.cat([excluded, union.to(excluded.device)])
+            if not self._exact or header.complete.all():
+                return
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
+        self.offer(tensor, Gradient(torch.zeros(0, _cols(tensor), device=nothing.device), nothing))
+
+    def winners(self) -> Winners:
+        return self._pool.winners()
+
+    def finite(self) -> list[Tensor]:
+        return self._finite
+
+    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, Gradient]:
+        """Flat indices (n,) of entries that could reach the floor, whether these are all, and the gradient."""
+        if not self._proposes:
+            return excluded[:0].to(self._pool.floor.device), False, gradient.dense()
+        shared = self._pool
+        most = min(tensor.numel, shared.size * (4 if self._exact else 1))
+        own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
+        gradient, finite = offer_masked(own, self._generous, tensor, gradient, excluded)
+        self._finite.append(finite)
+        ids = own.winners().ids
+        return ids - tensor.offset, ids.numel() < most, gradient
+
+    def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
+        rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
+        numbers = (proposed.numel(), int(complete), rows)
+        device = self._pool.floor.device
+        return Header(*self._ranks.headers(tensor.number, numbers, self._names, device).unbind(1))
+
+    def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
+        """Whether exchanging the proposals takes fewer bytes than the mean of the whole gradient."""
+        if not self._proposes:
+            return False
+        if (header.rows == ALL_ROWS).any():
+            whole = tensor.numel
+        else:
+            whole = min(tensor.numel, int(header.rows.sum()) * _cols(tensor))
+        # each rank's indices, as many as the longest list has, then the gradient at their union, twice on its way
+        return 4 * int(header.number.max()) * header.number.numel() + 8 * int(header.number.sum()) <= 8 * whole
+
+    def _offer_mean(self, tensor: MaskedTensor, gradient: Gradient, union: Tensor) -> None:
+        """Offers the entries (k,) with the mean of their gradients."""
+        pool, indices = self._pool, union.to(tensor.parameter.device)
+        grads = self._ranks.mean_(gradient.take(indices).to(pool.floor))
+        weight = tensor.take(indices).to(grads)
+        scores = self._importance.score(weight, grads)
+        keep = (scores >= pool.floor) & (scores > 0) & (grads != 0)
+        pool.add(union[keep] + tensor.offset, scores[keep], grads[keep])
+        pool.cut()
+
+    def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
+        """Offers all entries but the excluded ones, by the mean of the whole gradient."""
+        pool, gradient = self._pool, gradient.dense()
+        gradient.clear(excluded)  # an entry whose gradient is zero is never offered
+        rows, values = None, gradient.values.to(pool.floor.dtype)
+        if (header.rows == ALL_ROWS).any():
+            if gradient.rows is not None:
+                values = values.new_zeros(tensor.matrix.shape).index_copy_(0, gradient.rows, values)
+        else:
+            assert gradient.rows is not None
+            rows = self._ranks.union(gradient.rows, int(header.rows.max()), tensor.numel)
+            at = torch.searchsorted(rows, gradient.rows)
+            values = values.new_zeros(rows.numel(), _cols(tensor)).index_copy_(0, at, values)
+        mean = self._ranks.mean_(values)
+        finite = offer_gradient(pool, self._importance, tensor.matrix, mean, rows, tensor.offset)
+        self._finite.append(finite.to(pool.floor.device))
+        pool.cut()  # a higher floor means fewer proposals
+
+
+def _cols(tensor: MaskedTensor) -> int:
+    return tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel

@@ -1,0 +1,1 @@
+"""Other libraries' training: what sparsify adds to them."""

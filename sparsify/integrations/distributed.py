@@ -1,0 +1,30 @@
+"""Training on several ranks: a check that all of them hold the same."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sparsify.agreement import check_agreement
+from sparsify.api import get_unmasker
+from sparsify.ranks import num_ranks
+
+
+def check_ranks(model: nn.Module) -> None:
+    """Compares settings, weights, unmasked entries, base values and the flat delta of all ranks; to debug with.
+
+    To be called on all ranks at the same point; digests of what has B entries, and a sample of every weight. It is done
+    of its own accord in the first two steps; that all ranks choose the same entries is checked in every one.
+
+    Args:
+        model: a sparsified model, or one that holds it.
+
+    Raises:
+        SparsifyError: on all ranks, when they differ; says in what.
+
+    Example:
+        >>> import torch, sparsify
+        >>> check_ranks(sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=1))  # a single rank is like itself
+    """
+    engine = get_unmasker(model)
+    if num_ranks() > 1:
+        check_agreement(engine)
