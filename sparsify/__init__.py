@@ -6,6 +6,9 @@ SparseDelta.from_model(model).save("my-delta")
 SparseDelta.load("my-delta").apply(base)               # or, in one call: load_model("user/base", "user/delta")
 """
 
+import importlib
+from typing import Any
+
 from sparsify.api import (
     base_weights,
     desparsify,
@@ -14,6 +17,7 @@ from sparsify.api import (
     sparsify,
     summary,
     sync,
+    trained_state,
 )
 from sparsify.comparing import overlap
 from sparsify.delta import SparseDelta
@@ -45,6 +49,7 @@ __all__ = [
     "Repeat",
     "Schedule",
     "SparseDelta",
+    "SparsifyCallback",
     "SparsifyError",
     "Static",
     "Strategy",
@@ -59,4 +64,12 @@ __all__ = [
     "sparsify",
     "summary",
     "sync",
+    "trained_state",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``SparsifyCallback``, which needs transformers, is imported when it is asked for."""
+    if name == "SparsifyCallback":
+        return importlib.import_module("sparsify.integrations.transformers").SparsifyCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,7 @@ from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
 from sparsify.ranks import MODES
 from sparsify.report import Summary, num_parameters, summarize
+from sparsify.resuming import trained_state_of
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.state import engine_of
 from sparsify.static import choose, zero_others
@@ -275,6 +276,33 @@ def sync(model: nn.Module) -> None:
         >>> sync(model)
     """
     get_unmasker(model).sync()
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """What training made of the model, for a checkpoint of O(budget): its state dict without what the base has.
+
+    Of an interrupted run ``model.load_state_dict`` takes it, strictly, in a model that was built and sparsified in the
+    same way; the optimizer's state dict goes with it.
+
+    Args:
+        model: a sparsified model, or one that holds it.
+
+    Returns:
+        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the index buffers,
+        ``modules_to_save``, what the base does not have, and buffers that training changed. They are the model's
+        own, not copies.
+
+    Raises:
+        SparsifyError: when the model is not sparsified.
+
+    Example:
+        >>> model = sparsify(torch.nn.Linear(100, 100), budget=3, steps=1)
+        >>> sum(tensor.numel() for tensor in trained_state(model).values()) < 20
+        True
+        >>> model.load_state_dict(trained_state(model))
+        <All keys matched successfully>
+    """
+    return trained_state_of(get_unmasker(model), model)
 
 
 def _check_model(model: Any) -> None:

@@ -101,7 +101,7 @@ def export(engine: Engine, budget: int | None = None) -> Export:
     for name in dict.fromkeys([*masked, *(name for name in engine.fresh_names if name in parameters)]):
         trained = masked.get(name) or Untrained(parameters[name])
         entries = entries_of(plain_name(name), trained, budget)
-        if name not in engine.fresh_names and not _is_pruned(engine.strategy, trained):
+        if name not in engine.fresh_names and not is_pruned(engine.strategy, trained):
             tensors.append(entries)
         elif name in engine.draws and digest(_as_of(trained, 0)) == engine.draws[name][1]:
             tensors.append(entries._replace(drawn=engine.draws[name]))
@@ -142,7 +142,7 @@ def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None =
     return TensorEntries(name, tuple(tensor.parameter.shape), indices, values, base_values)
 
 
-def _is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
+def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
     """Whether the tensor has zeros that its base had not: entries alone would not tell of them, so it goes whole."""
     return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape)
 
@@ -157,11 +157,14 @@ def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
 def _whole(engine: Engine) -> dict[str, Tensor]:
     parameters = dict(engine.root.named_parameters())
     whole = {plain_name(name): parameters[name].detach() for name in engine.dense_names if name in parameters}
-    for name, buffer in _persistent_buffers(engine.root):
-        known = engine.buffer_digests.get(name)
-        if known is not None and known != digest(buffer):
-            whole[plain_name(name)] = buffer
-    return whole
+    return whole | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+
+
+def changed_buffers(engine: Engine) -> dict[str, Tensor]:
+    """The buffers that training changed (BatchNorm's statistics), by their names in the model."""
+    known = engine.buffer_digests
+    buffers = _persistent_buffers(engine.root)
+    return {name: buffer for name, buffer in buffers if name in known and known[name] != digest(buffer)}
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

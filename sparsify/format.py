@@ -98,9 +98,9 @@ def write(
         )
     _check_openings(data[8 : 8 + header_bytes])
     for_people = (to_json(document, indent=2) + "\n").encode()
-    _replace_file(Path(path), data)
+    replace_file(Path(path), data)
     if sidecar is not None:
-        _replace_file(Path(sidecar), for_people)
+        replace_file(Path(sidecar), for_people)
 
 
 def read(path: str | os.PathLike[str]) -> DeltaFile:
@@ -162,7 +162,7 @@ def _reason(error: Exception) -> str:
     return "".join(character if character.isprintable() else "?" for character in line)
 
 
-def _replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Puts a complete file in place of what is at ``path``, or leaves that as it is, whenever the process may die."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes.

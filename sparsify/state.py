@@ -2,7 +2,8 @@
 
     root forward        the weights are refreshed if the flat delta was written behind the optimizer's back
     root state_dict     likewise, so that a saved weight is the trained one
-    load_state_dict     index buffers take the size they have in the state dict; afterwards the weights are in step
+    load_state_dict     index buffers take the size they have in the state dict; afterwards the weights are in step.
+                        A trained state (resuming.py) has no frozen weights, and they are not missed
 
 All hooks are plain functions, so that a model with them pickles and deep-copies.
 """
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, problem_with
 from sparsify.names import ENGINE
+from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
 from sparsify.unmasker import POSITION, STATE, Unmasker
 
 HANDLES = "_sparsify_handles"  # attribute of the root: the handles of the hooks placed here
 PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded
+PARTIAL_LOAD = "_sparsify_partial_load"  # likewise, where it is a trained state
 NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # DDP leaves these names of the root alone
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # transformers leaves these keys out of save_pretrained()
 
@@ -107,10 +110,20 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         raise SparsifyError(problem)
     else:
         engine.write_base()  # what was unmasked here may be masked there
+        if is_trained_state(engine, state_dict, prefix):
+            try:
+                check_same_base(engine, stored)
+            except SparsifyError:
+                engine.sync()
+                raise
+            root.__dict__[PARTIAL_LOAD] = PartialLoad(engine, state_dict, prefix)
         engine.buffers.resize(stored)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
     engine = engine_of(root)
     if engine is not None:
+        partial = root.__dict__.pop(PARTIAL_LOAD, None)
+        if partial is not None:
+            incompatible_keys.missing_keys[:] = partial.without_frozen(incompatible_keys.missing_keys)
         engine.state_loaded(root.__dict__.pop(PLAIN_LOADS, set()))

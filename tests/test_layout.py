@@ -37,6 +37,7 @@ LAYERS = [
     {"agreement", "consensus"},
     {"backward", "growth"},
     {"unmasker"},
+    {"resuming"},
     {"packed", "state", "report"},
     {"preparation"},
     {"api"},
@@ -67,6 +68,7 @@ TRAINING = {
     "ranks",
 } | {
     "report",
+    "resuming",
     "schedules",
     "screen",
     "selection",

@@ -1,1 +1,1 @@
-"""Other libraries' training: what sparsify adds to them."""
+"""Sparsified models in the training loops of others; each module imports the library that it is about."""

@@ -1,0 +1,126 @@
+"""The Hugging Face Trainer, and those that derive from it: what a callback does for a sparsified model.
+
+on_init_end      checkpoint folders that an interrupted run left incomplete are set aside
+on_train_begin   the number of steps is found; from here on, checkpoints hold the trained state only
+on_log           how far the unmasking has come
+on_train_end     ``save_pretrained`` is the model's own again
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from sparsify.api import get_unmasker, summary
+from sparsify.delta import SparseDelta
+from sparsify.errors import SparsifyError
+from sparsify.integrations.checkpoints import (
+    CheckpointWriter,
+    expected_files,
+    problem_with,
+    read_trained_state,
+    set_aside_incomplete,
+    write_trained_state,
+)
+
+SAVE = "save_pretrained"  # attribute of the model in which the writer stands while it is trained
+
+
+class SparsifyCallback(TrainerCallback):
+    """Makes the Hugging Face Trainer know that its model is sparsified; no subclass of the Trainer is needed.
+
+    - It finds ``steps``, where ``sparsify`` was not given them.
+    - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
+      loss, and to ``trainer.state.log_history``. Reporters that ``report_to`` brings come before it in the list of
+      callbacks and do not see them; list those after it, in ``callbacks=[SparsifyCallback(), TensorBoardCallback()]``.
+    - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
+      ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
+      the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
+    - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
+      ``resume_from_checkpoint=True`` takes the one before it. Only one run may write to an ``output_dir``.
+    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> def train(model, args, data):
+        ...     trainer = Trainer(model, args, train_dataset=data, callbacks=[SparsifyCallback()])
+        ...     trainer.train(resume_from_checkpoint=True)
+    """
+
+    def __init__(self) -> None:
+        self._steps: int | None = None  # the planned steps that were found, not given
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
+            if args.should_save:
+                set_aside_incomplete(Path(args.output_dir))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        """Raises:
+        SparsifyError: when the model is not sparsified; when the run was resumed from what does not tell which entries
+            were trained.
+        """
+        model = event["model"]
+        engine = get_unmasker(model)
+        _check_resumed(args, state, engine.step)
+        if engine.steps is None or engine.steps == self._steps:
+            engine.steps = self._steps = state.max_steps
+        elif engine.steps != state.max_steps:
+            warnings.warn(
+                f"sparsify() was given steps={engine.steps:,}, and the Trainer makes {state.max_steps:,}: entries are "
+                "unmasked by the former; leave steps out, and the Trainer's are taken.",
+                stacklevel=2,
+            )
+        if hasattr(model, SAVE):
+            vars(model)[SAVE] = CheckpointWriter(model, args, state)
+
+    def on_log(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        logs = event["logs"]
+        if "loss" not in logs:  # an evaluation's, or the last of all
+            return
+        now = summary(event["model"])
+        numbers = {
+            "unmasked": now.unmasked,
+            "budget_share": now.unmasked / now.budget,
+            "tensor_sparsity": now.tensor_sparsity,
+            "selection_entropy": now.selection_entropy,
+        }
+        logs.update(numbers)  # for the callbacks after this one
+        state.log_history[-1].update(numbers)
+
+    def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        # a model without save_pretrained was just written with its frozen weights
+        if args.should_save and (folder / "model.safetensors").is_file() and read_trained_state(folder) is None:
+            write_trained_state(event["model"], folder, expected_files(args))
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        if state.is_world_process_zero:
+            SparseDelta.from_model(event["model"]).save(args.output_dir)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        model = event["model"]
+        vars(model).pop(SAVE, None)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # of a PEFT model the Trainer has loaded the adapter, which does not tell what is unmasked
+            trained = read_trained_state(Path(state.best_model_checkpoint))
+            if trained is not None:
+                model.load_state_dict(trained, strict=False)
+
+
+def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
+    """Raises where a resumed run would silently not be the interrupted one."""
+    if not state.global_step:
+        return
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    if folder.is_dir() and (problem := problem_with(folder)):
+        raise SparsifyError(f"`{folder}` {problem}, so training cannot go on from it; resume from the one before it.")
+    if not steps_done and not args.fp16:  # under fp16 the first steps may all have been skipped
+        raise SparsifyError(
+            f"the run was resumed at step {state.global_step:,}, but its checkpoint does not tell which entries were "
+            "trained: it was written without SparsifyCallback. Resume from one that was written with it, or start "
+            "afresh from its weights, which are ordinary ones."
+        )

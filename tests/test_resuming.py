@@ -1,0 +1,174 @@
+"""The trained state goes onto a fresh base, without the frozen weights, and training goes on from it bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import unmasked_sets
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sparsify import BaseMismatchError, Increment, Magnitude, Strategy, get_unmasker, sparsify, trained_state
+from sparsify.resuming import placeholder
+from sparsify.unmasker import STATE
+
+BUDGET, STEPS = 40, 8
+STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
+
+
+def run(model, batches, optimizer=None):
+    """A step for each batch; the losses and the optimizer."""
+    if optimizer is None:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def assert_equal_states(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "bert", "gpt2"])
+def test_training_goes_on_from_the_trained_state_bit_for_bit(name, strategy, tmp_path):
+    plain, batches = build(name)
+    options = {"modules_to_save": ["head"]} if name == "mlp" else {}
+    straight = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS, **options)
+    losses, optimizer = run(straight, batches[:3])
+    save_file(trained_state(straight), tmp_path / "state.safetensors")
+    moments = copy.deepcopy(optimizer.state_dict())
+    losses, _ = run(straight, batches[3:STEPS], optimizer)
+
+    resumed = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS, **options)
+    resumed.load_state_dict(load_file(tmp_path / "state.safetensors"))  # strict
+    _, optimizer = run(resumed, [])
+    optimizer.load_state_dict(moments)
+    assert run(resumed, batches[3:STEPS], optimizer)[0] == losses
+    assert unmasked_sets(resumed) == unmasked_sets(straight)
+    assert_equal_states(resumed.state_dict(), straight.state_dict())
+
+
+def test_the_trained_state_is_a_few_bytes_an_entry():
+    model = sparsify(nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)), 1_000, "pafi")
+    state = trained_state(model)
+    assert state.keys() == set(STATE)
+    assert sum(tensor.nbytes for tensor in state.values()) == 1_000 * 16 + 8 * (2 + 3)
+    assert model.sparse_slots.dtype == torch.int64  # of the model itself
+    model.load_state_dict(state)
+    assert model.sparse_slots.dtype == model.sparse_indices.dtype == torch.int64
+
+
+def test_what_the_base_does_not_have_is_in_the_trained_state():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = nn.Linear(6, 10), nn.BatchNorm1d(10)
+            self.idle = nn.BatchNorm1d(10)
+            self.adapter, self.head = nn.Linear(10, 10), nn.Linear(10, 3)
+
+        def forward(self, x, labels):
+            return nn.functional.cross_entropy(self.head(self.adapter(self.norm(self.body(x)))), labels)
+
+    batches = build("mlp")[1]
+    torch.manual_seed(0)
+    model = sparsify(Net(), 20, steps=4, modules_to_save=["head"], fresh_modules=["adapter"])
+    run(model, batches[:2])
+    whole = {f"{module}.{kind}" for module in ("adapter", "head") for kind in ("weight", "bias")}
+    changed = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert trained_state(model).keys() == {*STATE, *whole, *changed}
+    torch.manual_seed(0)
+    base = Net()
+    nn.init.zeros_(base.adapter.weight)  # drawn otherwise
+    other = sparsify(base, 20, steps=4, modules_to_save=["head"], fresh_modules=["adapter"])
+    other.load_state_dict(trained_state(model))
+    assert_equal_states(other.state_dict(), model.state_dict())
+
+
+def test_a_pruned_adapter_is_in_the_trained_state():
+    plain, batches = build("mlp")
+    model = sparsify(plain, 0.5, "sparseadapter", target_modules=["second"], calibration=batches[:2], loss_fn=loss_of)
+    assert trained_state(model).keys() == {*STATE, "second.weight"}
+
+
+def test_a_tied_dense_weight_is_there_once(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = sparsify(Tied(), 5, "pafi", modules_to_save=["embed"])
+    save_file(trained_state(model), tmp_path / "state")
+    model.load_state_dict(load_file(tmp_path / "state"))
+
+
+def test_a_model_that_holds_the_sparsified_one_is_kept_but_for_the_frozen_weights():
+    whole = nn.ModuleDict({"module": build("mlp")[0], "value_head": nn.Linear(8, 1)})
+    sparsify(whole["module"], 20, "pafi")
+    state = trained_state(whole)
+    assert state.keys() == {*(f"module.{name}" for name in STATE), "value_head.weight", "value_head.bias"}
+    whole.load_state_dict(state)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_of_another_base_are_refused_and_nothing_is_loaded(nested):
+    models = [sparsify(build("mlp", seed=seed)[0], 20, steps=4) for seed in (0, 1)]
+    for model in models:
+        run(model, build("mlp")[1][:2])
+    before = copy.deepcopy(models[1].state_dict())
+    first, second = ([nn.ModuleDict({"inner": model}) for model in models]) if nested else models
+    with pytest.raises(BaseMismatchError, match="has other pretrained values than the model that this checkpoint"):
+        second.load_state_dict(trained_state(first))
+    assert_equal_states(models[1].state_dict(), before)
+    run(models[1], build("mlp")[1][2:4])
+
+
+def test_a_model_in_another_dtype_is_refused_unless_its_values_are_the_same():
+    plain = build("mlp")[0]
+    model = sparsify(copy.deepcopy(plain).bfloat16(), 20, "random")
+    state = trained_state(model)
+    sparsify(copy.deepcopy(plain).bfloat16().float(), 20, "random").load_state_dict(state)
+    with pytest.raises(BaseMismatchError, match="in the same dtype"):
+        sparsify(plain, 20, "random").load_state_dict(state)
+
+
+def test_a_part_of_a_state_dict_is_no_trained_state():
+    model = sparsify(build("mlp")[0], 20, "pafi", modules_to_save=["head"])
+    state = dict(model.state_dict())
+    del state["first.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.weight"'):
+        model.load_state_dict(state)
+    state = trained_state(model)
+    del state["head.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.weight"'):
+        model.load_state_dict(state)
+
+
+def test_a_file_with_the_placeholder_is_refused_by_who_takes_it_for_a_whole_model(tmp_path):
+    model, _ = build("bert")
+    model.save_pretrained(tmp_path)
+    sparsify(model, 20, "pafi")
+    state = trained_state(model) | placeholder(get_unmasker(model))
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        type(model).from_pretrained(tmp_path)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+
+
+def test_best_so_far_comes_back_into_the_model_that_trained_on():
+    model, batches = sparsify(build("bert")[0], 40, steps=8), build("bert")[1]
+    run(model, batches[:3])
+    best = {name: value.clone() for name, value in trained_state(model).items()}
+    expected = copy.deepcopy(model.state_dict())
+    run(model, batches[3:6])
+    model.load_state_dict(best)
+    assert_equal_states(model.state_dict(), expected)

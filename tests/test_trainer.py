@@ -1,0 +1,382 @@
+"""The Hugging Face Trainer with SparsifyCallback: steps, logs, small checkpoints, and a run that goes on from one."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import build
+from oracle import unmasked_sets
+from safetensors.torch import load_file
+from torch import nn
+from trainers import BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, steps_done
+
+import sparsify as package
+from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_unmasker, sparsify, summary
+
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+
+def test_the_callback_is_a_public_name_that_imports_transformers_when_it_is_asked_for():
+    code = "import sys, sparsify; before = 'transformers' in sys.modules; sparsify.SparsifyCallback; print(before)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert run.stdout.strip().endswith("False")
+    with pytest.raises(AttributeError, match="has no attribute 'SparsifyCallbacks'"):
+        package.SparsifyCallbacks  # noqa: B018
+
+
+def test_the_steps_are_found(tmp_path):
+    model = make_model(steps=None)
+    trainer = make_trainer(model, tmp_path, save_strategy="no")
+    trainer.train()
+    assert steps_done(model) == (STEPS, BUDGET)
+    assert get_unmasker(model).steps == STEPS
+    by_epochs = make_model(steps=None)
+    make_trainer(
+        by_epochs, tmp_path, max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=5, save_strategy="no"
+    ).train()  # 48 rows, 12 batches: three optimizer steps
+    assert get_unmasker(by_epochs).steps == 3
+    assert steps_done(by_epochs) == (3, BUDGET)
+
+
+def test_without_the_callback_steps_have_to_be_given(tmp_path):
+    with pytest.raises(SparsifyError, match=r"pass steps= \(optimizer steps, not batches\) to sparsify\(\)"):
+        make_trainer(make_model(steps=None), tmp_path, callbacks=[], save_strategy="no").train()
+    runs = []
+    for callbacks, steps in (([], STEPS), ([SparsifyCallback()], None)):
+        trainer = make_trainer(make_model(steps=steps), tmp_path, callbacks=callbacks, save_strategy="no")
+        trainer.train()
+        runs.append(outcome(trainer))
+    runs[0] = ({step: [*log[:3], runs[1][0][step][3]] for step, log in runs[0][0].items()}, *runs[0][1:])
+    assert_same(*runs)
+
+
+def test_other_steps_than_the_trainers_are_complained_of(tmp_path):
+    model = make_model(steps=STEPS * 2)
+    with pytest.warns(UserWarning, match="was given steps=16, and the Trainer makes 8"):
+        make_trainer(model, tmp_path, save_strategy="no").train()
+    assert steps_done(model) == (STEPS, BUDGET // 2)
+
+
+def test_steps_that_were_found_are_found_again_in_a_second_run(tmp_path, recwarn):
+    model, callback = make_model(steps=None), SparsifyCallback()
+    make_trainer(model, tmp_path, callbacks=[callback], max_steps=3, save_strategy="no").train()
+    make_trainer(model, tmp_path, callbacks=[callback], max_steps=6, save_strategy="no").train()
+    assert get_unmasker(model).steps == 6
+    assert not [warning for warning in recwarn if "the Trainer makes" in str(warning.message)]
+
+
+def test_a_model_that_is_not_sparsified_is_an_error(tmp_path):
+    with pytest.raises(SparsifyError, match="is not sparsified"):
+        make_trainer(build("bert")[0], tmp_path).train()
+
+
+def test_the_logs_say_how_far_the_unmasking_has_come(tmp_path, capsys):
+    model = make_model()
+    trainer = make_trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, save_strategy="no")
+    trainer.train()
+    training = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["unmasked"] for log in training] == [7, 15, 22, 30, 37, 45, 52, 60]
+    assert [log["budget_share"] for log in training] == pytest.approx(
+        [n / BUDGET for n in (7, 15, 22, 30, 37, 45, 52, 60)]
+    )
+    last = summary(model)
+    assert training[-1]["tensor_sparsity"] == last.tensor_sparsity
+    assert training[-1]["selection_entropy"] == last.selection_entropy
+    assert not any("unmasked" in log for log in trainer.state.log_history if "eval_loss" in log)
+    assert "'unmasked'" in capsys.readouterr().out  # the printer comes after the callback
+    json.dumps(trainer.state.log_history)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+FILES = {
+    "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin",
+}  # fmt: skip
+
+
+def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
+    model = make_model(modules_to_save=["classifier"])
+    make_trainer(model, tmp_path).train()
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert {path.name for path in (tmp_path / "checkpoint-8").iterdir()} == FILES
+    state = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
+    (frozen,) = [name for name, value in state.items() if not value.numel()]
+    assert frozen in dict(model.named_parameters())
+    assert state.keys() - {frozen} == {
+        "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_counts", "sparse_indices",
+        "sparse_slots", "sparse_base",
+    }  # fmt: skip
+
+
+def test_a_checkpoint_is_sixteen_bytes_an_entry_beside_the_optimizer(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=5_000, num_hidden_layers=1, num_labels=3)
+    model = sparsify(BertForSequenceClassification(config), 320_000, "random", modules_to_save=["classifier"])
+    make_trainer(model, tmp_path, max_steps=1).train()
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "checkpoint-1").iterdir()}
+    assert 320_000 * 8 < sizes.pop("optimizer.pt") < 320_000 * 8 + 60_000
+    assert 320_000 * 16 < sum(sizes.values()) < 320_000 * 16 + 60_000  # the model has 46 million
+
+
+def test_a_checkpoint_is_not_taken_for_a_whole_model(tmp_path):
+    model = make_model()
+    make_trainer(model, tmp_path).train()
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        type(model).from_pretrained(tmp_path / "checkpoint-4", config=model.config)
+    from transformers import AutoModel
+
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):
+        AutoModel.from_pretrained(tmp_path / "checkpoint-4")
+
+
+def test_the_final_model_is_an_ordinary_one(tmp_path):
+    model = make_model()
+    trainer = make_trainer(model, tmp_path / "run")
+    trainer.train()
+    assert "save_pretrained" not in vars(model)
+    trainer.save_model(tmp_path / "final")
+    model.save_pretrained(tmp_path / "saved")
+    SparseDelta.from_model(model).save(tmp_path / "delta")
+    merged = desparsify(model).state_dict()
+    for folder in ("final", "saved"):
+        again = type(model).from_pretrained(tmp_path / folder).state_dict()
+        assert all(torch.equal(value, again[name]) for name, value in merged.items())
+    base = build("bert")[0]
+    assert all(
+        torch.equal(value, merged[name])
+        for name, value in SparseDelta.load(tmp_path / "delta").apply(base).state_dict().items()
+    )
+
+
+def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):
+    from transformers import TrainerCallback
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            if state.global_step == 3:
+                model.save_pretrained(tmp_path / "by-hand")
+                copy.deepcopy(model).save_pretrained(tmp_path / "run" / "copy")
+
+    model = make_model()
+    make_trainer(model, tmp_path / "run", callbacks=[SparsifyCallback(), Save()]).train()
+    for folder in (tmp_path / "by-hand", tmp_path / "run" / "copy"):
+        assert "bert.pooler.dense.weight" in load_file(folder / "model.safetensors")
+        type(model).from_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------ resuming
+
+
+ACCUMULATION = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "per_device_train_batch_size": 16}
+CASES = {
+    "bert": ("bert", {}, {}),
+    "llama": ("llama", {}, {}),
+    "a new head": ("bert", {"modules_to_save": ["classifier"]}, {}),
+    "repeat": ("bert", {"strategy": "d3-repeat", "steps": STEPS, "budget": 12}, {}),
+    "static": ("bert", {"strategy": "pafi"}, {}),
+    "accumulation": ("bert", {}, ACCUMULATION),
+    "epochs": ("bert", {}, EPOCHS),
+    "autocast": ("bert", {}, {"bf16": True}),
+    "sgd": ("bert", {}, {"optim": "sgd"}),
+    "workers": ("bert", {}, {"dataloader_num_workers": 1}),
+    "cosine": ("bert", {"schedule": "cosine"}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path):
+    name, options, arguments = CASES[case]
+    straight = make_trainer(make_model(name, **options), tmp_path, rows_of(name), **arguments)
+    straight.train()
+    expected = outcome(straight)
+    checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    resumed = make_trainer(make_model(name, **options), tmp_path, rows_of(name), **arguments)
+    resumed.train(resume_from_checkpoint=str(checkpoints[0]))
+    assert_same(outcome(resumed), expected)
+
+
+def test_a_run_that_stops_and_goes_on_is_the_one_that_does_not(tmp_path):
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 4
+
+    straight = make_trainer(make_model(), tmp_path / "straight")
+    straight.train()
+    stopped = make_trainer(make_model(), tmp_path / "parts", callbacks=[SparsifyCallback(), Stop()])
+    stopped.train()
+    assert steps_done(stopped.model) == (4, BUDGET // 2)
+    resumed = make_trainer(make_model(), tmp_path / "parts")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(outcome(resumed), outcome(straight))
+
+
+def test_nothing_is_missed_when_a_checkpoint_is_loaded(tmp_path, caplog):
+    import logging
+
+    make_trainer(make_model(), tmp_path).train()
+    resumed = make_trainer(make_model(), tmp_path)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        resumed.train(resume_from_checkpoint=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "missing keys" not in caplog.text
+    assert "unexpected keys" not in caplog.text
+
+
+def test_a_plain_module_is_resumed_too_and_its_checkpoint_is_as_small(tmp_path):
+    class Named(nn.Module):
+        """Gives its loss under a name, as the Trainer wants it."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = build("mlp")[0]
+
+        def forward(self, x, labels):
+            return {"loss": self.inner(x, labels)}
+
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
+        trainer = make_trainer(sparsify(Named(), 20), tmp_path, rows_of("mlp"), remove_unused_columns=False)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(outcome(trainer))
+    assert_same(*runs)
+    state = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
+    assert [name for name in state if not name.startswith("sparse_")] == ["inner.first.weight"]  # it is empty
+
+
+def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on_from(tmp_path):
+    make_trainer(make_model(steps=STEPS), tmp_path, callbacks=[]).train()
+    with (
+        pytest.warns(UserWarning, match="loaded without index buffers"),
+        pytest.raises(SparsifyError, match="written without SparsifyCallback"),
+    ):
+        make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_another_base_is_refused(tmp_path):
+    make_trainer(make_model(), tmp_path).train()
+    other = sparsify(build("bert", seed=7)[0], BUDGET)
+    with pytest.raises(SparsifyError, match="build the model from the same base"):
+        make_trainer(other, tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_model_init_makes_the_model_that_is_resumed(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    runs = []
+    for checkpoint in (None, True):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
+            use_cpu=True, logging_steps=1,
+        )  # fmt: skip
+        trainer = Trainer(
+            model_init=lambda: make_model(), args=arguments, train_dataset=rows_of(), callbacks=[SparsifyCallback()]
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(outcome(trainer))
+        shutil.rmtree(tmp_path / "checkpoint-4")
+    assert_same(*runs)
+
+
+# ------------------------------------------------------------------------------------ the best, and the limit
+
+
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_the_best_checkpoint_is_loaded_at_the_end(limit, tmp_path):
+    straight = make_trainer(make_model(), tmp_path / "straight")
+    straight.train()
+    trainer = make_trainer(make_model(), tmp_path / "best", save_total_limit=limit, **BEST)
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best < STEPS
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    there = make_model(steps=STEPS)
+    there.load_state_dict(load_file(tmp_path / "straight" / f"checkpoint-{best}" / "model.safetensors"))
+    assert steps_done(trainer.model) == steps_done(there)
+    assert unmasked_sets(trainer.model) == unmasked_sets(there)
+    state = there.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
+    if limit:
+        assert [path.name for path in (tmp_path / "best").iterdir()] == [f"checkpoint-{best}"]
+
+
+def test_with_a_limit_the_last_checkpoints_are_kept_and_resumed_from(tmp_path):
+    straight = make_trainer(make_model(), tmp_path, save_total_limit=2)
+    straight.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+    resumed = make_trainer(make_model(), tmp_path, save_total_limit=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert_same(outcome(resumed), outcome(straight))
+
+
+# ------------------------------------------------------------------------------------ PEFT
+
+
+def lora(seed=0):
+    from peft import LoraConfig, get_peft_model
+
+    plain = build("bert")[0]
+    torch.manual_seed(seed)  # of LoRA's matrices
+    config = LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.1, modules_to_save=["classifier"])
+    return sparsify(get_peft_model(plain, config), 0.3)
+
+
+def test_a_sparse_lora_is_resumed_though_its_matrices_were_drawn_anew(tmp_path):
+    from peft import PeftModel
+
+    straight = make_trainer(lora(), tmp_path)
+    straight.train()
+    resumed = make_trainer(lora(seed=1), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(outcome(resumed), outcome(straight))
+    names = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
+    assert names == FILES | {"adapter_model.safetensors", "adapter_config.json", "README.md"}
+    again = PeftModel.from_pretrained(build("bert")[0], tmp_path / "checkpoint-8").eval()
+    batch = build("bert")[1][0]
+    assert torch.equal(again(**batch).logits, straight.model.eval()(**batch).logits)
+
+
+def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
+    trainer = make_trainer(lora(), tmp_path, **BEST)
+    trainer.train()
+    best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    assert trainer.state.best_global_step < STEPS
+    assert get_unmasker(trainer.model).unmasked == best["sparse_indices"].numel()
+    state = trainer.model.state_dict()
+    assert all(torch.equal(value, state[name].to(value.dtype)) for name, value in best.items() if value.numel())
+
+
+def test_a_run_of_transformers_own_adapters_is_resumed(tmp_path):
+    from peft import LoraConfig
+
+    def model():
+        plain = build("llama")[0]
+        torch.manual_seed(0)
+        plain.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        return sparsify(plain, 0.3)
+
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
+        trainer = make_trainer(model(), tmp_path, rows_of("llama"))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(outcome(trainer))
+    assert_same(*runs)

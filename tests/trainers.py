@@ -1,0 +1,69 @@
+"""A real Hugging Face Trainer around a small model, and what a run of it leaves to compare."""
+
+import torch
+from models import build
+from oracle import unmasked_sets
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from sparsify import SparsifyCallback, get_unmasker, sparsify
+
+BUDGET, STEPS = 60, 8
+NUMBERS = ("loss", "grad_norm", "learning_rate", "unmasked")
+
+
+def make_model(name="bert", steps=None, **options):
+    """A sparsified model with dropout, so that a run depends on the state of the random generators."""
+    model, _ = build(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    return sparsify(model, options.pop("budget", BUDGET), steps=steps, **options)
+
+
+def rows_of(name="bert"):
+    batches = build(name)[1]
+    return [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(len(batch["labels"]))]
+
+
+def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, **arguments):
+    """A Trainer of eight steps that shuffles its data and writes a checkpoint every two."""
+    chosen = {
+        "per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 3,
+        "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
+        **arguments,
+    }  # fmt: skip
+    rows = rows_of() if rows is None else rows
+    return kind(
+        model,
+        TrainingArguments(str(folder), **chosen),
+        train_dataset=rows,
+        eval_dataset=rows[:8],
+        callbacks=[SparsifyCallback()] if callbacks is None else callbacks,
+    )
+
+
+def outcome(trainer):
+    """What two equal runs have in common: the log of each step, the unmasked entries, the weights, the moments."""
+    model = trainer.model
+    logs = {log["step"]: [log.get(key) for key in NUMBERS] for log in trainer.state.log_history if "loss" in log}
+    moments = trainer.optimizer.state_dict()["state"]
+    return logs, unmasked_sets(model), dict(model.state_dict()), moments
+
+
+def assert_same(one, other):
+    """Two runs ended in the same place by the same way, bit for bit."""
+    for first, second in zip(one[:2], other[:2], strict=True):
+        assert first == second
+    assert one[2].keys() == other[2].keys()
+    for name, value in one[2].items():
+        assert torch.equal(value, other[2][name]), name
+    assert one[3].keys() == other[3].keys()
+    for number, moments in one[3].items():
+        assert moments.keys() == other[3][number].keys()
+        assert all(torch.equal(value, other[3][number][name]) for name, value in moments.items())
+
+
+def steps_done(model):
+    engine = get_unmasker(model)
+    return engine.step, engine.unmasked
