@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sparsify.entries import DTYPES, TRANSPOSED, TensorDelta, as_bits, digest
+from sparsify.entries import DTYPES, TRANSPOSED, TensorDelta, as_bits, digest, put
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.names import named_tensors, near_names
 from sparsify.overlay import OverlaidWeight, overlaid
@@ -39,8 +39,10 @@ class Edit:
             new = self.new.to(target.device, target.dtype)
             if self.indices is None:
                 target.copy_(new)
+            elif isinstance(target, OverlaidWeight):
+                target.put(self.indices.to(target.device), new)
             else:
-                target.put_(self.indices.to(target.device), new)
+                put(target, self.indices.to(target.device), new)
 
     def is_written(self, target: Tensor) -> bool:
         """Whether the tensor holds ``new``, in its present dtype."""
@@ -118,7 +120,7 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
         raise BaseMismatchError(
             f"tensor `{name}` is drawn with a scale of {delta.drawn.scale}, beyond its {delta.dtype}."
         )
-    return values.put_(delta.indices, delta.values)
+    return put(values, delta.indices, delta.values)
 
 
 def check_not_drawn(tensors: Mapping[str, TensorDelta], what: str) -> None:

@@ -69,6 +69,23 @@ class TensorDelta:
         return self.indices.numel()
 
 
+def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Writes values (n,) into a tensor at distinct flat, row-major indices (n,), whatever its strides.
+
+    ``Tensor.put_`` does so too, but ``torch.use_deterministic_algorithms(True)`` forbids it.
+
+    Example:
+        >>> put(torch.zeros(2, 2), torch.tensor([3, 0]), torch.tensor([1.0, 2.0]))
+        tensor([[2., 0.],
+                [0., 1.]])
+    """
+    if tensor.is_contiguous():
+        tensor.view(-1).index_put_((indices,), values)
+    else:
+        tensor.index_put_(torch.unravel_index(indices, tensor.shape), values)
+    return tensor
+
+
 def as_bits(values: Tensor) -> Tensor:
     """The same memory as integers: tensors are equal in every bit where these are, NaN and -0.0 included."""
     if values.element_size() == 16:  # complex128

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.draws import Draw
-from sparsify.entries import digest
+from sparsify.entries import digest, put
 from sparsify.errors import SparsifyError
 from sparsify.extensions import record_extensions
 from sparsify.masked.tensor import MaskedTensor
@@ -151,7 +151,7 @@ def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
     later = tensor.slots >= budget
     weight = tensor.parameter.detach().clone(memory_format=torch.contiguous_format)
-    return weight.put_(tensor.indices[later], tensor.base[later].to(weight.dtype))
+    return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
 
 
 def _whole(engine: Engine) -> dict[str, Tensor]:

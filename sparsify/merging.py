@@ -28,7 +28,7 @@ from tqdm import tqdm
 from sparsify.checking import check_checkpoint, trained_values
 from sparsify.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored
 from sparsify.edits import warn_of_casts
-from sparsify.entries import TensorDelta
+from sparsify.entries import TensorDelta, put
 from sparsify.errors import SparsifyError
 from sparsify.layout import Layout
 
@@ -110,7 +110,7 @@ class _Entries(_Change):
         for layout in self.copies:
             for part in layout.locate(self.delta.indices):
                 if part.key in targets:
-                    _map(targets[part.key], self.dtype).put_(part.indices, values[part.entries])
+                    put(_map(targets[part.key], self.dtype), part.indices, values[part.entries])
 
 
 class _Whole(_Change):

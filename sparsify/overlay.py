@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.entries import as_bits
+from sparsify.entries import as_bits, put
 from sparsify.errors import BaseMismatchError
 from sparsify.quantized import is_quantized, quantized_weight, unreadable
 
@@ -71,9 +71,9 @@ class OverlaidWeight:
         known, _, values = self._overlay()
         if bool(torch.isin(indices, known).all()):
             return values[torch.searchsorted(known, indices)]
-        return quantized_weight(self._module).dequantize().put_(known, values.to(self.dtype)).take(indices)
+        return put(quantized_weight(self._module).dequantize(), known, values.to(self.dtype)).take(indices)
 
-    def put_(self, indices: Tensor, values: Tensor) -> None:
+    def put(self, indices: Tensor, values: Tensor) -> None:
         """Lays values (n,) over the weight at flat indices (n,); what equals the base is taken off."""
         with torch.inference_mode(False), torch.no_grad():  # what is kept has to be of use in training, too
             self._put(indices, values)

@@ -91,7 +91,7 @@ class Pool:
         surplus = self._scores.numel() - self.size
         if surplus < 0:
             return
-        self.floor = self._scores.kthvalue(surplus + 1).values
+        self.floor = self._scores.topk(self.size, sorted=False).values.amin()  # kthvalue is not deterministic on a GPU
         above = (self._scores > self.floor).nonzero().squeeze(1)
         level = (self._scores == self.floor).nonzero().squeeze(1)
         level = level[self._ids[level].argsort()[: self.size - above.numel()]]

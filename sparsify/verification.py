@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sparsify.entries import digest
+from sparsify.entries import digest, put
 from sparsify.export import Engine as Exportable
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies import Increment, Repeat
@@ -105,7 +105,7 @@ def verify(engine: Engine) -> Verification:
 def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
     if tensor is None or not tensor.count:
         return weight
-    return weight.clone().put_(tensor.indices, tensor.base.to(weight.dtype))
+    return put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
 
 
 def _expected(engine: Engine) -> int:

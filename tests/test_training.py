@@ -429,6 +429,23 @@ def test_autocast_unmasks_what_the_dense_gradients_of_autocast_say():
 # -------------------------------------------------------------------------------- the optimizer
 
 
+def test_deterministic_algorithms_are_enough(tmp_path):
+    """As with the Trainer's ``full_determinism``, which makes torch refuse whatever may not be deterministic."""
+    model, batches = build("gpt2")
+    base = copy.deepcopy(model)
+    torch.use_deterministic_algorithms(True)
+    try:
+        sparsify(model, BUDGET, steps=STEPS)
+        train(model, batches)
+        delta = SparseDelta.from_model(model)
+        delta.save(tmp_path)
+        assert summary(model, verify=True).verification.ok
+        with delta.applied(base):
+            assert torch.equal(loss_of(base, batches[0]), loss_of(model, batches[0]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_gradients_that_are_zeroed_in_place_work_too(mlp):
     model, batches = mlp
     twin = copy.deepcopy(model)

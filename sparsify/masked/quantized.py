@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparsify.entries import put
 from sparsify.errors import SparsifyError
 from sparsify.masked.linear import autocast_dtype
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked, masked_tensors
@@ -115,7 +116,7 @@ class _Recipe:
         weight = self._stored.dequantize()
         if self._indices is not None:
             assert self._values is not None
-            weight.put_(self._indices.to(weight.device), self._values.to(weight))
+            put(weight, self._indices.to(weight.device), self._values.to(weight))
         return weight
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsify.entries import put
 from sparsify.index_buffers import IndexBuffers
 
 
@@ -247,11 +248,11 @@ class MaskedTensor:
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Puts values (k,) into the weight at the indices; autograd's version counter sees it."""
-        self.parameter.put_(self.indices, values.to(self.parameter))
+        put(self.parameter, self.indices, values.to(self.parameter))
 
     def write_unseen(self, values: Tensor) -> None:
         """Likewise, through ``.data``: a graph that was built before has saved this weight and gets it unchanged."""
-        self.parameter.data.put_(self.indices, values.to(self.parameter))
+        put(self.parameter.data, self.indices, values.to(self.parameter))
 
     def write_base(self) -> None:
         """Puts the pretrained values into the weight, in the same way."""
