@@ -16,8 +16,10 @@ from sparsify.entries import digest
 from sparsify.errors import SparsifyError
 from sparsify.export import Engine as Exportable
 from sparsify.index_buffers import IndexBuffers
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranks import BEGIN, END, Ranks
 from sparsify.selection import Winners
+from sparsify.shards import is_shard
 
 SAMPLED = 4096  # entries of each tensor that stand for all of them
 
@@ -107,15 +109,18 @@ def _parts(engine: Engine) -> dict[str, int]:
         "step": engine.step,
         "candidates": _number(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors])),
         "flat delta": _number(repr(_digests([engine.values.detach()]))),
-        "weights": _number(repr([digest(_sample(tensor.matrix)) for tensor in engine.tensors])),
+        "weights": _number(repr([_sample(tensor) for tensor in engine.tensors])),
         "unmasked entries": _number(repr((counts, _digests([buffers.all_indices, buffers.all_slots])))),
         "base values": _number(repr(_digests([buffers.all_base]))),
     }
 
 
-def _sample(weight: Tensor) -> Tensor:
-    flat = weight.reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED)]
+def _sample(tensor: MaskedTensor) -> str:
+    if is_shard(tensor.parameter):
+        return "sharded"  # there is only one
+    flat = tensor.weight.reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLED)]
+    return digest(sample.clone())  # numpy would keep FSDP2 from freeing what it looked at
 
 
 def _digests(tensors: Sequence[Tensor]) -> list[str]:

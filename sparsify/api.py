@@ -26,6 +26,7 @@ from sparsify.ranks import MODES
 from sparsify.report import Summary, num_parameters, summarize
 from sparsify.resuming import trained_state_of
 from sparsify.schedules import Schedule, resolve_schedule
+from sparsify.shards import check_unsharded
 from sparsify.state import engine_of
 from sparsify.static import choose, zero_others
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
@@ -170,6 +171,11 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         'Linear'
     """
     engine = get_unmasker(model)
+    if engine.sharded:
+        raise SparsifyError(
+            "a model that fully_shard() has sharded cannot be turned back; save SparseDelta.from_model(model), and "
+            "apply it to a base that is not sharded."
+        )
     engine.refresh()
     if not dequantize:
         check_unchanged(engine.tensors)
@@ -315,6 +321,7 @@ def _check_model(model: Any) -> None:
             f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
             + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
         )
+    check_unsharded(model)
     for name, module in model.named_modules():
         if engine_of(module) is not None or masked_tensors(module):
             raise SparsifyError(

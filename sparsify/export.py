@@ -19,6 +19,7 @@ from sparsify.extensions import record_extensions
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import plain_model, plain_name
 from sparsify.schedules import Schedule
+from sparsify.shards import is_shard, whole
 from sparsify.strategies import Prune, Strategy
 from sparsify.values import VALUES
 
@@ -94,7 +95,7 @@ def export(engine: Engine, budget: int | None = None) -> Export:
             f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
             "or None for all of them."
         )
-    tensors, whole = [], _whole(engine)
+    tensors, stored_whole = [], _whole(engine)
     parameters = dict(engine.root.named_parameters())
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
@@ -106,8 +107,8 @@ def export(engine: Engine, budget: int | None = None) -> Export:
         elif name in engine.draws and digest(_as_of(trained, 0)) == engine.draws[name][1]:
             tensors.append(entries._replace(drawn=engine.draws[name]))
         else:
-            whole[plain_name(name)] = _as_of(trained, budget)
-    return Export(tensors, whole, _config(engine, budget))
+            stored_whole[plain_name(name)] = _as_of(trained, budget)
+    return Export(tensors, stored_whole, _config(engine, budget))
 
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:
@@ -137,7 +138,11 @@ def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None =
     if isinstance(tensor, MaskedTensor) and tensor.packed:
         changes, base_values = tensor.delta[among_first][order], tensor.base[among_first][order]
         return TensorEntries(name, tuple(tensor.shape), indices, changes, base_values, quantization=tensor.scheme)
-    values = tensor.parameter.detach().take(indices)
+    if isinstance(tensor, MaskedTensor) and is_shard(tensor.parameter):  # without asking the other ranks
+        trained = tensor.base.to(tensor.delta) + tensor.delta
+        values = trained[among_first][order].to(tensor.dtype)
+    else:
+        values = tensor.parameter.detach().take(indices)
     base_values = tensor.base[among_first][order].to(values.dtype)
     return TensorEntries(name, tuple(tensor.parameter.shape), indices, values, base_values)
 
@@ -150,14 +155,14 @@ def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
 def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
     later = tensor.slots >= budget
-    weight = tensor.parameter.detach().clone(memory_format=torch.contiguous_format)
+    weight = whole(tensor.parameter).clone(memory_format=torch.contiguous_format)
     return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
 
 
 def _whole(engine: Engine) -> dict[str, Tensor]:
     parameters = dict(engine.root.named_parameters())
-    whole = {plain_name(name): parameters[name].detach() for name in engine.dense_names if name in parameters}
-    return whole | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+    dense = {plain_name(name): whole(parameters[name]) for name in engine.dense_names if name in parameters}
+    return dense | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
 
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:

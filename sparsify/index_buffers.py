@@ -115,6 +115,10 @@ class IndexBuffers:
         self._buffer(COUNTS).copy_(counts)
         self.loaded()
 
+    def set_base(self, where: Tensor, base: Tensor) -> None:
+        """Sets the pretrained values (n,) of the entries where ``where`` (k,) is true."""
+        self._buffer(BASE)[where] = base.to(self._buffer(BASE))
+
     def resize(self, state: Mapping[str, Tensor]) -> None:
         """Makes room for the buffers of a state dict, by name, that has been checked."""
         for name in PER_ENTRY:

@@ -37,7 +37,8 @@ class Ranks:
 
     Attributes:
         timeout: seconds to wait for a rank in an exchange; to be set before the first backward.
-        bytes_sent: bytes that this rank has sent so far, as ring algorithms send them; DDP's own are not among them.
+        bytes_sent: bytes that this rank has sent so far, as ring algorithms send them; those of DDP, which averages the
+            flat gradient, and of FSDP are not among them.
         exchanges: number of collective calls so far.
     """
 
@@ -85,14 +86,21 @@ class Ranks:
         found = self.gather(padded).unique().long()
         return found[found >= 0]
 
+    @property
+    def is_first(self) -> bool:
+        return num_ranks() == 1 or dist.get_rank() == 0
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """The sum of the ranks' values, of any one shape, in their place."""
+        ranks = num_ranks()
+        if values.numel() and ranks > 1:
+            self._call(dist.all_reduce, values)
+            self._count(2 * values.nbytes * (ranks - 1) // ranks)
+        return values
+
     def mean_(self, values: Tensor) -> Tensor:
         """The mean of the ranks' values, of any one shape, in their place."""
-        if values.numel():
-            self._call(dist.all_reduce, values)
-            ranks = num_ranks()
-            self._count(2 * values.nbytes * (ranks - 1) // ranks)
-            values.div_(ranks)
-        return values
+        return self.sum_(values).div_(num_ranks())
 
     def _call(self, collective: Any, *tensors: Any) -> None:
         try:

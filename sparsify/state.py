@@ -18,9 +18,12 @@ from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, problem_with
 from sparsify.names import ENGINE
 from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
+from sparsify.sharding import check_sharding
+from sparsify.shards import is_fully_sharded
 from sparsify.unmasker import POSITION, STATE, Unmasker
 
 HANDLES = "_sparsify_handles"  # attribute of the root: the handles of the hooks placed here
+SHARDED = "_sparsify_sharded"  # attribute of the root: it has run forward under FSDP2
 PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded
 PARTIAL_LOAD = "_sparsify_partial_load"  # likewise, where it is a trained state
 NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # DDP leaves these names of the root alone
@@ -69,11 +72,25 @@ def _before_forward(root: nn.Module, args: Any) -> None:
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "
             "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
+    if is_fully_sharded(root) and SHARDED not in root.__dict__:
+        _first_under_fsdp(root)
     _refresh(root)
     engine = engine_of(root)
     if engine is not None:
         engine.freeze()
     _set_running(root, True)
+
+
+def _first_under_fsdp(root: nn.Module) -> None:
+    """From now on the weights are refreshed before FSDP2 gathers them, which it does in a hook of its own."""
+    engine = engine_of(root)
+    if engine is None:
+        return
+    check_sharding(engine)
+    root.__dict__[SHARDED] = True
+    handles = root.__dict__[HANDLES]
+    handles[0].remove()
+    handles[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
 
 
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:

@@ -34,6 +34,8 @@ from sparsify.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import Ranks, num_ranks
 from sparsify.schedules import Schedule
+from sparsify.sharding import check_root, read_base
+from sparsify.shards import is_fully_sharded, reshard
 from sparsify.stepping import listen
 from sparsify.strategies import Strategy
 from sparsify.values import VALUES, SparseValues
@@ -147,6 +149,11 @@ class Unmasker:
         """Whether entries may still be unmasked, those of the step in progress among them."""
         return self._growth.growing or self._sums is not None
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has the weights."""
+        return is_fully_sharded(self.root)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pass": None, "_sums": None, "_written": None}
 
@@ -171,7 +178,8 @@ class Unmasker:
         if tensor.shape_now != tensor.shape:
             raise SparsifyError(
                 f"`{tensor.name}` had shape {tuple(tensor.shape)} at sparsify() and has "
-                f"{tuple(tensor.shape_now)} now; resize embeddings and the like before sparsify()."
+                f"{tuple(tensor.shape_now)} now; resize embeddings and the like before sparsify(). "
+                "FullyShardedDataParallel (FSDP1) flattens weights: use fully_shard() (FSDP2)."
             )
         return self._anchors.use(tensor, values)
 
@@ -213,7 +221,8 @@ class Unmasker:
             self.selected = True
         if self._growth.active is not None:
             grad.masked_fill_(~self._growth.active, 0)
-        return grad if current.sums is None else current.sums.growth(grad)
+        grad = grad if current.sums is None else current.sums.growth(grad)
+        return self.ranks.mean_(grad) if self.sharded else grad  # DDP averages it by itself
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
@@ -252,6 +261,11 @@ class Unmasker:
         ends = torch.tensor([tensor.offset + tensor.numel for tensor in self.tensors], device=ids.device)
         sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
         indices = [own - tensor.offset for tensor, own in zip(self.tensors, ids.split(sizes), strict=True)]
+        if self.sharded:
+            first = int(slots.min()) if slots.numel() else 0
+            self.buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: read_base(self, first))
+            return
         base = [
             tensor.take(own.to(tensor.parameter.device)).to(values)
             for tensor, own in zip(self.tensors, indices, strict=True)
@@ -274,6 +288,8 @@ class Unmasker:
     @torch.no_grad()
     def sync(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights at the unmasked entries: O(budget)."""
+        check_root(self)
+        self._reshard()
         values, base = self.values.detach(), self.buffers.all_base
         effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self.buffers.all_slots]
         for tensor, own in zip(self.tensors, self.buffers.split(effective), strict=True):
@@ -292,7 +308,7 @@ class Unmasker:
         if (
             written is None
             or (written.device, written.dtype) != (values.device, values.dtype)
-            or self._written_dtype != self.tensors[0].dtype
+            or (self._written_dtype != self.tensors[0].dtype and not self.sharded)
             or not torch.equal(written, values)
         ):
             self.sync()
@@ -337,18 +353,21 @@ class Unmasker:
             yield
             return
         self.refresh()
-        trained = [tensor.effective for tensor in self.tensors]
+        self._reshard()
+        trained = [tensor.own_effective for tensor in self.tensors]
         self._paused = True
         try:
             self.write_base()
             yield
         finally:
+            self._reshard()
             for tensor, values in zip(self.tensors, trained, strict=True):
                 tensor.write_unseen(values)
             self._paused = False
 
     def write_base(self) -> None:
         """Puts the pretrained values into the weights."""
+        self._reshard()
         for tensor in self.tensors:
             if tensor.count:
                 tensor.write_base()
@@ -357,13 +376,19 @@ class Unmasker:
         """Whether the frozen entries are the base's, and as many unmasked as planned."""
         self._check_not_paused("summary(verify=True)")
         self.refresh()
+        self._reshard()
         return verify(self)
 
     def export(self, budget: int | None = None) -> Export:
         """What was learned: the first ``budget`` unmasked entries, and what is stored whole."""
         self._check_not_paused("SparseDelta.from_model()")
         self.refresh()
+        self._reshard()
         return export(self, budget)
+
+    def _reshard(self) -> None:
+        if self.sharded:
+            reshard(self.root)
 
     def _remember_written(self) -> None:
         self._written = self.values.detach().clone()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsify.entries import digest, put
 from sparsify.export import Engine as Exportable
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.shards import whole
 from sparsify.strategies import Increment, Repeat
 from sparsify.values import VALUES
 
@@ -84,8 +85,8 @@ def digest_base(
         tensor = masked.get(name)
         if tensor is not None and tensor.packed:
             digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
-        elif name not in left_out and not parameter.is_meta and type(parameter.detach()) is Tensor:
-            digests[name] = (parameter.dtype, digest(_base(parameter.detach(), tensor)))
+        elif name not in left_out and not parameter.is_meta and type(values := whole(parameter)) is Tensor:
+            digests[name] = (parameter.dtype, digest(_base(values, tensor)))
     return digests
 
 

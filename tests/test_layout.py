@@ -16,7 +16,7 @@ LAYERS = [
     {"allocation", "draws", "extras", "importance", "index_buffers", "kernels", "layout", "names", "schedules"}
     | {"ranks", "stepping", "values"},
     {"entries", "trainable"},
-    {"quantized"},
+    {"quantized", "shards"},
     {"strategies", "targets", "conversion"},
     {"metadata", "adapters", "overlay"},
     {"format", "edits", "checkpoint", "hub"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"masked.swap", "masked"},
     {"accumulation", "anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
     {"choosers", "static", "verification"},
-    {"agreement", "consensus"},
+    {"agreement", "consensus", "sharding"},
     {"backward", "growth"},
     {"unmasker"},
     {"resuming"},
@@ -66,6 +66,8 @@ TRAINING = {
     "preparation",
     "ranking",
     "ranks",
+    "sharding",
+    "shards",
 } | {
     "report",
     "resuming",

@@ -28,3 +28,24 @@ def check_ranks(model: nn.Module) -> None:
     engine = get_unmasker(model)
     if num_ranks() > 1:
         check_agreement(engine)
+
+
+def keep_whole(model: nn.Module) -> list[nn.Module]:
+    """What accelerate's FSDP2 plugin is to leave alone: the flat delta, which is to stay whole on every rank.
+
+    With ``fully_shard()`` itself pass ``ignored_params={model.sparse_values}`` instead.
+
+    Args:
+        model: a sparsified model.
+
+    Returns:
+        For ``FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=...)``, or its attribute
+        ``ignored_modules`` before ``Accelerator.prepare()``.
+
+    Example:
+        >>> import torch, sparsify
+        >>> model = sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)
+        >>> [parameter is model.sparse_values for module in keep_whole(model) for parameter in module.parameters()]
+        [True]
+    """
+    return [nn.ParameterList([get_unmasker(model).values])]

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sparsify.entries import put
 from sparsify.index_buffers import IndexBuffers
+from sparsify.shards import is_shard, put_own, take, take_own, whole
 
 
 class Gradient:
@@ -182,8 +182,8 @@ class MaskedTensor:
 
     @property
     def weight(self) -> Tensor:
-        """The effective values, detached."""
-        return self.parameter.detach()
+        """The effective values, detached; gathered from all ranks where they are sharded."""
+        return whole(self.parameter)
 
     @property
     def numel(self) -> int:
@@ -219,6 +219,11 @@ class MaskedTensor:
         return self.take(self.indices)
 
     @property
+    def own_effective(self) -> Tensor:
+        """(k,) likewise, or zero at entries that another rank holds: to be written back."""
+        return take_own(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
+
+    @property
     def matrix(self) -> Tensor:
         """The parameter as (rows, cols): the last dimension is kept, a vector is one row."""
         return as_matrix(self.weight)
@@ -243,16 +248,15 @@ class MaskedTensor:
 
     def take(self, indices: Tensor) -> Tensor:
         """The effective values (n,) at flat indices (n,)."""
-        return self.parameter.detach().take(indices)
+        return take(self.parameter, indices)
 
-    @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Puts values (k,) into the weight at the indices; autograd's version counter sees it."""
-        put(self.parameter, self.indices, values.to(self.parameter))
+        put_own(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
     def write_unseen(self, values: Tensor) -> None:
         """Likewise, through ``.data``: a graph that was built before has saved this weight and gets it unchanged."""
-        put(self.parameter.data, self.indices, values.to(self.parameter))
+        put_own(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
     def write_base(self) -> None:
         """Puts the pretrained values into the weight, in the same way."""
