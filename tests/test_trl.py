@@ -1,0 +1,161 @@
+"""TRL's trainers on a sparsified tiny Llama: the oracle's entries, small checkpoints, resuming, DPO's reference."""
+
+import copy
+
+import pytest
+import torch
+from models import build
+from oracle import unmasked_sets
+from trainers import assert_same, outcome
+
+from sparsify import SparsifyCallback, get_unmasker, sparsify, summary
+
+trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+BUDGET, STEPS = 40, 4
+WORDS = [first + second + third for first in "bdk" for second in "aeo" for third in "lmt"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a tiny Llama, its weights far enough from zero for the losses to differ."""
+    folder = tmp_path_factory.mktemp("llama")
+    model, _ = build("llama")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(10)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def load(folder):
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def sentences(number, words, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator)) for _ in range(number)]
+
+
+def arguments(kind, folder, **more):
+    chosen = {
+        "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "report_to": [],
+        "disable_tqdm": True, "use_cpu": True, "bf16": False, "learning_rate": 1e-2, "max_length": 12,
+    }  # fmt: skip
+    return kind(str(folder), **{**chosen, **more})
+
+
+def sft(model, folder, callbacks=True, **more):
+    from datasets import Dataset
+
+    return trl.SFTTrainer(
+        model,
+        arguments(trl.SFTConfig, folder, **more),
+        train_dataset=Dataset.from_dict({"text": sentences(24, 9, seed=0)}),
+        processing_class=tokenizer(),
+        callbacks=[SparsifyCallback()] if callbacks else [],
+    )
+
+
+def dpo(model, folder, callbacks=True, **more):
+    from datasets import Dataset
+
+    pairs = {name: sentences(24, 4, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))}
+    return trl.DPOTrainer(
+        model,
+        args=arguments(trl.DPOConfig, folder, **more),
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=tokenizer(),
+        callbacks=[SparsifyCallback()] if callbacks else [],
+    )
+
+
+TRAINERS = {"sft": sft, "dpo": dpo}
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
+    """One step of SGD on the plain model tells every gradient, those of weights that TRL reads itself included."""
+    options = {"max_steps": 1, "save_strategy": "no", "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+    start, dense = load(base), load(base)
+    trainer = TRAINERS[kind](dense, tmp_path, callbacks=False, **options)
+    trainer.train()
+    gradients = {name: (before - dense.get_parameter(name)).detach() / 0.5 for name, before in start.named_parameters()}
+    scores = {name: grad.abs() / (start.get_parameter(name).abs() + 1) ** 2 for name, grad in gradients.items()}
+    cut = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
+    sparse = sparsify(load(base), BUDGET)
+    TRAINERS[kind](sparse, tmp_path, **options).train()
+    assert unmasked_sets(sparse) == {
+        name: (score >= cut).flatten().nonzero().flatten().tolist() for name, score in scores.items()
+    }
+    for name, score in scores.items():
+        expected = torch.where(score >= cut, dense.get_parameter(name), start.get_parameter(name))
+        torch.testing.assert_close(sparse.get_parameter(name), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_run_is_logged_and_resumed_bit_for_bit(kind, base, tmp_path):
+    straight = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path)
+    straight.train()
+    engine = get_unmasker(straight.model)
+    assert (engine.steps, engine.unmasked) == (STEPS, BUDGET)
+    assert summary(straight.model, verify=True).verification.ok
+    assert [log["unmasked"] for log in straight.state.log_history if "loss" in log] == [10, 20, 30, 40]
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").stat().st_size < 4_000
+    resumed = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(outcome(resumed), outcome(straight))
+
+
+def test_dpos_reference_is_the_base(base, tmp_path):
+    """By default a second model is loaded by the base's name; computed ahead of training, there is none."""
+    runs = []
+    for precompute in (False, True):
+        trainer = dpo(sparsify(load(base), BUDGET), tmp_path / str(precompute), precompute_ref_log_probs=precompute)
+        assert (trainer.ref_model is None) == precompute
+        trainer.train()
+        runs.append(outcome(trainer))
+        assert runs[-1][0][1][0] == pytest.approx(0.6931, abs=1e-4)  # log 2: nothing learnt yet
+    assert runs[0][1] == runs[1][1]
+    for step, log in runs[0][0].items():
+        assert log == pytest.approx(runs[1][0][step], rel=1e-4)
+
+
+def test_a_precomputed_reference_is_the_base_in_a_resumed_run_too(base, tmp_path):
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        trainer = dpo(sparsify(load(base), BUDGET), tmp_path, precompute_ref_log_probs=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(outcome(trainer))
+    assert_same(*runs)
+
+
+def test_a_sparse_lora_is_its_own_reference_with_the_adapter_off(base, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(load(base), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    before = copy.deepcopy(model.state_dict())
+    trainer = dpo(sparsify(model, 0.3), tmp_path)
+    assert trainer.ref_model is None
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+    assert len(set(losses)) == STEPS
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items() if "lora_" not in name)
