@@ -1,0 +1,241 @@
+"""Training loops other than the Trainer: accelerate, closures as Lightning uses them, a model within a model."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import unmasked_sets
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from sparsify import get_unmasker, sparsify, summary, trained_state
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra `test`")
+
+BUDGET, STEPS = 40, 6
+
+
+def make_model(dropout=0.2, **options):
+    """With dropout, a run depends on the state of the random generators."""
+    model, _ = build("bert")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return sparsify(model, BUDGET, steps=STEPS, **options)
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def assert_equal_states(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def plain_loop(model, batches):
+    torch.manual_seed(5)
+    losses, optimizer = [], make_optimizer(model)
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# ------------------------------------------------------------------------------------ accelerate
+
+
+class Accelerated:
+    """A loop as accelerate's documentation has it, that can be saved after a step and gone on with."""
+
+    def __init__(self, model, accumulation=1, **options):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)
+        optimizer = make_optimizer(model)
+        scheduler = LambdaLR(optimizer, lambda step: 1 - step / (2 * STEPS))
+        rows = [{key: value[i] for key, value in batch.items()} for batch in build("bert")[1] for i in range(4)]
+        loader = DataLoader(rows, batch_size=4)
+        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+
+    def train(self, batches, skip=0):
+        losses = []
+        loader = self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
+        for batch, _ in zip(loader, range(batches), strict=False):
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, batch)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    @property
+    def plain(self):
+        return self.accelerator.unwrap_model(self.model)
+
+
+def test_accelerates_loop_is_the_plain_one():
+    loop = Accelerated(make_model(dropout=0.0))
+    loop.scheduler.scheduler.lr_lambdas[:] = [lambda step: 1.0]
+    losses = loop.train(STEPS)
+    model = make_model(dropout=0.0)
+    assert plain_loop(model, build("bert")[1][:STEPS]) == losses
+    assert unmasked_sets(model) == unmasked_sets(loop.plain)
+    assert_equal_states(model.state_dict(), loop.plain.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"mixed_precision": "bf16"}], ids=str)
+def test_a_state_that_accelerate_saved_is_gone_on_from_bit_for_bit(options, tmp_path):
+    torch.manual_seed(5)
+    batches = STEPS * options.get("accumulation", 1)
+    straight = Accelerated(make_model(modules_to_save=["classifier"]), **options)
+    straight.train(batches // 2)
+    straight.accelerator.save_state(tmp_path)
+    losses = straight.train(batches // 2, skip=batches // 2)
+    assert summary(straight.plain, verify=True).verification.ok
+    assert get_unmasker(straight.plain).unmasked == BUDGET
+
+    resumed = Accelerated(make_model(modules_to_save=["classifier"]), **options)
+    resumed.accelerator.load_state(tmp_path)
+    assert resumed.train(batches // 2, skip=batches // 2) == losses
+    assert unmasked_sets(resumed.plain) == unmasked_sets(straight.plain)
+    assert_equal_states(resumed.plain.state_dict(), straight.plain.state_dict())
+
+
+def keep_trained_state(models, weights, output_dir):
+    """A hook for ``accelerator.register_save_state_pre_hook``."""
+    for model, state_dict in zip(models, weights, strict=True):
+        for name in state_dict.keys() - trained_state(model).keys():
+            del state_dict[name]
+
+
+def test_accelerate_saves_the_trained_state_only_where_a_hook_says_so(tmp_path):
+    torch.manual_seed(5)
+    straight = Accelerated(make_model())
+    straight.accelerator.register_save_state_pre_hook(keep_trained_state)
+    straight.train(3)
+    straight.accelerator.save_state(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 4_000
+    losses = straight.train(3, skip=3)
+    resumed = Accelerated(make_model())
+    resumed.accelerator.load_state(tmp_path)
+    assert resumed.train(3, skip=3) == losses
+    assert_equal_states(resumed.plain.state_dict(), straight.plain.state_dict())
+
+
+def test_accelerates_way_to_save_a_model_writes_an_ordinary_one(tmp_path):
+    loop = Accelerated(make_model())
+    loop.train(STEPS)
+    state_dict = loop.accelerator.get_state_dict(loop.model)
+    loop.plain.save_pretrained(tmp_path, save_function=loop.accelerator.save, state_dict=state_dict)
+    again = type(loop.plain).from_pretrained(tmp_path)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, loop.plain.get_parameter(name)), name
+
+
+# ------------------------------------------------------------------------------------ Lightning
+
+
+class LightningStyle(nn.Module):
+    """The sparsified model is a part of it; a step is a closure that the optimizer calls.
+
+    The order is Lightning's automatic optimization: ``optimizer.step(closure)``, where the closure runs
+    ``training_step``, ``zero_grad`` and ``backward``, and gradients are clipped at its end.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch):
+        return loss_of(self.model, batch)
+
+    def configure_optimizers(self):
+        return make_optimizer(self)
+
+    def fit(self, batches, optimizer=None):
+        optimizer = self.configure_optimizers() if optimizer is None else optimizer
+        losses = []
+        for batch in batches:
+
+            def closure(batch=batch):
+                loss = self.training_step(batch)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_([p for p in self.parameters() if p.requires_grad], 1.0)
+                losses.append(loss.item())
+                return loss
+
+            optimizer.step(closure)
+        return losses, optimizer
+
+
+def test_a_loop_of_closures_is_the_plain_loop():
+    batches, module = build("bert")[1][:STEPS], LightningStyle(make_model())
+    torch.manual_seed(5)
+    losses, _ = module.fit(batches)
+    model = make_model()
+    assert plain_loop(model, batches) == losses
+    assert unmasked_sets(model) == unmasked_sets(module.model)
+    assert_equal_states(model.state_dict(), module.model.state_dict())
+
+
+@pytest.mark.parametrize("kept", [lambda module: module.state_dict(), trained_state], ids=["whole", "trained"])
+def test_a_model_within_a_module_is_gone_on_with_from_the_modules_state(kept):
+    batches, straight = build("bert")[1][:STEPS], LightningStyle(make_model())
+    torch.manual_seed(5)
+    _, optimizer = straight.fit(batches[:3])
+    state, moments = copy.deepcopy((kept(straight), optimizer.state_dict()))
+    generator = torch.get_rng_state()
+    losses, _ = straight.fit(batches[3:], optimizer)
+
+    resumed = LightningStyle(make_model())
+    resumed.load_state_dict(state)
+    optimizer = resumed.configure_optimizers()
+    optimizer.load_state_dict(moments)
+    torch.set_rng_state(generator)
+    assert resumed.fit(batches[3:], optimizer)[0] == losses
+    assert_equal_states(resumed.state_dict(), straight.state_dict())
+
+
+def test_a_closure_that_is_called_several_times_in_a_step_selects_once():
+    """LBFGS evaluates its closure again and again, at values that it has just set."""
+    model = make_model().eval()  # without dropout
+    batch = build("bert")[1][0]
+    optimizer = torch.optim.LBFGS([model.sparse_values], lr=0.1, max_iter=4)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for step in range(1, STEPS + 1):
+        optimizer.step(closure)
+        assert summary(model).step == step
+        assert summary(model).unmasked == BUDGET * step // STEPS
+    assert len(losses) > STEPS
+    assert losses[-1] < losses[0]
+
+
+def test_two_optimizers_on_parts_of_the_model_count_one_step_each_time():
+    model = make_model(modules_to_save=["classifier"])
+    optimizers = [torch.optim.AdamW([model.sparse_values]), torch.optim.SGD(model.classifier.parameters(), lr=0.1)]
+    for batch in build("bert")[1][:STEPS]:
+        loss_of(model, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (summary(model).step, summary(model).unmasked) == (STEPS, BUDGET)
