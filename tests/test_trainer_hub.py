@@ -1,5 +1,6 @@
 """A Trainer that pushes to the hub: what is there while it trains and at the end, and a run that goes on from it."""
 
+import json
 import subprocess
 import sys
 
@@ -18,9 +19,12 @@ import torch
 from trainers import assert_same, make_model, make_trainer, outcome
 from sparsify import SparseDelta
 
+from models import build
+build("bert")[0].save_pretrained("base")
+
 def run(folder, strategy, checkpoint=None):
     trainer = make_trainer(
-        make_model(modules_to_save=["classifier"]), folder, push_to_hub=True, hub_model_id="my-model",
+        make_model(base="base", modules_to_save=["classifier"]), folder, push_to_hub=True, hub_model_id="my-model",
         hub_always_push=True, hub_strategy=strategy, max_steps=4,
     )
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -59,7 +63,6 @@ SparseDelta.from_model(trainer.model).save("expected")
 from sparsify import desparsify
 torch.save(desparsify(trainer.model).state_dict(), "weights.pt")
 
-from models import build
 base = build("bert")[0]
 delta = SparseDelta.load("owner/my-model")
 assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in delta.apply(base).state_dict().items())
@@ -71,6 +74,7 @@ assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in
     for files in commits[1:3]:
         assert "sparse_delta.safetensors" in files
         assert "config.json" not in files
+        assert json.loads(files["sparse_delta_config.json"])["config"]["base_model_name_or_path"] is None  # a folder
         weights = load(files["model.safetensors"])
         assert [name for name, value in weights.items() if not value.numel()]  # not to be taken for a model
         assert not any(name.startswith("checkpoint") for name in files)

@@ -12,9 +12,10 @@ BUDGET, STEPS = 60, 8
 NUMBERS = ("loss", "grad_norm", "learning_rate", "unmasked")
 
 
-def make_model(name="bert", steps=None, **options):
-    """A sparsified model with dropout, so that a run depends on the state of the random generators."""
+def make_model(name="bert", steps=None, base=None, **options):
+    """A sparsified model, of a checkpoint if there is one; with dropout, a run depends on the random generators."""
     model, _ = build(name)
+    model = type(model).from_pretrained(base) if base else model
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.2

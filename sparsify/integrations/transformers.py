@@ -15,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from sparsify.api import get_unmasker, summary
+from sparsify.card import public_config
 from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
@@ -99,7 +100,9 @@ class SparsifyCallback(TrainerCallback):
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if state.is_world_process_zero:
-            SparseDelta.from_model(event["model"]).save(args.output_dir)
+            delta = SparseDelta.from_model(event["model"])
+            delta.config = public_config(delta.config)
+            delta.save(args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         model = event["model"]
