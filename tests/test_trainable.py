@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 from models import build, loss_of, train
+from safetensors.torch import load_file
 from torch import nn
 
-from sparsify import BaseMismatchError, SparseDelta, desparsify, get_unmasker, sparsify, summary
+from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
 from sparsify.quantized import is_quantized
+from sparsify.unmasker import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
 pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")
@@ -47,7 +49,7 @@ def load(folder, scheme=None):
     return LlamaForCausalLM.from_pretrained(folder, quantization_config=config(scheme) if scheme else None)
 
 
-def trainer(model, out):
+def trainer(model, out, callbacks=None):
     from transformers import Trainer, TrainingArguments
 
     batches = build("llama")[1]
@@ -56,7 +58,7 @@ def trainer(model, out):
         out, max_steps=STEPS, save_steps=2, per_device_train_batch_size=4, learning_rate=1e-3, report_to=[],
         use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=rows)
+    return Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -74,6 +76,19 @@ def test_the_trainer_takes_a_sparsified_quantized_model_and_goes_on_from_its_che
     delta = SparseDelta.from_model(model)
     assert all(torch.equal(part.indices, delta.tensors[name].indices)
                for name, part in SparseDelta.from_model(again).tensors.items())  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_with_the_callback_a_checkpoint_holds_no_packed_weight_and_is_resumed_all_the_same(scheme, folder, tmp_path):
+    models = [sparsify(load(folder, scheme), 60, target_modules="all-linear") for _ in range(2)]
+    trainer(models[0], tmp_path, callbacks=[SparsifyCallback()]).train()
+    weights = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(name.startswith("sparse_") for name, value in weights.items() if value.numel())
+    again = trainer(models[1], tmp_path, callbacks=[SparsifyCallback()])
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in STATE)
+    assert summary(models[1], verify=True).verification.ok
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
