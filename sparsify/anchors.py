@@ -8,7 +8,8 @@ recomputation under checkpointing need no special case. The gradients along thes
 to the :class:`Sink` directly, and the root's node returns the flat gradient. A tensor with a single use is done with
 in that use's own node; only the sum over several uses has to be held until the tensor's anchor runs.
 
-Anchors live as long as a graph that holds them, and are shared by all uses that may still meet in one backward pass.
+A tensor's anchor lives as long as a graph that holds it, and is shared by all uses that may still meet in one backward
+pass. The root anchor is shared by all graphs over the same flat delta; compiled ones have it as an input.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from torch import Tensor
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import Gradient, MaskedTensor
+
+REENTRANT = (
+    "`{name}` was recomputed inside a backward pass of its own: reentrant activation checkpointing cannot work with "
+    "entries that are selected over the whole model. Use the non-reentrant form: "
+    'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
+)
 
 
 class Sink(Protocol):
@@ -41,14 +48,16 @@ class Sink(Protocol):
 
 class _RootNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sink: Sink) -> Tensor:
-        ctx.sink = sink
-        return values.new_zeros(())
+    def forward(ctx: Any, values: Tensor, sink: weakref.ref[Sink]) -> Tensor:
+        ctx.sink = sink  # weakly: the sink itself holds the root anchor
+        return values.new_zeros(1)  # torch.compile takes a float64 scalar for a Python number, and compiles again
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.sink.commit(), None
+        sink = ctx.sink()
+        assert sink is not None  # whatever got here has handed it a gradient
+        return sink.commit(), None
 
 
 class _TensorNode(torch.autograd.Function):
@@ -65,16 +74,21 @@ class _TensorNode(torch.autograd.Function):
 
 
 class Root:
-    """The root anchor of the graphs that are being built; ``pending`` uses still wait for their backward."""
+    """The root anchor over a flat delta; all graphs share it: those that meet in one backward pass end together."""
 
     def __init__(self, values: Tensor, sink: Sink) -> None:
         self.values = values
-        self.pending = 0
-        self.output: Tensor = _RootNode.apply(values, sink)
+        self._made_of = _kind(values)
+        with torch.inference_mode(False), torch.enable_grad():
+            self.output: Tensor = _RootNode.apply(values, weakref.ref(sink))
 
     def serves(self, values: Tensor) -> bool:
-        """Whether a new use may meet pending ones in one backward pass, over the same flat delta."""
-        return self.pending > 0 and self.values is values and self.output.device == values.device
+        """Whether this is the root anchor of a flat delta as it is now."""
+        return self.values is values and self._made_of == _kind(values)
+
+
+def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
+    return values.device, values.dtype, values.requires_grad
 
 
 class Anchor:
@@ -92,6 +106,8 @@ class Anchor:
 class AnchoredUse:
     """One use of a tensor; its autograd node holds it, and with it the anchor."""
 
+    _waits = False  # for a backward
+
     def __init__(self, anchor: Anchor, *, recomputed: bool) -> None:
         self.anchor = anchor.output
         self._anchor = anchor
@@ -100,7 +116,6 @@ class AnchoredUse:
         if not recomputed:
             anchor.uses += 1
             anchor.pending += 1
-            anchor.root.pending += 1
 
     def __del__(self) -> None:
         if self._waits:  # a weight that was only looked at, as for its dtype, or a graph that was dropped
@@ -109,11 +124,7 @@ class AnchoredUse:
 
     def wanted(self) -> bool:
         if self._recomputed:
-            raise SparsifyError(
-                f"`{self._anchor.tensor.name}` was recomputed inside a backward pass of its own: reentrant activation "
-                "checkpointing cannot work with entries that are selected over the whole model. Use the non-reentrant "
-                'form: gradient_checkpointing_kwargs={"use_reentrant": False}.'
-            )
+            raise SparsifyError(REENTRANT.format(name=self._anchor.tensor.name))
         return self._anchor.sink.wants(self._anchor.tensor)
 
     def collect(self, gradient: Gradient | None) -> None:
@@ -125,7 +136,6 @@ class AnchoredUse:
     def _end(self) -> None:
         self._waits = False
         self._anchor.pending -= 1
-        self._anchor.root.pending -= 1
 
 
 class Anchors:
@@ -137,23 +147,34 @@ class Anchors:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._root: weakref.ref[Root] | None = None
+        self.current: Root | None = None  # the root anchor that was last asked for
         self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
 
     def use(self, tensor: MaskedTensor, values: Tensor) -> AnchoredUse:
         """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
-        root = None if self._root is None else self._root()
-        if root is None or not root.serves(values):
-            root = Root(values, self._sink)
-            self._root = weakref.ref(root)
-        known = self._anchors.get(tensor)
-        anchor = None if known is None else known()
+        root, anchor = self.root(values), self._anchor(tensor)
         if anchor is None or anchor.pending == 0 or anchor.root is not root:
             anchor = Anchor(root, self._sink, tensor)
             self._anchors[tensor] = weakref.ref(anchor)
         return AnchoredUse(anchor, recomputed=recomputed)
 
+    def root(self, values: Tensor) -> Root:
+        """The root anchor of the flat delta ``values`` (budget,) as it is now."""
+        if self.current is None or not self.current.serves(values):
+            self.current = None  # with it goes autograd's accumulator of a flat delta that has been cast meanwhile
+            self.current = Root(values, self._sink)
+        return self.current
+
+    def waits(self, tensor: MaskedTensor) -> bool:
+        """Whether uses of the tensor still wait for their backward."""
+        anchor = self._anchor(tensor)
+        return anchor is not None and anchor.pending > 0
+
+    def _anchor(self, tensor: MaskedTensor) -> Anchor | None:
+        known = self._anchors.get(tensor)
+        return None if known is None else known()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sink": self._sink, "_root": None, "_anchors": {}}  # a copy of the model starts with no open graph
+        return {"_sink": self._sink, "current": None, "_anchors": {}}  # a copy of the model starts with no open graph

@@ -39,6 +39,11 @@ class BackwardPass:
             return
         self._take(tensor, gradient)
 
+    def settle_held(self) -> None:
+        """Settles what is held still: nothing more will come."""
+        while self.held:
+            self.settle(*self.held.popitem())
+
     def settle_earlier(self) -> None:
         """Likewise for the tensors that only earlier micro-batches had a gradient for."""
         if self.sums is not None:
@@ -47,11 +52,12 @@ class BackwardPass:
                     self._take(tensor, self.sums.of(tensor))
 
     def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
         self._settled.add(tensor)
         if self.chooser is not None:
             gradient = self.chooser.prepare(tensor, gradient)
         if tensor.count:
-            taken = gradient.take(tensor.indices)
-            self.grad[tensor.slots.to(self.grad.device)] = taken.to(self.grad)
-        if self.chooser is not None:
+            slots, taken = tensor.slots.to(self.grad.device), gradient.take(tensor.indices).to(self.grad)
+            self.grad[slots] = self.grad[slots] + taken if again and self.sums is None else taken
+        if self.chooser is not None and not again:
             self.chooser.offer(tensor, gradient)

@@ -52,9 +52,11 @@ class Growth:
     """static-S, and what the other two have in common.
 
     Attributes:
+        static: whether the unmasked set stays as it is.
         active: (capacity,) bool, the slots that the step in progress trains; ``None`` where it trains them all.
     """
 
+    static = True
     active: Tensor | None = None
 
     def __init__(self, engine: Engine) -> None:
@@ -112,6 +114,8 @@ class Growth:
 class IncrementGrowth(Growth):
     """increment-S: a step adds what the schedule says and removes nothing."""
 
+    static = False
+
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._full = False  # whether the whole budget is unmasked
@@ -160,6 +164,7 @@ class IncrementGrowth(Growth):
 class RepeatGrowth(Growth):
     """repeat-S: a step trains the budget's best entries of all, as far as there is room for those it touches."""
 
+    static = False
     _masked_only = False
 
     @property

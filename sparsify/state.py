@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
@@ -74,11 +75,11 @@ def _before_forward(root: nn.Module, args: Any) -> None:
         )
     if is_fully_sharded(root) and SHARDED not in root.__dict__:
         _first_under_fsdp(root)
-    _refresh(root)
     engine = engine_of(root)
-    if engine is not None:
-        engine.freeze()
-    _set_running(root, True)
+    if engine is not None and torch.compiler.is_dynamo_compiling():
+        engine.enter_compiled()
+    elif engine is not None:
+        engine.enter()
 
 
 def _first_under_fsdp(root: nn.Module) -> None:
@@ -94,13 +95,9 @@ def _first_under_fsdp(root: nn.Module) -> None:
 
 
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
-    _set_running(root, False)
-
-
-def _set_running(root: nn.Module, running: bool) -> None:
     engine = engine_of(root)
     if engine is not None:
-        engine.running = running
+        engine.leave()
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:

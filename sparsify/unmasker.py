@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from sparsify.accumulation import Sums
 from sparsify.agreement import agree_on_winners, check_agreement
-from sparsify.anchors import AnchoredUse, Anchors
+from sparsify.anchors import AnchoredUse, Anchors, Root
+from sparsify.announced import AnnouncedUse, AnnouncedUses
 from sparsify.backward import BackwardPass
 from sparsify.choosers import Chooser
 from sparsify.draws import Draw
@@ -109,6 +110,8 @@ class Unmasker:
         self.ranks = Ranks()
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._anchors = Anchors(self)
+        self._announced = AnnouncedUses(self)
+        self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
         self._pass: BackwardPass | None = None
         self.selected = False  # whether this optimizer step has had its selection
         self._paused = False
@@ -155,7 +158,7 @@ class Unmasker:
         return is_fully_sharded(self.root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pass": None, "_sums": None, "_written": None}
+        return {**self.__dict__, "_pass": None, "_sums": None, "_entry": None, "_written": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -175,13 +178,59 @@ class Unmasker:
         values = self.values
         if not values.requires_grad or not (tensor.count or self.growing):
             return None
-        if tensor.shape_now != tensor.shape:
-            raise SparsifyError(
-                f"`{tensor.name}` had shape {tuple(tensor.shape)} at sparsify() and has "
-                f"{tuple(tensor.shape_now)} now; resize embeddings and the like before sparsify(). "
-                "FullyShardedDataParallel (FSDP1) flattens weights: use fully_shard() (FSDP2)."
-            )
+        _check_shape(tensor)
         return self._anchors.use(tensor, values)
+
+    @property
+    def root_anchor(self) -> Tensor:
+        """(1,) what the uses in a compiled graph take as an input; it is asked for while the graph is compiled."""
+        return self._traced_root().output if self._entry is None else self._entry
+
+    def trains(self, tensor: MaskedTensor) -> bool:
+        """Whether a gradient may be collected for the tensor, now or later; it is asked while a graph is compiled."""
+        return not (self._paused or tensor.dormant)
+
+    def announce(self, tensor: MaskedTensor) -> None:
+        """Announces a use by a compiled graph that runs forward."""
+        _check_shape(tensor)
+        self._announced.announce(tensor)
+
+    def announced(self, tensor: MaskedTensor) -> AnnouncedUse:
+        """One of the announced uses, in the backward pass of its graph."""
+        return AnnouncedUse(self._announced, tensor, alone=not self._anchors.waits(tensor))
+
+    def enter(self) -> None:
+        """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
+        self.refresh()
+        self.freeze()
+        self.open_root()
+        self.running = True
+
+    def enter_compiled(self) -> None:
+        """Likewise where the root's forward is being compiled; its graph will refresh the weights whenever it runs."""
+        from sparsify.masked.compiled import refreshed_root
+
+        self._entry = refreshed_root(self._traced_root().output, self.tensors[0].handle)
+        self.running = True
+
+    def leave(self) -> None:
+        """The root's forward has ended, or failed."""
+        self._entry = None
+        self.running = False
+
+    def open_root(self) -> Root:
+        """The root anchor of the flat delta as it is now."""
+        return self._anchors.root(self.values)
+
+    def _traced_root(self) -> Root:
+        """Likewise, asked for while a graph is compiled; it is compiled anew when the flat delta is another one."""
+        from sparsify.masked.compiled import made_ready
+
+        made_ready(self.tensors[0].handle)
+        root = self._anchors.current
+        assert root is not None
+        assert root.serves(self.values)  # what is asked here, every run of the graph will ask
+        return root
 
     # -------------------------------------------------------------------------------- backward
 
@@ -194,23 +243,26 @@ class Unmasker:
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        if whole:
-            self._running_pass().settle(tensor, gradient)
+        current = self._running_pass()
+        if whole and tensor not in current.held and not self._announced.waits(tensor):
+            current.settle(tensor, gradient)
             return
-        held, gradient = self._running_pass().held, gradient.dense()
+        held, gradient = current.held, gradient.dense()
         held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
         current = self._running_pass()
-        gradient = current.held.pop(tensor, None)
+        gradient = None if self._announced.waits(tensor) else current.held.pop(tensor, None)
         if gradient is not None:
             current.settle(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
         current, self._pass = self._running_pass(), None
+        current.settle_held()
         current.settle_earlier()
+        self._announced.forget_recomputed()
         grad, chooser = current.grad, current.chooser
         if chooser is not None:
             winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
@@ -272,6 +324,11 @@ class Unmasker:
             if own.numel()
         ]
         self.buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
+        self._find_dormant()
+
+    def _find_dormant(self) -> None:
+        for tensor in self.tensors:
+            tensor.dormant = self._growth.static and not tensor.count
 
     # -------------------------------------------------------------------------------- step
 
@@ -282,6 +339,7 @@ class Unmasker:
         self.step += 1
         self.updates += self.trained
         self.selected, self._sums = False, None
+        self._announced.forget()
         self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
         self.sync()
 
@@ -333,6 +391,7 @@ class Unmasker:
         self.step, self.updates = (int(number) for number in position.tolist())
         self.selected, self._sums = False, None
         self._growth.restart()
+        self._find_dormant()
         if plain and not self.unmasked:
             warnings.warn(
                 "weights were loaded without index buffers into a sparsified model that has nothing unmasked: they are "
@@ -417,3 +476,12 @@ class Unmasker:
                 "is well; otherwise their weight is read without their module being called: please report it.",
                 stacklevel=2,
             )
+
+
+def _check_shape(tensor: MaskedTensor) -> None:
+    if tensor.shape_now != tensor.shape:
+        raise SparsifyError(
+            f"`{tensor.name}` had shape {tuple(tensor.shape)} at sparsify() and has {tuple(tensor.shape_now)} now; "
+            "resize embeddings and the like before sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: use "
+            "fully_shard() (FSDP2)."
+        )

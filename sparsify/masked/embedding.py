@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparsify.masked.arithmetic import row_gradient
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
-from sparsify.masked.tensor import Use, sum_rows
+from sparsify.masked.tensor import Use
 
 
 class MaskedEmbedding(MaskedModule, nn.Embedding):
@@ -23,6 +24,10 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows (..., dim) of the table for ids (...)."""
+        if torch.compiler.is_dynamo_compiling():
+            from sparsify.masked.compiled import compiled_embedding
+
+            return compiled_embedding(self, input, self.padding_idx)
         use = announce_use(self, "weight")
         weight = frozen_if_masked(self, "weight")
         if use is None:
@@ -44,10 +49,6 @@ class _MaskedEmbedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         gradient = None
         if ctx.use.wanted():
-            rows, values = ids.reshape(-1).long(), grad_y.reshape(-1, grad_y.shape[-1])
-            if ctx.padding_idx is not None:
-                used = rows != ctx.padding_idx
-                rows, values = rows[used], values[used]
-            gradient = sum_rows(rows, values)
+            gradient = row_gradient(ids, grad_y, ctx.padding_idx)
         ctx.use.collect(gradient)
         return None, None, None, None, None

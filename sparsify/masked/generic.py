@@ -60,6 +60,10 @@ class ReadParameters(dict[str, Any]):
     def __getitem__(self, attribute: str) -> Any:
         parameter = super().__getitem__(attribute)
         tensor = self.tensors.get(attribute)
+        if tensor is not None and torch.compiler.is_dynamo_compiling():
+            from sparsify.masked.compiled import compiled_tap
+
+            return compiled_tap(tensor, parameter) if parameter.is_leaf else parameter
         if tensor is None or not parameter.is_leaf or not tensor.collector.in_forward:  # no leaf: a tap already
             return parameter
         use = tensor.collector.use(tensor)
@@ -90,6 +94,8 @@ class MaskedParameterList(nn.ParameterList):
 
 def tap_parameters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: the module's forward will read taps instead of its masked parameters."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # every parameter that is read comes as a tap; checkpointed parts of a graph may not change a module
     plain: dict[str, nn.Parameter | None] = {}
     for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
         use = announce_use(module, attribute)
@@ -102,6 +108,8 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
+    if torch.compiler.is_dynamo_compiling():
+        return
     waiting = module.__dict__.get(PLAIN)
     if waiting:  # empty where another pre-hook failed before the taps were placed
         module._parameters.update(waiting.pop())

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
@@ -39,6 +39,10 @@ class MaskedLinear(MaskedModule, nn.Linear):
 
 def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
     """The linear map of a module that has ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
+    if torch.compiler.is_dynamo_compiling():
+        from sparsify.masked.compiled import compiled_linear
+
+        return compiled_linear(module, x, transposed)
     of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
     weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     if of_weight is None and of_bias is None:
@@ -106,24 +110,5 @@ class _MaskedLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The plain layer's own arithmetic, bit for bit: ``nn.Linear``'s, or that of transformers' Conv1D."""
-    if not transposed:
-        return F.linear(x, weight, bias)
-    assert bias is not None
-    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
-    return rows.view(*x.shape[:-1], weight.shape[1])
-
-
 def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:
-    x = ctx.again() if x is None else x
-    rows = x.reshape(-1, x.shape[-1])  # (n, in)
-    return Product(rows, grad_rows) if ctx.transposed else Product(grad_rows, rows)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast would compute in, ``None`` where it is off or leaves ``x`` alone."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
+    return linear_gradient(ctx.again() if x is None else x, grad_rows, ctx.transposed)

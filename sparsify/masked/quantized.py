@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from sparsify.entries import put
 from sparsify.errors import SparsifyError
-from sparsify.masked.linear import autocast_dtype
+from sparsify.masked.arithmetic import autocast_dtype
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked, masked_tensors
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
@@ -149,13 +149,18 @@ class MaskedQuantizedLinear(MaskedQuantized, nn.Linear):
 
 def quantized_linear(module: Any, x: Tensor) -> Tensor:
     """The linear map of a module whose ``weight`` is a masked quantized one; ``bias`` (out,) is an ordinary one."""
+    if torch.compiler.is_dynamo_compiling():
+        from sparsify.masked.compiled import untraced
+
+        y: Tensor = untraced(quantized_linear, module, x)
+        return y
     tensor = masked_tensors(module)["weight"]
     assert isinstance(tensor, QuantizedTensor)
     of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
     bias, recipe = frozen_if_masked(module, "bias"), tensor.recipe()
     dtype, output_dtype = _dtypes(module, x)
     with torch.autocast(x.device.type, enabled=False):
-        y: Tensor = _QuantizedLinear.apply(
+        y = _QuantizedLinear.apply(
             x,
             bias,
             of_weight and of_weight.anchor,

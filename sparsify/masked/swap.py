@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
@@ -22,6 +23,7 @@ from sparsify.overlay import has_overlay
 from sparsify.quantized import is_quantized, unreadable
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
+UNTAP = -1  # key of the second; those that torch gives out are not negative
 
 
 def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterable[nn.Module] = ()) -> None:
@@ -75,8 +77,17 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     else:
         module.__dict__[HOOKS] = (
             module.register_forward_pre_hook(tap_parameters, prepend=True),
-            module.register_forward_hook(untap_parameters, always_call=True),
+            _register_untap(module),
         )
+
+
+def _register_untap(module: nn.Module) -> RemovableHandle:
+    """Places the hook under one key in all modules: ``torch.compile`` compiles a layer anew for a key of its own."""
+    handle = module.register_forward_hook(untap_parameters, always_call=True)
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        hooks[UNTAP] = hooks.pop(handle.id)  # type: ignore[assignment]
+    handle.id = UNTAP
+    return handle
 
 
 def unswap(module: nn.Module) -> None:

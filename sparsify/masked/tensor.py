@@ -12,12 +12,13 @@ The parameter itself always holds the effective values: base + delta at the indi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.index_buffers import IndexBuffers
+from sparsify.masked.handles import new_handle
 from sparsify.shards import is_shard, put_own, take, take_own, whole
 
 
@@ -53,9 +54,16 @@ class Gradient:
         at, used = self._locate(indices)
         return torch.where(used, self.values.take(at), 0)
 
+    def own(self) -> Gradient:
+        """The gradient with values that nobody else writes to, or reads."""
+        if not self._owned or not self.values.is_contiguous():
+            self.values = self.values.clone(memory_format=torch.contiguous_format)
+            self._owned = True
+        return self
+
     def clear(self, indices: Tensor) -> None:
         """Sets the gradient at flat indices (k,) of the weight to zero."""
-        self._own()
+        self.own()
         if self.rows is not None:
             if not self.rows.numel():
                 return
@@ -66,21 +74,16 @@ class Gradient:
     def add(self, other: Gradient) -> Gradient:
         """The sum with the gradient of another use of the same weight."""
         if self.rows is None and other.rows is None:
-            self._own()
+            self.own()
             self.values += other.values
             return self
         if other.rows is not None and self.rows is None:
-            self._own()
+            self.own()
             self.values.index_add_(0, other.rows, other.values.to(self.values.dtype))
             return self
         if self.rows is None or other.rows is None:
             return other.add(self)
         return sum_rows(torch.cat([self.rows, other.rows]), torch.cat([self.values, other.values]))
-
-    def _own(self) -> None:
-        if not self._owned or not self.values.is_contiguous():
-            self.values = self.values.clone(memory_format=torch.contiguous_format)
-            self._owned = True
 
     def _locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Where the weight's flat indices lie in ``values``, and which of them do."""
@@ -125,8 +128,27 @@ class Collector(Protocol):
     def in_forward(self) -> bool:
         """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
 
+    @property
+    def root_anchor(self) -> Tensor:
+        """(1,) what a use in a compiled graph takes as an input; its gradient is empty."""
+
+    def open_root(self) -> Any:
+        """Makes the root anchor of the flat delta as it is now, if there is none."""
+
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
+
+    def trains(self, tensor: MaskedTensor) -> bool:
+        """Whether a gradient may be collected for the tensor, now or later; it is asked while a graph is compiled."""
+
+    def announce(self, tensor: MaskedTensor) -> None:
+        """Announces a use by a compiled graph that runs forward."""
+
+    def announced(self, tensor: MaskedTensor) -> Use:
+        """One of the announced uses, in the backward pass of its graph."""
+
+    def refresh(self) -> None:
+        """Brings the weights in step with the flat delta."""
 
 
 class MaskedTensor:
@@ -140,8 +162,12 @@ class MaskedTensor:
         offset: global id of its first entry: the number of entries in the tensors before it.
         collector: gets the gradients.
         frozen_row: a row that is no candidate (an embedding's padding row).
+
+    Attributes:
+        handle: () int64, what stands for this tensor in a compiled graph.
     """
 
+    dormant = False  # whether it has no unmasked entry and never will
     packed = False  # whether the parameter is packed, so that no trained value can be written into it
     scheme: str | None = None  # how the parameter is quantized
 
@@ -163,6 +189,11 @@ class MaskedTensor:
         self.collector = collector
         self.frozen_row = frozen_row
         self.shape = self.shape_now
+        self.handle = new_handle(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.handle = new_handle(self)
 
     @property
     def parameter(self) -> Tensor:

@@ -1,0 +1,42 @@
+"""The arithmetic of the masked layers, whoever runs it: autograd's nodes in eager mode, or the compiled operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparsify.masked.product import Product
+from sparsify.masked.tensor import Gradient, sum_rows
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The plain layer's own arithmetic, bit for bit: ``nn.Linear``'s, or that of transformers' Conv1D."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], weight.shape[1])
+
+
+def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
+    """The gradient of a linear layer's weight for inputs (..., in) and output gradients (n, out)."""
+    rows = x.reshape(-1, x.shape[-1])  # (n, in)
+    return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
+
+
+def row_gradient(ids: Tensor, grad: Tensor, padding_idx: int | None) -> Gradient:
+    """The gradient of an embedding's table for ids (...) and output gradients (..., dim)."""
+    rows, values = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
+    if padding_idx is not None:
+        used = rows != padding_idx
+        rows, values = rows[used], values[used]
+    return sum_rows(rows, values)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast would compute in, ``None`` where it is off or leaves ``x`` alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
