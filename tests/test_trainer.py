@@ -21,6 +21,9 @@ from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, g
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 
+ACCUMULATION = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+
+
 def test_the_callback_is_a_public_name_that_imports_transformers_when_it_is_asked_for():
     code = "import sys, sparsify; before = 'transformers' in sys.modules; sparsify.SparsifyCallback; print(before)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
@@ -90,6 +93,19 @@ def test_the_logs_say_how_far_the_unmasking_has_come(tmp_path, capsys):
     assert not any("unmasked" in log for log in trainer.state.log_history if "eval_loss" in log)
     assert "'unmasked'" in capsys.readouterr().out  # the printer comes after the callback
     json.dumps(trainer.state.log_history)
+
+
+def test_exact_accumulation_makes_the_trainers_micro_batches_one_batch(tmp_path):
+    """Of a language model, whose loss the Trainer divides by the number of tokens in all micro-batches."""
+    runs = []
+    for accumulation, arguments in (("first", {}), ("exact", ACCUMULATION)):
+        model = make_model("llama", dtype=torch.float64, accumulation=accumulation)
+        trainer = make_trainer(model, tmp_path, rows_of("llama"), save_strategy="no", **arguments)
+        trainer.train()
+        runs.append(outcome(trainer))
+    assert runs[0][1] == runs[1][1]
+    for step, log in runs[0][0].items():
+        assert log == pytest.approx(runs[1][0][step], rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -175,7 +191,6 @@ def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):
 # ------------------------------------------------------------------------------------ resuming
 
 
-ACCUMULATION = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "per_device_train_batch_size": 16}
 CASES = {
     "bert": ("bert", {}, {}),
@@ -184,6 +199,7 @@ CASES = {
     "repeat": ("bert", {"strategy": "d3-repeat", "steps": STEPS, "budget": 12}, {}),
     "static": ("bert", {"strategy": "pafi"}, {}),
     "accumulation": ("bert", {}, ACCUMULATION),
+    "exact accumulation": ("bert", {"accumulation": "exact"}, ACCUMULATION),
     "epochs": ("bert", {}, EPOCHS),
     "autocast": ("bert", {}, {"bf16": True}),
     "sgd": ("bert", {}, {"optim": "sgd"}),

@@ -12,9 +12,9 @@ BUDGET, STEPS = 60, 8
 NUMBERS = ("loss", "grad_norm", "learning_rate", "unmasked")
 
 
-def make_model(name="bert", steps=None, base=None, **options):
+def make_model(name="bert", steps=None, base=None, dtype=torch.float32, **options):
     """A sparsified model, of a checkpoint if there is one; with dropout, a run depends on the random generators."""
-    model, _ = build(name)
+    model, _ = build(name, dtype=dtype)
     model = type(model).from_pretrained(base) if base else model
     for module in model.modules():
         if isinstance(module, nn.Dropout):
