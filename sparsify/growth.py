@@ -132,7 +132,8 @@ class IncrementGrowth(Growth):
         if engine.steps is None:
             raise SparsifyError(
                 "the number of training steps is not known, so there is no telling how many entries to unmask in this "
-                "one; pass steps= (optimizer steps, not batches) to sparsify(), or set get_unmasker(model).steps."
+                "one; pass steps= (optimizer steps, not batches) to sparsify(), set get_unmasker(model).steps, or give "
+                "the Hugging Face Trainer callbacks=[SparsifyCallback()]."
             )
         return engine.schedule.quota(engine.step, engine.steps, engine.budget, engine.buffers.total)
 

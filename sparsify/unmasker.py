@@ -395,7 +395,8 @@ class Unmasker:
         if plain and not self.unmasked:
             warnings.warn(
                 "weights were loaded without index buffers into a sparsified model that has nothing unmasked: they are "
-                "its base now. To go on with an earlier run, load its whole state_dict(), buffers included.",
+                "its base now. To go on with an earlier run, load its whole state_dict(), buffers included; the "
+                "checkpoints of the Hugging Face Trainer have them where it was given SparsifyCallback.",
                 stacklevel=4,
             )
         values = self.values
