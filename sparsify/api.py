@@ -316,6 +316,8 @@ def _check_model(model: Any) -> None:
         raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
         raise SparsifyError("a TorchScript module cannot be sparsified; sparsify the Python module it was made from.")
+    if type(model).__name__ == "OptimizedModule":
+        raise SparsifyError("the model is wrapped by torch.compile; call sparsify() first, then torch.compile(model).")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise SparsifyError(
             f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"

@@ -96,6 +96,31 @@ def test_the_default_backend_is_the_oracle():
     assert counters["stats"]["unique_graphs"] == PRELUDE + 1
 
 
+def test_the_mode_with_cuda_graphs_is_what_it_is_without():
+    compare(*built("mlp", torch.float32), lambda model: torch.compile(model, mode="reduce-overhead"), tolerance=1e-5)
+
+
+def test_the_trainers_torch_compile_is_what_it_is_without(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, batches = built("bert", torch.float32)
+    sparsify(model, BUDGET, steps=STEPS)
+    eager = copy.deepcopy(model)
+    examples = [{key: value[row] for key, value in batch.items()} for batch in batches[:STEPS] for row in range(4)]
+    for each, backend in ((eager, None), (model, "aot_eager")):
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, torch_compile=backend is not None,
+            torch_compile_backend=backend, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+            learning_rate=0.01,
+        )  # fmt: skip
+        Trainer(each, arguments, train_dataset=examples).train()
+    assert summary(model).unmasked == BUDGET
+    assert unmasked_sets(model) == unmasked_sets(eager)
+    torch.testing.assert_close(model.sparse_values, eager.sparse_values)
+    assert counters["stats"]["unique_graphs"] == PRELUDE + 1
+    assert not graph_breaks()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_default_backend_is_the_oracle_for_a_transformer(dtype):
@@ -119,6 +144,27 @@ def test_a_model_that_was_compiled_in_place_before_is_the_oracle():
     model.compile(backend="aot_eager", fullgraph=True)
     loss_of(model, batches[0])
     compare(model, batches, lambda model: model)
+
+
+def test_a_model_that_torch_compile_wraps_is_refused_by_name():
+    wrapped = torch.compile(nn.Linear(2, 2))
+    with pytest.raises(SparsifyError, match=r"wrapped by torch\.compile; call sparsify\(\) first"):
+        sparsify(wrapped, 1, "pafi")
+
+
+def test_a_model_whose_parts_torch_compile_wraps_is_the_oracle():
+    model, batches = built("mlp")
+    dense = copy.deepcopy(model)
+    model.norm, model.second = (torch.compile(part, backend="aot_eager") for part in (model.norm, model.second))
+    sparsify(model, BUDGET, steps=STEPS)
+    oracle, optimizer = DenseOracle(dense, sgd(dense), BUDGET, STEPS), sgd(model)
+    for batch in batches[:STEPS]:
+        oracle.step(loss_of(dense, batch))
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    assert list(unmasked_sets(model).values()) == list(oracle.unmasked_sets().values())
+    assert not graph_breaks()
 
 
 def some_of_every_tensor(model):

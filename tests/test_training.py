@@ -11,6 +11,7 @@ import torch
 from models import MLP, build, loss_of
 from oracle import DenseOracle, unmasked_sets
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from sparsify import (
@@ -712,15 +713,17 @@ def test_desparsify_gives_the_trained_plain_model_back():
 # -------------------------------------------------------------------------------- memory and warnings
 
 
+def live_storages():
+    """Bytes of every live tensor's memory, by where it is; what torch.compile calculates with has none."""
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+    storages = (tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, FakeTensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
 def largest_new_tensor(known):
     """Bytes of the largest live tensor that is none of the known storages."""
-    gc.collect()
-    sizes = [
-        thing.untyped_storage().nbytes()
-        for thing in gc.get_objects()
-        if isinstance(thing, torch.Tensor) and thing.untyped_storage().data_ptr() not in known
-    ]
-    return max(sizes, default=0)
+    return max((size for place, size in live_storages().items() if place not in known), default=0)
 
 
 def test_after_a_step_nothing_as_large_as_a_weight_lives_beyond_the_weights():
@@ -728,8 +731,7 @@ def test_after_a_step_nothing_as_large_as_a_weight_lives_beyond_the_weights():
     model = nn.Sequential(nn.Embedding(500, 128), nn.Linear(128, 256), nn.LayerNorm(256), nn.Linear(256, 128))
     sparsify(model, 100, steps=5)
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-3)
-    gc.collect()
-    known = {thing.untyped_storage().data_ptr() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)}
+    known = live_storages()
     for _ in range(3):
         model(torch.randint(500, (4, 7))).square().mean().backward()
         optimizer.step()
