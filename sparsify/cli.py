@@ -28,6 +28,7 @@ COMMANDS = (
     "sparsify.bench.lora:bench_lora",
     "sparsify.bench.swapping:bench_swap",
     "sparsify.bench.merging:bench_merge",
+    "sparsify.bench.ranks:bench_ranks",
 )
 
 

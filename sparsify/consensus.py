@@ -28,6 +28,7 @@ from sparsify.screen import can_screen
 from sparsify.selection import Pool, Winners, offer_gradient
 
 MOST_ROUNDS = 3  # of proposals about one tensor, before its whole gradient is averaged
+PROPOSALS = {"exact": 4, "candidates": 1}  # at most, of a rank about one tensor, times the entries that are wanted
 ALL_ROWS = -1
 
 
@@ -94,7 +95,7 @@ class SharedChooser:
         self._ranks = ranks
         self._names = [tensor.name for tensor in tensors]
         self._masked_only = masked_only
-        self._exact = mode == "exact"
+        self._exact, self._proposals = mode == "exact", PROPOSALS[mode]
         self._proposes = importance.monotone or not self._exact
         self._finite: list[Tensor] = []
 
@@ -135,7 +136,7 @@ class SharedChooser:
         if not self._proposes:
             return excluded[:0].to(self._pool.floor.device), False, gradient.dense()
         shared = self._pool
-        most = min(tensor.numel, shared.size * (4 if self._exact else 1))
+        most = min(tensor.numel, shared.size * self._proposals)
         own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
         gradient, finite = offer_masked(own, self._generous, tensor, gradient, excluded)
         self._finite.append(finite)

@@ -67,9 +67,9 @@ def measure(
         for number in range(1, rounds + 1):
             for worker, result in zip(workers, results, strict=True):
                 progress(f"round {number} of {rounds}: {result.settings.method}")
-                answer = _ask(worker, str(steps))
-                result.seconds += answer["seconds"]
-                result.peak_bytes = answer["peak_bytes"]
+                turn = _ask(worker, str(steps))
+                result.seconds += turn["seconds"]
+                result.peak_bytes = turn["peak_bytes"]
     return results
 
 
@@ -95,11 +95,16 @@ def _start(settings: Settings) -> subprocess.Popen[str]:
 
 def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, Any]:
     assert worker.stdin is not None
-    assert worker.stdout is not None
     worker.stdin.write(line + "\n")
     worker.stdin.flush()
-    answer = worker.stdout.readline()
-    if not answer:
+    return answer(worker)
+
+
+def answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line (JSON) that a worker says."""
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
         raise RuntimeError(f"the worker ended with exit code {worker.wait()}; its error is above.")
-    result: dict[str, Any] = json.loads(answer)
+    result: dict[str, Any] = json.loads(line)
     return result

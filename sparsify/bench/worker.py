@@ -66,8 +66,14 @@ def build(settings: Settings) -> nn.Module:
     return model.to(getattr(torch, settings.dtype)).train()
 
 
-def make_step(settings: Settings, model: nn.Module) -> Callable[[], None]:
-    """A function that does one whole training step on fresh random tokens."""
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens the model knows."""
+    size: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
+    return size
+
+
+def prepare(settings: Settings, model: nn.Module) -> None:
+    """Makes the model train what the method trains."""
     if settings.method == "floor":
         model.requires_grad_(False)
         for module in model.modules():
@@ -75,9 +81,12 @@ def make_step(settings: Settings, model: nn.Module) -> Callable[[], None]:
                 module.register_forward_hook(_let_gradients_in)
     elif settings.method != "full":
         sparsify(model, settings.budget, settings.method, steps=FILL_STEPS)
+
+
+def make_step(settings: Settings, model: nn.Module, vocabulary: int) -> Callable[[], None]:
+    """A function that does one whole training step on fresh random tokens."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True) if trainable else None
-    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
 
     def step() -> None:
         tokens = torch.randint(5, vocabulary, (settings.batch, settings.length))
@@ -98,7 +107,7 @@ def fill(settings: Settings, model: nn.Module, step: Callable[[], None]) -> None
 
     A run's first steps have almost nothing unmasked and would flatter.
     """
-    if settings.method != "id3":
+    if not settings.method.startswith("id3"):
         step()
         return
     engine = get_unmasker(model)
@@ -118,7 +127,8 @@ def main() -> None:
     libraries = peak_bytes()
     model = build(settings)
     started = time.perf_counter()
-    step = make_step(settings, model)
+    prepare(settings, model)
+    step = make_step(settings, model, vocabulary_of(model))
     initialisation = time.perf_counter() - started
     fill(settings, model, step)
     unmasked = get_unmasker(model).unmasked if settings.method in ("pafi", "id3") else 0
