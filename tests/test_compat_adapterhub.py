@@ -17,8 +17,9 @@ TESTS = Path(__file__).parent
 ADAPTERS, TRANSFORMERS = "1.3.0", "4.57.6"
 MAIN = [
     "adapters", "architectures", "checking", "checkpoint", "conversion", "delta", "diffing", "end_to_end", "fresh",
-    "hub", "index_buffers", "loading", "masked_embedding", "masked_linear", "merging", "names", "patches",
-    "peft_files", "peft_saving", "report", "switching", "targets", "verification",
+    "hub", "index_buffers", "loading", "loops", "masked_embedding", "masked_linear", "merging", "names", "patches",
+    "peft_files", "peft_saving", "report", "resuming", "switching", "targets", "trainer", "trainer_checkpoints",
+    "verification",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow

@@ -145,7 +145,7 @@ def test_a_checkpoint_is_sixteen_bytes_an_entry_beside_the_optimizer(tmp_path):
 def test_a_checkpoint_is_not_taken_for_a_whole_model(tmp_path):
     model = make_model()
     make_trainer(model, tmp_path).train()
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+    with pytest.raises(RuntimeError, match=r"size mismatch|ignore_mismatched_sizes"):
         type(model).from_pretrained(tmp_path / "checkpoint-4", config=model.config)
     from transformers import AutoModel
 
@@ -209,7 +209,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path):
+def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it for good
     name, options, arguments = CASES[case]
     straight = make_trainer(make_model(name, **options), tmp_path, rows_of(name), **arguments)
     straight.train()

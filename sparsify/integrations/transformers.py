@@ -42,7 +42,8 @@ class SparsifyCallback(TrainerCallback):
       the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
       ``resume_from_checkpoint=True`` takes the one before it. Only one run may write to an ``output_dir``.
-    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files.
+    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files
+      (transformers 5; version 4 does not tell callbacks of an upload).
 
     Example:
         >>> from transformers import Trainer
