@@ -12,6 +12,7 @@ checkpoint, need nothing of ours but the hooks on ``load_state_dict``.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 import zipfile
@@ -133,12 +134,14 @@ class CheckpointWriter:
 
 
 def expected_files(args: Any) -> list[str]:
-    """Files of ``torch.save`` that a Trainer with these arguments writes into each of its checkpoints."""
+    """Files of ``torch.save`` that a Trainer with these arguments writes into each of its checkpoints, on this node."""
     if args.save_only_model:
         return []
-    random_state = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
-    files = [SCHEDULER, random_state]
-    return files if args.fsdp or args.deepspeed else [OPTIMIZER, *files]
+    files = [SCHEDULER] if args.fsdp or args.deepspeed else [OPTIMIZER, SCHEDULER]
+    if args.world_size <= 1:
+        return [*files, "rng_state.pth"]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's; the first rank of a node is the one that writes
+    return files + [f"rng_state_{args.process_index + rank}.pth" for rank in range(here)]
 
 
 def _metadata(folder: Path) -> dict[str, str]:
