@@ -177,7 +177,7 @@ class RepeatGrowth(Growth):
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:
         buffers, ids, grads = self.engine.buffers, winners.ids, winners.grads
-        first, touched = buffers.total, self._touched(self.engine.tensors).to(ids)
+        first, touched = buffers.total, self._touched(self.engine.tensors, ids)
         self.active = torch.zeros_like(grad, dtype=torch.bool)
         self.active[buffers.all_slots.to(ids)[torch.isin(touched, ids)]] = True
         new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: grad.numel() - first]
@@ -193,9 +193,9 @@ class RepeatGrowth(Growth):
         return rank_by_weight(engine.tensors, importance, pool, key, masked_only=False)
 
     @staticmethod
-    def _touched(tensors: Sequence[MaskedTensor]) -> Tensor:
+    def _touched(tensors: Sequence[MaskedTensor], like: Tensor) -> Tensor:
         """Global ids of the entries that have a slot, in the order of the index buffers."""
-        return torch.cat([tensor.indices + tensor.offset for tensor in tensors])
+        return torch.cat([tensor.indices.to(like) + tensor.offset for tensor in tensors])
 
 
 def growth_of(engine: Engine) -> Growth:

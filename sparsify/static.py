@@ -59,7 +59,8 @@ def choose(
     whole, ranked = _split(tensors, selection)
     if not importance.uses_gradient:
         ranked = [tensor for tensor in ranked if importance.covers(tensor.name)]
-    kept = torch.cat([torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device), *map(_ids, whole)])
+    nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
+    kept = torch.cat([nothing, *(_ids(tensor).to(nothing) for tensor in whole)])
     left = _left_for(ranked, strategy, budget, kept.numel())
     rank = _ranking(model, ranked, importance, dtype, seed, calibration, loss_fn)
     if selection.allocation == GLOBAL:

@@ -13,6 +13,7 @@ root too. This object holds settings and what lives for a single backward pass.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -44,6 +45,11 @@ from sparsify.verification import Verification, verify
 
 POSITION = "sparse_position"
 STATE = (VALUES, POSITION, *BUFFERS)  # what the root's state dict has beside the model's own
+OFFLOADED = (
+    "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
+    "and dispatch_model() do, and its trained values would be lost. Take that back "
+    "(accelerate.hooks.remove_hook_from_submodules(model)); offload before sparsify(), and only what is not trained."
+)
 
 
 class Unmasker:
@@ -109,6 +115,7 @@ class Unmasker:
         self.running = False
         self.ranks = Ranks()
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
+        self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
         self._anchors = Anchors(self)
         self._announced = AnnouncedUses(self)
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
@@ -158,10 +165,11 @@ class Unmasker:
         return is_fully_sharded(self.root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pass": None, "_sums": None, "_entry": None, "_written": None}
+        return {**self.__dict__, "_lock": None, "_pass": None, "_sums": None, "_entry": None, "_written": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._lock = threading.RLock()
         listen(self)
 
     # -------------------------------------------------------------------------------- forward
@@ -201,8 +209,8 @@ class Unmasker:
 
     def enter(self) -> None:
         """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
-        self.refresh()
         self.freeze()
+        self.refresh()
         self.open_root()
         self.running = True
 
@@ -238,24 +246,27 @@ class Unmasker:
         """Whether the running backward pass needs this tensor's gradient."""
         if self._reached is not None:
             self._reached.add(tensor)
-        chooser = self._running_pass().chooser
+        with self._lock:
+            chooser = self._running_pass().chooser
         return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        current = self._running_pass()
-        if whole and tensor not in current.held and not self._announced.waits(tensor):
-            current.settle(tensor, gradient)
-            return
-        held, gradient = current.held, gradient.dense()
-        held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
+        with self._lock:
+            current = self._running_pass()
+            if whole and tensor not in current.held and not self._announced.waits(tensor):
+                current.settle(tensor, gradient)
+                return
+            held, gradient = current.held, gradient.dense()
+            held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
-        current = self._running_pass()
-        gradient = None if self._announced.waits(tensor) else current.held.pop(tensor, None)
-        if gradient is not None:
-            current.settle(tensor, gradient)
+        with self._lock:
+            current = self._running_pass()
+            gradient = None if self._announced.waits(tensor) else current.held.pop(tensor, None)
+            if gradient is not None:
+                current.settle(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
@@ -372,8 +383,10 @@ class Unmasker:
             self.sync()
 
     def freeze(self) -> None:
-        """Masked weights require no grad, though PEFT sets it back as it switches adapters."""
+        """Masked weights require no grad, though PEFT sets it back as it switches adapters, and are at hand."""
         for tensor in self.tensors:
+            if tensor.parameter.is_meta:
+                raise SparsifyError(OFFLOADED.format(name=tensor.name))
             if tensor.parameter.requires_grad and tensor.parameter.is_leaf:
                 tensor.parameter.requires_grad_(False)
 

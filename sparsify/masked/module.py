@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor, Use
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
@@ -26,8 +27,15 @@ def announce_use(module: nn.Module, attribute: str) -> Use | None:
 
 def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
     """The parameter, cut off from autograd if it is masked: PEFT, for one, sets ``requires_grad`` back on its own."""
-    parameter = module._parameters.get(attribute)
-    return parameter.detach() if parameter is not None and attribute in masked_tensors(module) else parameter
+    parameter, tensor = module._parameters.get(attribute), masked_tensors(module).get(attribute)
+    if tensor is None:
+        return parameter
+    if parameter is None:
+        raise SparsifyError(
+            f"`{tensor.name}` was taken from its module ({type(module).__name__}) after sparsify(), as by a "
+            "parametrization, weight_norm() or pruning; call these before sparsify()."
+        )
+    return parameter.detach()
 
 
 class MaskedModule(nn.Module):

@@ -1,0 +1,127 @@
+"""Activation checkpointing and offloaded activations: what they save is computed or fetched again, and nothing else."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import DenseOracle, unmasked_sets
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from sparsify import SparsifyError, sparsify, summary
+
+BUDGET, STEPS = 40, 4
+KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def keep_products(context, operation, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def default(model):
+    model.gradient_checkpointing_enable()
+
+
+def non_reentrant(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def selective(model):
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
+
+
+def with_a_cache(model):
+    model.config.use_cache = True
+    model.gradient_checkpointing_enable()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def compare(name, prepare, wrap=lambda model: model):
+    """Trains a checkpointed sparsified copy beside the dense oracle, which is not checkpointed."""
+    dense, batches = build(name, dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=STEPS)
+    prepare(sparse)
+    oracle, optimizer = DenseOracle(dense, sgd(dense.parameters()), BUDGET, STEPS), sgd([sparse.sparse_values])
+    model = wrap(sparse)
+    for batch in batches[:STEPS]:
+        dense_loss, loss = loss_of(dense, batch), loss_of(model, batch)
+        torch.testing.assert_close(loss, dense_loss)
+        oracle.step(dense_loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+    for parameter_name, parameter in dense.named_parameters():
+        torch.testing.assert_close(sparse.get_parameter(parameter_name), parameter)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("prepare", [default, non_reentrant, selective, with_a_cache], ids=lambda f: f.__name__)
+def test_a_checkpointed_model_is_the_oracle(name, prepare):
+    if name == "gpt2" and prepare is selective:
+        pytest.skip("keeps what the others keep")
+    compare(name, prepare)
+
+
+@pytest.mark.parametrize("prepare", [non_reentrant, selective], ids=lambda f: f.__name__)
+def test_a_checkpointed_model_that_is_compiled_is_the_oracle(prepare):
+    torch._dynamo.reset()
+    compare("bert", prepare, lambda model: torch.compile(model, backend="aot_eager"))
+    torch._dynamo.reset()
+
+
+def calls_of_blocks(model, batch):
+    """How often each block runs forward in one step."""
+    counts = []
+    handles = [
+        block.attention.self.register_forward_hook(lambda module, args, output: counts.append(id(module)))
+        for block in model.bert.encoder.layer
+    ]
+    loss_of(model, batch).backward()
+    for handle in handles:
+        handle.remove()
+    return sorted(counts.count(each) for each in set(counts))
+
+
+def test_every_block_is_computed_again_once():
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    assert calls_of_blocks(model, batches[0]) == [1, 1]
+    non_reentrant(model)
+    assert calls_of_blocks(model, batches[1]) == [2, 2]
+
+
+def test_reentrant_checkpointing_is_refused_before_anything_has_changed():
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    before = copy.deepcopy(model.state_dict())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(SparsifyError, match=r"was recomputed inside a backward pass.*use_reentrant\": False"):
+        loss_of(model, batches[0]).backward()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert model.sparse_values.grad is None
+    non_reentrant(model)
+    loss_of(model, batches[0]).backward()
+    assert summary(model).unmasked == BUDGET // STEPS
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
+    model, batches = build(name, dtype=torch.float64)
+    sparsify(model, BUDGET, steps=STEPS)
+    twin = copy.deepcopy(model)
+    for batch in batches[:STEPS]:
+        with torch.autograd.graph.save_on_cpu():
+            loss = loss_of(twin, batch)
+        for each, own in ((model, loss_of(model, batch)), (twin, loss)):
+            own.backward()
+            sgd([each.sparse_values]).step()
+            each.zero_grad()
+        assert unmasked_sets(model) == unmasked_sets(twin)
+        assert torch.equal(model.sparse_values, twin.sparse_values)

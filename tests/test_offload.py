@@ -1,0 +1,104 @@
+"""Models that accelerate has spread over devices: what is at hand is trained, what is offloaded is refused by name."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import unmasked_sets
+
+from sparsify import SparsifyError, desparsify, sparsify
+
+accelerate = pytest.importorskip("accelerate")
+
+BUDGET, STEPS = 30, 3
+PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifier")
+
+
+def train(model, batches, **options):
+    sparsify(model, BUDGET, steps=STEPS, **options)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    losses = []
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def device_map(folder, **others):
+    return {**dict.fromkeys(PARTS, "cpu"), **{name.replace("_", "."): device for name, device in others.items()}}
+
+
+def dispatched(model, folder, **others):
+    options = {"offload_dir": str(folder), "main_device": "cpu"} if others else {"force_hooks": True}
+    return accelerate.dispatch_model(model, device_map(folder, **others), **options)
+
+
+ON_ONE_DEVICE = {
+    "one device": lambda model, folder: accelerate.dispatch_model(model, {"": "cpu"}),
+    "one device, with hooks": lambda model, folder: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "a device for each part": dispatched,
+}
+OFFLOADED = {
+    "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu"),
+    "disk_offload": lambda model, folder: accelerate.disk_offload(model, str(folder), execution_device="cpu"),
+    "a part on the disk": lambda model, folder: dispatched(model, folder, bert_encoder="disk"),
+}
+
+
+@pytest.mark.parametrize("way", ON_ONE_DEVICE)
+def test_a_dispatched_model_trains_as_the_plain_one(way, tmp_path):
+    plain, batches = build("bert")
+    model = ON_ONE_DEVICE[way](copy.deepcopy(plain), tmp_path)
+    assert train(model, batches) == train(plain, batches)
+    assert unmasked_sets(model) == unmasked_sets(plain)
+    assert torch.equal(model.sparse_values, plain.sparse_values)
+
+
+@pytest.mark.parametrize("mapping", ["auto", "cpu", {"": "cpu"}], ids=str)
+def test_a_model_loaded_with_a_device_map_trains_as_the_plain_one(mapping, tmp_path):
+    from transformers import BertForSequenceClassification
+
+    model, batches = build("bert")
+    model.save_pretrained(tmp_path)
+    plain = BertForSequenceClassification.from_pretrained(tmp_path).train()
+    mapped = BertForSequenceClassification.from_pretrained(tmp_path, device_map=mapping).train()
+    assert train(mapped, batches) == train(plain, batches)
+
+
+@pytest.mark.parametrize("way", OFFLOADED)
+def test_an_offloaded_model_is_refused_by_name_and_left_alone(way, tmp_path):
+    model, batches = build("bert")
+    OFFLOADED[way](model, tmp_path)
+    before = loss_of(model, batches[0])
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(SparsifyError, match=r"`bert\.\S+\.weight` cannot be masked.*offloaded.*onto a device before"):
+        sparsify(model, BUDGET, steps=STEPS)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
+    assert torch.equal(loss_of(model, batches[0]), before)
+
+
+def test_a_model_whose_frozen_parts_are_offloaded_trains(tmp_path):
+    plain, batches = build("bert")
+    model = dispatched(copy.deepcopy(plain), tmp_path, bert_embeddings="disk", bert_pooler="disk")
+    left_out = {"exclude_modules": r"bert\.(embeddings|pooler).*"}
+    assert train(model, batches, **left_out) == train(plain, batches, **left_out)
+    assert unmasked_sets(model) == unmasked_sets(plain)
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+def test_a_model_that_is_offloaded_after_it_was_sparsified_is_refused_until_it_is_back(way, tmp_path):
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    OFFLOADED[way](model, tmp_path)
+    with pytest.raises(
+        SparsifyError, match=r"is on the meta device: it was offloaded after sparsify\(\).*Take that back"
+    ):
+        loss_of(model, batches[0])
+    accelerate.hooks.remove_hook_from_submodules(model)
+    loss_of(model, batches[0]).backward()
+    assert model.sparse_values.grad.count_nonzero() > 0
+    desparsify(model)
