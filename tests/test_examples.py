@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -200,3 +201,21 @@ def test_sparse_adapters_are_saved_as_adapters_and_as_a_delta(example, files, tm
 def test_pruned_adapters_choose_by_gradients_beforehand(example, files):
     result = example("sparse_adapters").main([*files, "--steps", "2", "--strategy", "sparseadapter"])
     assert (result["entries"], result["updates"]) == (35_527, 71_054)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_several_ranks_train_one_delta(name, files, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [*command, str(EXAMPLES / f"{name}.py"), *files, *options],
+        capture_output=True, text=True, timeout=300, check=True, env=environment,
+    )  # fmt: skip
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 4)
+    assert "bytes by this one of 2 ranks" in run.stdout
+    delta = SparseDelta.load(tmp_path / "delta")
+    assert delta.num_entries == 200
+    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]

@@ -1,0 +1,59 @@
+"""Fine-tune with the weights sharded over GPUs, or CPU processes: FSDP2 as ever, and one line more.
+
+    torchrun --standalone --nproc-per-node 2 examples/fsdp.py --task mrpc --budget 38000
+
+Options, data and loop are those of ``ddp.py``.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from ddp import parse_arguments, share_rows, start, train
+from text_classification import HEADS, load_task
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from sparsify import SparseDelta, sparsify, summary
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Block by block, then the rest; forward and backward in bfloat16 on GPUs."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device.type == "cuda" else None)
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    for block in blocks:
+        fully_shard(block, mp_policy=policy)
+    # The flat delta stays whole on every rank, in float32: it is small.
+    fully_shard(model, mp_policy=policy, ignored_params={model.sparse_values})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains on every rank; rank 0 prints, the result last as JSON."""
+    arguments = parse_arguments(arguments)
+    device = start()
+    task = load_task(arguments)
+    loaders = share_rows(task, arguments)
+
+    # 1. One line, before FSDP2.
+    head = [name for name in HEADS if hasattr(task.model, name)]
+    model = task.model.to(device)
+    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head, sync=arguments.sync)
+    shard(model, device)
+
+    # 2. Train: any loop will do.
+    result = train(model, loaders, arguments, device)
+
+    # 3. Save: on all ranks, since each of them has some rows of the dense head; one writes.
+    delta = SparseDelta.from_model(model)
+    if dist.get_rank() == 0:
+        print(summary(model))
+        if arguments.out:
+            delta.save(arguments.out)
+        print(json.dumps({**result, "ranks": dist.get_world_size(), "entries": delta.num_entries}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
