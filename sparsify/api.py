@@ -146,7 +146,7 @@ def sparsify(
     mask_model(engine, targets, capacity)
     engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
-    engine.sync()
+    engine.weights.write()
     return model
 
 
@@ -171,7 +171,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         'Linear'
     """
     engine = get_unmasker(model)
-    if engine.sharded:
+    if engine.weights.sharded:
         raise SparsifyError(
             "a model that fully_shard() has sharded cannot be turned back; save SparseDelta.from_model(model), and "
             "apply it to a base that is not sharded."
@@ -260,7 +260,7 @@ def base_weights(model: Model) -> Iterator[Model]:
         >>> with base_weights(model):
         ...     reference = model(torch.ones(1, 4))
     """
-    with get_unmasker(model).base_weights():
+    with get_unmasker(model).weights.base():
         yield model
 
 
@@ -281,7 +281,7 @@ def sync(model: nn.Module) -> None:
         1.0
         >>> sync(model)
     """
-    get_unmasker(model).sync()
+    get_unmasker(model).weights.write()
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:

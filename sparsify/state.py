@@ -123,12 +123,12 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.capacity):
         raise SparsifyError(problem)
     else:
-        engine.write_base()  # what was unmasked here may be masked there
+        engine.weights.write_base()  # what was unmasked here may be masked there
         if is_trained_state(engine, state_dict, prefix):
             try:
                 check_same_base(engine, stored)
             except SparsifyError:
-                engine.sync()
+                engine.weights.write()
                 raise
             root.__dict__[PARTIAL_LOAD] = PartialLoad(engine, state_dict, prefix)
         engine.buffers.resize(stored)

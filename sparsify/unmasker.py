@@ -1,55 +1,41 @@
-"""The engine: what happens to the gradients between ``backward()`` and the weights after ``optimizer.step()``.
+"""The engine of a sparsified model: what it is made of, and what happens at each event of its training.
 
-    collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the masked
-              entries are shown to the step's chooser, the rest is freed with the node
-    commit    after the last node: the chooser's winners join the index buffers, and the flat gradient is returned to
-              autograd, their own gradients included
-    step      after the optimizer's step: base + delta is written into the weights
+    forward     the weights are refreshed, each use of a tensor gets its anchor           ``weights.py``, ``anchors.py``
+    backward    gradients are collected, winners unmasked, the flat gradient returned    ``collection.py``
+    step        base + delta is written into the weights                                 ``weights.py``
 
 All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
 ``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; and the index buffers, on the
-root too. This object holds settings and what lives for a single backward pass.
+root too. This object holds settings and what lives for a single step.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.accumulation import Sums
-from sparsify.agreement import agree_on_winners, check_agreement
-from sparsify.anchors import AnchoredUse, Anchors, Root
-from sparsify.announced import AnnouncedUse, AnnouncedUses
-from sparsify.backward import BackwardPass
-from sparsify.choosers import Chooser
+from sparsify.anchors import AnchoredUse, Root
+from sparsify.announced import AnnouncedUse
+from sparsify.collection import Collection
 from sparsify.draws import Draw
 from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
-from sparsify.growth import growth_of
 from sparsify.index_buffers import BUFFERS, IndexBuffers
-from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.ranks import Ranks, num_ranks
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.ranks import Ranks
 from sparsify.schedules import Schedule
-from sparsify.sharding import check_root, read_base
-from sparsify.shards import is_fully_sharded, reshard
+from sparsify.sharding import read_base
 from sparsify.stepping import listen
 from sparsify.strategies import Strategy
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import Verification, verify
+from sparsify.weights import EffectiveWeights
 
 POSITION = "sparse_position"
 STATE = (VALUES, POSITION, *BUFFERS)  # what the root's state dict has beside the model's own
-OFFLOADED = (
-    "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
-    "and dispatch_model() do, and its trained values would be lost. Take that back "
-    "(accelerate.hooks.remove_hook_from_submodules(model)); offload before sparsify(), and only what is not trained."
-)
 
 
 class Unmasker:
@@ -74,9 +60,10 @@ class Unmasker:
         draws: how the initial values of some of these are drawn, and the digest of them.
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
-        selected: whether the step in progress has had its selection.
         base_digests: what the base was, for :meth:`verify`.
         running: whether the root is in its forward.
+        weights: keeps the effective values in step.
+        collection: takes the gradients.
         ranks: the other ranks, if there are any.
     """
 
@@ -114,19 +101,9 @@ class Unmasker:
         self.updates = 0
         self.running = False
         self.ranks = Ranks()
-        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
-        self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
-        self._anchors = Anchors(self)
-        self._announced = AnnouncedUses(self)
+        self.weights = EffectiveWeights(self)
+        self.collection = Collection(self)
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
-        self._pass: BackwardPass | None = None
-        self.selected = False  # whether this optimizer step has had its selection
-        self._paused = False
-        self._growth = growth_of(self)
-        self._sums: Sums | None = None  # over the micro-batches of the step in progress
-        self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
-        self._written: Tensor | None = None  # the flat delta that the weights were written from
-        self._written_dtype: torch.dtype | None = None
 
     # -------------------------------------------------------------------------------- state
 
@@ -151,25 +128,24 @@ class Unmasker:
     @property
     def trained(self) -> int:
         """Number of entries that the step in progress trains."""
-        active = self._growth.active
+        active = self.collection.growth.active
         return self.unmasked if active is None else int(active.sum())
 
     @property
     def growing(self) -> bool:
         """Whether entries may still be unmasked, those of the step in progress among them."""
-        return self._growth.growing or self._sums is not None
+        return self.collection.growing
 
     @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has the weights."""
-        return is_fully_sharded(self.root)
+    def selected(self) -> bool:
+        """Whether the step in progress has had its selection."""
+        return self.collection.selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_pass": None, "_sums": None, "_entry": None, "_written": None}
+        return {**self.__dict__, "_entry": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.RLock()
         listen(self)
 
     # -------------------------------------------------------------------------------- forward
@@ -181,13 +157,13 @@ class Unmasker:
 
     def use(self, tensor: MaskedTensor) -> AnchoredUse | None:
         """Announces a use of a tensor in a forward pass; ``None`` where no gradient will be collected."""
-        if self._paused or not torch.is_grad_enabled():
+        if self.weights.are_base or not torch.is_grad_enabled():
             return None
         values = self.values
         if not values.requires_grad or not (tensor.count or self.growing):
             return None
         _check_shape(tensor)
-        return self._anchors.use(tensor, values)
+        return self.collection.anchors.use(tensor, values)
 
     @property
     def root_anchor(self) -> Tensor:
@@ -196,20 +172,20 @@ class Unmasker:
 
     def trains(self, tensor: MaskedTensor) -> bool:
         """Whether a gradient may be collected for the tensor, now or later; it is asked while a graph is compiled."""
-        return not (self._paused or tensor.dormant)
+        return not (self.weights.are_base or tensor.dormant)
 
     def announce(self, tensor: MaskedTensor) -> None:
         """Announces a use by a compiled graph that runs forward."""
         _check_shape(tensor)
-        self._announced.announce(tensor)
+        self.collection.announced.announce(tensor)
 
     def announced(self, tensor: MaskedTensor) -> AnnouncedUse:
         """One of the announced uses, in the backward pass of its graph."""
-        return AnnouncedUse(self._announced, tensor, alone=not self._anchors.waits(tensor))
+        return AnnouncedUse(self.collection.announced, tensor, alone=not self.collection.anchors.waits(tensor))
 
     def enter(self) -> None:
         """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
-        self.freeze()
+        self.weights.freeze()
         self.refresh()
         self.open_root()
         self.running = True
@@ -228,93 +204,19 @@ class Unmasker:
 
     def open_root(self) -> Root:
         """The root anchor of the flat delta as it is now."""
-        return self._anchors.root(self.values)
+        return self.collection.anchors.root(self.values)
 
     def _traced_root(self) -> Root:
         """Likewise, asked for while a graph is compiled; it is compiled anew when the flat delta is another one."""
         from sparsify.masked.compiled import made_ready
 
         made_ready(self.tensors[0].handle)
-        root = self._anchors.current
+        root = self.collection.anchors.current
         assert root is not None
         assert root.serves(self.values)  # what is asked here, every run of the graph will ask
         return root
 
-    # -------------------------------------------------------------------------------- backward
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        """Whether the running backward pass needs this tensor's gradient."""
-        if self._reached is not None:
-            self._reached.add(tensor)
-        with self._lock:
-            chooser = self._running_pass().chooser
-        return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
-
-    def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
-        """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        with self._lock:
-            current = self._running_pass()
-            if whole and tensor not in current.held and not self._announced.waits(tensor):
-                current.settle(tensor, gradient)
-                return
-            held, gradient = current.held, gradient.dense()
-            held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
-
-    def finish(self, tensor: MaskedTensor) -> None:
-        """The last use of the tensor has been collected."""
-        with self._lock:
-            current = self._running_pass()
-            gradient = None if self._announced.waits(tensor) else current.held.pop(tensor, None)
-            if gradient is not None:
-                current.settle(tensor, gradient)
-
-    def commit(self) -> Tensor:
-        """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        current, self._pass = self._running_pass(), None
-        current.settle_held()
-        current.settle_earlier()
-        self._announced.forget_recomputed()
-        grad, chooser = current.grad, current.chooser
-        if chooser is not None:
-            winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
-            if not (finite if num_ranks() == 1 else agree_on_winners(self, winners, finite)):
-                # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
-                return grad.fill_(torch.nan)
-            self._growth.unmask(winners, grad)
-            self.selected = True
-        if self._growth.active is not None:
-            grad.masked_fill_(~self._growth.active, 0)
-        grad = grad if current.sums is None else current.sums.growth(grad)
-        return self.ranks.mean_(grad) if self.sharded else grad  # DDP averages it by itself
-
-    def _running_pass(self) -> BackwardPass:
-        graph = torch._C._current_graph_task_id()
-        if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
-            self._check_not_paused("backward()")
-            self._compare_ranks()
-            chooser = self._chooser()
-            self._pass = BackwardPass(graph, self.values.detach(), chooser, self._sums)
-        return self._pass
-
-    def _chooser(self) -> Chooser | None:
-        """Who finds the entries that this backward pass is to unmask."""
-        if self._sums is not None:
-            self._take_back(self._sums)
-        if self.selected:
-            return None
-        chooser = self._growth.chooser()
-        if self.accumulation == "exact" and self._growth.by_gradient and chooser is not None and self._sums is None:
-            self._sums = Sums(self.unmasked, self.values.dtype)
-        return chooser
-
-    def _take_back(self, sums: Sums) -> None:
-        """Masks again what earlier micro-batches of the step in progress have unmasked."""
-        self.buffers.keep_slots_below(sums.first)
-        self._growth.restart()
-        self.selected = False
-        grad = self.values.grad
-        if grad is None or not grad.any():  # they were dropped, as after an overflow: the step begins anew
-            self._sums = None
+    # -------------------------------------------------------------------------------- unmasking
 
     def append(self, ids: Tensor, slots: Tensor) -> None:
         """Adds entries (n,) given by global id to the index buffers; their current values are the base."""
@@ -324,7 +226,7 @@ class Unmasker:
         ends = torch.tensor([tensor.offset + tensor.numel for tensor in self.tensors], device=ids.device)
         sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
         indices = [own - tensor.offset for tensor, own in zip(self.tensors, ids.split(sizes), strict=True)]
-        if self.sharded:
+        if self.weights.sharded:
             first = int(slots.min()) if slots.numel() else 0
             self.buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
             torch.autograd.Variable._execution_engine.queue_callback(lambda: read_base(self, first))
@@ -339,56 +241,22 @@ class Unmasker:
 
     def _find_dormant(self) -> None:
         for tensor in self.tensors:
-            tensor.dormant = self._growth.static and not tensor.count
+            tensor.dormant = self.collection.growth.static and not tensor.count
 
     # -------------------------------------------------------------------------------- step
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
-        self._check_not_paused("optimizer.step()")
-        self._warn_of_unreached()
+        self.weights.check_trained("optimizer.step()")
         self.step += 1
         self.updates += self.trained
-        self.selected, self._sums = False, None
-        self._announced.forget()
+        self.collection.step_done()
         self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
-        self.sync()
-
-    @torch.no_grad()
-    def sync(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
-        """Writes base + delta into the weights at the unmasked entries: O(budget)."""
-        check_root(self)
-        self._reshard()
-        values, base = self.values.detach(), self.buffers.all_base
-        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self.buffers.all_slots]
-        for tensor, own in zip(self.tensors, self.buffers.split(effective), strict=True):
-            if own.numel() and tensor not in but:
-                tensor.write(own)
-        self._remember_written()
+        self.weights.write()
 
     def refresh(self) -> None:
-        """Writes the weights if the flat delta, or the weights' dtype, is not the one they were written from.
-
-        The values themselves are compared: a version counter misses writes through ``.data``.
-        """
-        if self._paused:
-            return
-        written, values = self._written, self.values.detach()
-        if (
-            written is None
-            or (written.device, written.dtype) != (values.device, values.dtype)
-            or (self._written_dtype != self.tensors[0].dtype and not self.sharded)
-            or not torch.equal(written, values)
-        ):
-            self.sync()
-
-    def freeze(self) -> None:
-        """Masked weights require no grad, though PEFT sets it back as it switches adapters, and are at hand."""
-        for tensor in self.tensors:
-            if tensor.parameter.is_meta:
-                raise SparsifyError(OFFLOADED.format(name=tensor.name))
-            if tensor.parameter.requires_grad and tensor.parameter.is_leaf:
-                tensor.parameter.requires_grad_(False)
+        """The weights are in step with the flat delta."""
+        self.weights.refresh()
 
     @torch.no_grad()
     def state_loaded(self, plain: set[MaskedTensor]) -> None:
@@ -402,8 +270,7 @@ class Unmasker:
         position = self.root._buffers[POSITION]
         assert position is not None
         self.step, self.updates = (int(number) for number in position.tolist())
-        self.selected, self._sums = False, None
-        self._growth.restart()
+        self.collection.restart()
         self._find_dormant()
         if plain and not self.unmasked:
             warnings.warn(
@@ -417,79 +284,23 @@ class Unmasker:
             values[tensor.slots.to(values.device)] = (
                 tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)
             ).to(values)
-        self.sync(but=plain)
-
-    @contextmanager
-    def base_weights(self) -> Iterator[None]:
-        """The weights are the pretrained ones inside; nothing is trained there, and no graph is disturbed."""
-        if self._paused:
-            yield
-            return
-        self.refresh()
-        self._reshard()
-        trained = [tensor.own_effective for tensor in self.tensors]
-        self._paused = True
-        try:
-            self.write_base()
-            yield
-        finally:
-            self._reshard()
-            for tensor, values in zip(self.tensors, trained, strict=True):
-                tensor.write_unseen(values)
-            self._paused = False
-
-    def write_base(self) -> None:
-        """Puts the pretrained values into the weights."""
-        self._reshard()
-        for tensor in self.tensors:
-            if tensor.count:
-                tensor.write_base()
+        self.weights.write(but=plain)
 
     def verify(self) -> Verification:
         """Whether the frozen entries are the base's, and as many unmasked as planned."""
-        self._check_not_paused("summary(verify=True)")
-        self.refresh()
-        self._reshard()
+        self._prepare("summary(verify=True)")
         return verify(self)
 
     def export(self, budget: int | None = None) -> Export:
         """What was learned: the first ``budget`` unmasked entries, and what is stored whole."""
-        self._check_not_paused("SparseDelta.from_model()")
-        self.refresh()
-        self._reshard()
+        self._prepare("SparseDelta.from_model()")
         return export(self, budget)
 
-    def _reshard(self) -> None:
-        if self.sharded:
-            reshard(self.root)
-
-    def _remember_written(self) -> None:
-        self._written = self.values.detach().clone()
-        self._written_dtype = self.tensors[0].dtype
-
-    def _check_not_paused(self, call: str) -> None:
-        if self._paused:
-            raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
-
-    def _compare_ranks(self) -> None:
-        """In the first step, and in the next: then it shows whether gradients are averaged."""
-        if len(self._compared) < 2 and self.step not in self._compared and num_ranks() > 1:
-            check_agreement(self)
-            self._compared.add(self.step)
-
-    def _warn_of_unreached(self) -> None:
-        reached, self._reached = self._reached, None
-        if reached is None:
-            return
-        expected = self.tensors if self.growing else [tensor for tensor in self.tensors if tensor.count]
-        names = [tensor.name for tensor in expected if tensor not in reached]
-        if names:
-            warnings.warn(
-                f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If the loss does not depend on them, all "
-                "is well; otherwise their weight is read without their module being called: please report it.",
-                stacklevel=2,
-            )
+    def _prepare(self, call: str) -> None:
+        """The trained weights can be read."""
+        self.weights.check_trained(call)
+        self.weights.refresh()
+        self.weights.reshard()
 
 
 def _check_shape(tensor: MaskedTensor) -> None:

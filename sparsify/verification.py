@@ -65,7 +65,10 @@ class Engine(Exportable, Protocol):
     """What is verified: what can be exported, and knows its base."""
 
     base_digests: dict[str, tuple[torch.dtype, str]]
-    selected: bool
+
+    @property
+    def selected(self) -> bool:
+        """Whether the step in progress has had its selection."""
 
 
 def digest_base(

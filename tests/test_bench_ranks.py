@@ -56,8 +56,8 @@ def chosen_bytes(rank, mode):
         ).backward()
         optimizer.step()
         sent.append(engine.ranks.bytes_sent - before)
-    state = optimizer.state[model.sparse_values]
-    own = [model.sparse_values, model.sparse_values.grad, state["exp_avg"], state["exp_avg_sq"], engine._written]
+    state, written = optimizer.state[model.sparse_values], engine.weights._written
+    own = [model.sparse_values, model.sparse_values.grad, state["exp_avg"], state["exp_avg_sq"], written]
     buffers = [model.sparse_indices, model.sparse_slots, model.sparse_base]
     return sent, [tensor.numel for tensor in engine.tensors], sum(tensor.nbytes for tensor in own + buffers)
 

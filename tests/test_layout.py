@@ -38,7 +38,8 @@ LAYERS = [
     {"accumulation", "anchors", "export", "fresh", "screen", "ranking", "calibration", "budget"},
     {"announced", "choosers", "static", "verification"},
     {"agreement", "consensus", "sharding"},
-    {"backward", "growth"},
+    {"backward", "growth", "weights"},
+    {"collection"},
     {"unmasker"},
     {"resuming"},
     {"packed", "state", "report"},
@@ -85,6 +86,8 @@ TRAINING = {
     "targets",
     "trainable",
     "unmasker",
+    "collection",
+    "weights",
     "values",
     "verification",
 }

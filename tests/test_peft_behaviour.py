@@ -222,7 +222,7 @@ def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
     twins.sparse.add_adapter("other", again)  # a new one of the same name is another
     fresh = {n: p.detach().clone() for n, p in twins.sparse.named_parameters() if ".other" in n}
     twins.sparse.double().set_adapter("default")
-    get_unmasker(twins.sparse).sync()
+    get_unmasker(twins.sparse).weights.write()
     assert fresh
     assert all(torch.equal(twins.sparse.get_parameter(n), p.double()) for n, p in fresh.items())
     twins.sparse.delete_adapter("other")

@@ -1,0 +1,185 @@
+"""Backward: the gradients of all nodes on their way into one flat gradient, and the entries that they unmask.
+
+collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the masked
+          entries are shown to the step's chooser, the rest is freed with the node
+commit    after the last node: the chooser's winners join the index buffers, and the flat gradient is returned to
+          autograd, their own gradients included
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsify.accumulation import Sums
+from sparsify.agreement import Engine as Comparable
+from sparsify.agreement import agree_on_winners, check_agreement
+from sparsify.anchors import Anchors
+from sparsify.announced import AnnouncedUses
+from sparsify.backward import BackwardPass
+from sparsify.choosers import Chooser
+from sparsify.growth import Engine as Growing
+from sparsify.growth import growth_of
+from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.ranks import num_ranks
+from sparsify.weights import EffectiveWeights
+
+
+class Engine(Growing, Comparable, Protocol):
+    """What is trained, and on how many ranks."""
+
+    weights: EffectiveWeights
+
+
+class Collection:
+    """Receives the gradients of an engine's tensors; the sink of all anchors.
+
+    Args:
+        engine: whose they are.
+
+    Attributes:
+        anchors: the uses in eager graphs.
+        announced: the uses in compiled graphs.
+        growth: how the unmasked set unfolds.
+        selected: whether the optimizer step in progress has had its selection.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.anchors = Anchors(self)
+        self.announced = AnnouncedUses(self)
+        self.growth = growth_of(engine)
+        self.selected = False
+        self._pass: BackwardPass | None = None
+        self._sums: Sums | None = None  # over the micro-batches of the step in progress
+        self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
+        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
+        self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
+
+    @property
+    def growing(self) -> bool:
+        """Whether entries may still be unmasked, those of the step in progress among them."""
+        return self.growth.growing or self._sums is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_pass": None, "_sums": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    # -------------------------------------------------------------------------------- as autograd calls it
+
+    def wants(self, tensor: MaskedTensor) -> bool:
+        """Whether the running backward pass needs this tensor's gradient."""
+        if self._reached is not None:
+            self._reached.add(tensor)
+        with self._lock:
+            chooser = self._running_pass().chooser
+        return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
+
+    def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
+        """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
+        with self._lock:
+            current = self._running_pass()
+            if whole and tensor not in current.held and not self.announced.waits(tensor):
+                current.settle(tensor, gradient)
+                return
+            held, gradient = current.held, gradient.dense()
+            held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
+
+    def finish(self, tensor: MaskedTensor) -> None:
+        """The last use of the tensor has been collected."""
+        with self._lock:
+            current = self._running_pass()
+            gradient = None if self.announced.waits(tensor) else current.held.pop(tensor, None)
+            if gradient is not None:
+                current.settle(tensor, gradient)
+
+    def commit(self) -> Tensor:
+        """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
+        engine = self._engine
+        current, self._pass = self._running_pass(), None
+        current.settle_held()
+        current.settle_earlier()
+        self.announced.forget_recomputed()
+        grad, chooser = current.grad, current.chooser
+        if chooser is not None:
+            winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
+            if not (finite if num_ranks() == 1 else agree_on_winners(engine, winners, finite)):
+                # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
+                return grad.fill_(torch.nan)
+            self.growth.unmask(winners, grad)
+            self.selected = True
+        if self.growth.active is not None:
+            grad.masked_fill_(~self.growth.active, 0)
+        grad = grad if current.sums is None else current.sums.growth(grad)
+        return engine.ranks.mean_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
+
+    # -------------------------------------------------------------------------------- from step to step
+
+    def step_done(self) -> None:
+        """An optimizer step is over."""
+        self._warn_of_unreached()
+        self.selected, self._sums = False, None
+        self.announced.forget()
+
+    def restart(self) -> None:
+        """The unmasked set is another one now: a state dict was loaded."""
+        self.selected, self._sums = False, None
+        self.growth.restart()
+
+    def _running_pass(self) -> BackwardPass:
+        graph = torch._C._current_graph_task_id()
+        if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
+            self._engine.weights.check_trained("backward()")
+            self._compare_ranks()
+            chooser = self._chooser()
+            self._pass = BackwardPass(graph, self._engine.values.detach(), chooser, self._sums)
+        return self._pass
+
+    def _chooser(self) -> Chooser | None:
+        """Who finds the entries that this backward pass is to unmask."""
+        if self._sums is not None:
+            self._take_back(self._sums)
+        if self.selected:
+            return None
+        engine, chooser = self._engine, self.growth.chooser()
+        if engine.accumulation == "exact" and self.growth.by_gradient and chooser is not None and self._sums is None:
+            self._sums = Sums(engine.buffers.total, engine.values.dtype)
+        return chooser
+
+    def _take_back(self, sums: Sums) -> None:
+        """Masks again what earlier micro-batches of the step in progress have unmasked."""
+        self._engine.buffers.keep_slots_below(sums.first)
+        self.growth.restart()
+        self.selected = False
+        grad = self._engine.values.grad
+        if grad is None or not grad.any():  # they were dropped, as after an overflow: the step begins anew
+            self._sums = None
+
+    def _compare_ranks(self) -> None:
+        """In the first step, and in the next: then it shows whether gradients are averaged."""
+        step = self._engine.step
+        if len(self._compared) < 2 and step not in self._compared and num_ranks() > 1:
+            check_agreement(self._engine)
+            self._compared.add(step)
+
+    def _warn_of_unreached(self) -> None:
+        reached, self._reached = self._reached, None
+        if reached is None:
+            return
+        tensors = self._engine.tensors
+        expected = tensors if self.growing else [tensor for tensor in tensors if tensor.count]
+        names = [tensor.name for tensor in expected if tensor not in reached]
+        if names:
+            warnings.warn(
+                f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If the loss does not depend on them, all "
+                "is well; otherwise their weight is read without their module being called: please report it.",
+                stacklevel=2,
+            )

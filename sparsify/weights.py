@@ -1,0 +1,140 @@
+"""The effective values: base + delta in the weights, before anybody may read them.
+
+after a step, or a load            :meth:`~EffectiveWeights.write`: O(budget)
+before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, should the flat delta have been written to
+                                   behind the optimizer's back
+``with base_weights(model)``       the pretrained values, for a while
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.errors import SparsifyError
+from sparsify.index_buffers import IndexBuffers
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.ranks import Ranks
+from sparsify.sharding import check_root
+from sparsify.shards import is_fully_sharded, reshard
+
+OFFLOADED = (
+    "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
+    "and dispatch_model() do, and its trained values would be lost. Take that back "
+    "(accelerate.hooks.remove_hook_from_submodules(model)); offload before sparsify(), and only what is not trained."
+)
+
+
+class Engine(Protocol):
+    """What has a flat delta."""
+
+    root: nn.Module
+    tensors: list[MaskedTensor]
+    buffers: IndexBuffers
+    ranks: Ranks
+
+    @property
+    def values(self) -> Tensor:
+        """(capacity,) the flat delta."""
+
+
+class EffectiveWeights:
+    """The weights of a sparsified model at its unmasked entries.
+
+    Args:
+        engine: of the model.
+
+    Attributes:
+        are_base: whether they are the pretrained ones for now.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.are_base = False
+        self._written: Tensor | None = None  # the flat delta that they were written from
+        self._written_dtype: torch.dtype | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has them."""
+        return is_fully_sharded(self._engine.root)
+
+    @torch.no_grad()
+    def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
+        """Writes base + delta into the weights, those of some tensors excepted."""
+        engine = self._engine
+        check_root(engine)
+        self.reshard()
+        values, base = engine.values.detach(), engine.buffers.all_base
+        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[engine.buffers.all_slots]
+        for tensor, own in zip(engine.tensors, engine.buffers.split(effective), strict=True):
+            if own.numel() and tensor not in but:
+                tensor.write(own)
+        self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
+
+    def refresh(self) -> None:
+        """Writes the weights if the flat delta, or the weights' dtype, is not the one they were written from.
+
+        The values themselves are compared: a version counter misses writes through ``.data``.
+        """
+        if self.are_base:
+            return
+        written, values = self._written, self._engine.values.detach()
+        if (
+            written is None
+            or (written.device, written.dtype) != (values.device, values.dtype)
+            or (self._written_dtype != self._engine.tensors[0].dtype and not self.sharded)
+            or not torch.equal(written, values)
+        ):
+            self.write()
+
+    def freeze(self) -> None:
+        """They require no grad, though PEFT sets it back as it switches adapters, and are at hand."""
+        for tensor in self._engine.tensors:
+            if tensor.parameter.is_meta:
+                raise SparsifyError(OFFLOADED.format(name=tensor.name))
+            if tensor.parameter.requires_grad and tensor.parameter.is_leaf:
+                tensor.parameter.requires_grad_(False)
+
+    def write_base(self) -> None:
+        """Puts the pretrained values into the weights."""
+        self.reshard()
+        for tensor in self._engine.tensors:
+            if tensor.count:
+                tensor.write_base()
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """They are the pretrained ones inside; no graph that was built before is disturbed."""
+        if self.are_base:
+            yield
+            return
+        self.refresh()
+        self.reshard()
+        trained = [tensor.own_effective for tensor in self._engine.tensors]
+        self.are_base = True
+        try:
+            self.write_base()
+            yield
+        finally:
+            self.reshard()
+            for tensor, values in zip(self._engine.tensors, trained, strict=True):
+                tensor.write_unseen(values)
+            self.are_base = False
+
+    def reshard(self) -> None:
+        """Sharded ones are in their shards, where they may be read and written."""
+        if self.sharded:
+            reshard(self._engine.root)
+
+    def check_trained(self, call: str) -> None:
+        """Raises where they are the pretrained ones for now, and ``call`` needs the trained ones."""
+        if self.are_base:
+            raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_written": None}
