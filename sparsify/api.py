@@ -68,7 +68,7 @@ def sparsify(
             ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
             masks, or flat indices.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
-            repeat-S here.
+            repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.
         schedule: how the unmasked set grows: ``"uniform"``, ``"linear"``, ``"cubic"``, ``"cosine"``, or a
             :class:`Schedule`.
         target_modules: narrows the candidates, as in PEFT: a list matches the ends of module names, a string is a

@@ -88,7 +88,9 @@ def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
     )  # fmt: skip
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) is not None)
-    torch.save((begins.step, outcome(trainer)), folder / RESULT)
+    logs, *rest = outcome(trainer)
+    logs.pop(STEPS + 1, None)  # the Trainer's idle step, where the run was killed when all steps were done
+    torch.save((begins.step, (logs, *rest)), folder / RESULT)
 
 
 def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:

@@ -238,6 +238,18 @@ def test_a_run_that_stops_and_goes_on_is_the_one_that_does_not(tmp_path):
     assert_same(outcome(resumed), outcome(straight))
 
 
+def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
+    """The Trainer makes a step more where the last one was in the middle of an epoch."""
+    straight = make_trainer(make_model(), tmp_path, lr_scheduler_type="constant")
+    straight.train()
+    resumed = make_trainer(make_model(), tmp_path, lr_scheduler_type="constant")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == STEPS + 1
+    (logs, *rest), expected = outcome(resumed), outcome(straight)
+    del logs[STEPS + 1]
+    assert_same((logs, *rest), expected)
+
+
 def test_nothing_is_missed_when_a_checkpoint_is_loaded(tmp_path, caplog):
     import logging
 

@@ -57,11 +57,9 @@ def write_trained_state(
     replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine), metadata))
 
 
-def read_trained_state(folder: Path) -> dict[str, Tensor] | None:
-    """The trained state that is in a checkpoint; ``None`` where its weights are something else."""
-    if _metadata(folder).get("sparsify") != "trained state":
-        return None
-    return safetensors.torch.load_file(folder / WEIGHTS)
+def has_trained_state(folder: Path) -> bool:
+    """Whether a checkpoint's weights are a trained state."""
+    return _metadata(folder).get("sparsify") == "trained state"
 
 
 def problem_with(folder: Path) -> str | None:

@@ -1,9 +1,14 @@
 """The Hugging Face Trainer, and those that derive from it: what a callback does for a sparsified model.
 
-on_init_end      checkpoint folders that an interrupted run left incomplete are set aside
-on_train_begin   the number of steps is found; from here on, checkpoints hold the trained state only
-on_log           how far the unmasking has come
-on_train_end     ``save_pretrained`` is the model's own again
+    on_init_end      checkpoint folders that an interrupted run left incomplete are set aside
+    on_train_begin   the number of steps is found; from here on, checkpoints hold the trained state only
+    on_pre_optimizer_step
+                     a run that was done already stays as it is
+    on_log           how far the unmasking has come
+    on_push_begin    the delta goes to the hub beside the model
+    on_train_end     ``save_pretrained`` is the model's own again
+
+What is in a checkpoint is in checkpoints.py. To load one, the Trainer needs no callback.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from sparsify.api import get_unmasker, summary
@@ -19,10 +25,11 @@ from sparsify.card import public_config
 from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
+    WEIGHTS,
     CheckpointWriter,
     expected_files,
+    has_trained_state,
     problem_with,
-    read_trained_state,
     set_aside_incomplete,
     write_trained_state,
 )
@@ -41,7 +48,8 @@ class SparsifyCallback(TrainerCallback):
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
       the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
-      ``resume_from_checkpoint=True`` takes the one before it. Only one run may write to an ``output_dir``.
+      ``resume_from_checkpoint=True`` takes the one before it. Only one run may write to an ``output_dir``, and
+      ``get_last_checkpoint`` is to be asked after the Trainer was made.
     - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files
       (transformers 5; version 4 does not tell callbacks of an upload).
 
@@ -61,9 +69,11 @@ class SparsifyCallback(TrainerCallback):
                 set_aside_incomplete(Path(args.output_dir))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """Raises:
-        SparsifyError: when the model is not sparsified; when the run was resumed from what does not tell which entries
-            were trained.
+        """Finds the steps, and makes checkpoints small.
+
+        Raises:
+            SparsifyError: when the model is not sparsified; when the run was resumed from a checkpoint that is
+                incomplete, or does not tell which entries were trained.
         """
         model = event["model"]
         engine = get_unmasker(model)
@@ -78,6 +88,12 @@ class SparsifyCallback(TrainerCallback):
             )
         if hasattr(model, SAVE):
             vars(model)[SAVE] = CheckpointWriter(model, args, state)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        # A run that was done when it was resumed makes a step more, if that is in the middle of an epoch: it shall
+        # change nothing. GradScaler wants a gradient, though.
+        if state.global_step >= state.max_steps and not args.fp16:
+            event["model"].zero_grad()
 
     def on_log(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         logs = event["logs"]
@@ -96,7 +112,7 @@ class SparsifyCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # a model without save_pretrained was just written with its frozen weights
-        if args.should_save and (folder / "model.safetensors").is_file() and read_trained_state(folder) is None:
+        if args.should_save and (folder / WEIGHTS).is_file() and not has_trained_state(folder):
             write_trained_state(event["model"], folder, expected_files(args))
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
@@ -110,9 +126,9 @@ class SparsifyCallback(TrainerCallback):
         vars(model).pop(SAVE, None)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # of a PEFT model the Trainer has loaded the adapter, which does not tell what is unmasked
-            trained = read_trained_state(Path(state.best_model_checkpoint))
-            if trained is not None:
-                model.load_state_dict(trained, strict=False)
+            best = Path(state.best_model_checkpoint)
+            if has_trained_state(best):
+                model.load_state_dict(load_file(best / WEIGHTS), strict=False)
 
 
 def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
