@@ -7,8 +7,8 @@ All pools hold the same entries at all times, so that floors, counts and every d
 
 Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
 reaches the floor reaches it on one rank at least, as long as the importance grows with abs(grad), and is proposed by
-it. A rank that proposes as many as it may has left some out; then the floor, which the proposals have raised, is that
-of another round. Where proposals would take more bytes than the gradient itself, that is averaged whole.
+it. Where so many are that the gradient itself would take fewer bytes, the ranks exchange the best of them first, which
+raises the floor, and look again; if that does not help, the gradient is averaged whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sparsify.ranks import Ranks, num_ranks
 from sparsify.screen import can_screen
 from sparsify.selection import Pool, Winners, offer_gradient
 
-MOST_ROUNDS = 3  # of proposals about one tensor, before its whole gradient is averaged
-PROPOSALS = {"exact": 4, "candidates": 1}  # at most, of a rank about one tensor, times the entries that are wanted
+MOST_ROUNDS = 2  # of raising the floor for one tensor, before its whole gradient is averaged
+RAISING = {"exact": 4, "candidates": 1}  # a rank's best that are exchanged for that, times the entries that are wanted
 ALL_ROWS = -1
 
 
@@ -75,8 +75,8 @@ class SharedChooser:
         ranks: the other ranks.
         tensors: all masked tensors, by number.
         masked_only: whether entries that are unmasked already are no candidates.
-        mode: ``"exact"``: all entries that could be among the best are proposed, in several rounds if need be; or
-            ``"candidates"``: only each rank's own best, as many as are wanted.
+        mode: ``"exact"``: all entries that could be among the best are proposed; or ``"candidates"``: only each rank's
+            own best, as many as are wanted.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SharedChooser:
         self._ranks = ranks
         self._names = [tensor.name for tensor in tensors]
         self._masked_only = masked_only
-        self._exact, self._proposals = mode == "exact", PROPOSALS[mode]
+        self._exact, self._few = mode == "exact", pool.size * RAISING[mode]
         self._proposes = importance.monotone or not self._exact
         self._finite: list[Tensor] = []
 
@@ -111,14 +111,19 @@ class SharedChooser:
         for round_number in range(MOST_ROUNDS + 1):
             proposed, complete, gradient = self._propose(tensor, gradient, excluded)
             header = self._exchange_headers(tensor, gradient, proposed, complete)
-            if round_number == MOST_ROUNDS or not self._pays(tensor, header):
-                self._offer_whole_mean(tensor, gradient, excluded, header)
-                return
+            last = self._pays(tensor, header) and bool(header.complete.all() or not self._exact)
+            if not last:  # raise the floor by the best
+                header = header._replace(number=header.number.clamp(max=self._few))
+                if round_number == MOST_ROUNDS or not self._pays(tensor, header):
+                    self._offer_whole_mean(tensor, gradient, excluded, header)
+                    return
             if header.number.any():
-                union = self._ranks.union(proposed, int(header.number.max()), tensor.numel)
+                union = self._ranks.union(
+                    proposed if last else proposed[: self._few], int(header.number.max()), tensor.numel
+                )
                 self._offer_mean(tensor, gradient, union)
                 excluded = torch.cat([excluded, union.to(excluded.device)])
-            if not self._exact or header.complete.all():
+            if last:
                 return
 
     def skip(self, tensor: MaskedTensor) -> None:
@@ -132,11 +137,12 @@ class SharedChooser:
         return self._finite
 
     def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, Gradient]:
-        """Flat indices (n,) of entries that could reach the floor, whether these are all, and the gradient."""
+        """Flat indices (n,) of entries that could reach the floor, best first, whether all, and the gradient."""
         if not self._proposes:
             return excluded[:0].to(self._pool.floor.device), False, gradient.dense()
-        shared = self._pool
-        most = min(tensor.numel, shared.size * self._proposals)
+        shared, most = self._pool, self._few
+        if self._exact:  # more of them would take more bytes than the gradient
+            most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
         own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
         gradient, finite = offer_masked(own, self._generous, tensor, gradient, excluded)
         self._finite.append(finite)

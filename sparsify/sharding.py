@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.ranks import Ranks
+from sparsify.ranks import Ranks, num_ranks
 from sparsify.shards import check_shards, is_fully_sharded, is_shard, reshard, take_own
 from sparsify.values import VALUES
 
@@ -51,9 +51,11 @@ def check_sharding(engine: Engine) -> None:
 
 def check_root(engine: Engine) -> None:
     """Raises where some of a model is sharded, but not the model itself."""
+    if num_ranks() == 1 or is_fully_sharded(engine.root):
+        return
     sharded = [tensor.name for tensor in engine.tensors if is_shard(tensor.parameter)]
     sharded += [name for name, module in engine.root.named_modules() if is_fully_sharded(module)]
-    if sharded and not is_fully_sharded(engine.root):
+    if sharded:
         raise SparsifyError(
             f"`{sharded[0]}` is sharded, but not the model that was sparsified; call fully_shard() on its blocks and "
             f"then on the very model that was given to sparsify(), with ignored_params={{model.{VALUES}}}."

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sparsify.consensus import MOST_ROUNDS, PROPOSALS
+from sparsify.consensus import MOST_ROUNDS, RAISING
 from sparsify.ranks import WIDTH
 
 
@@ -121,7 +121,7 @@ def choosing_bytes(sizes: Iterable[int], wanted: int, ranks: int, mode: str) -> 
     total = header  # at the end
     for size in sizes:
         whole = 2 * ring(4 * size, ranks)
-        most = min(size, wanted * PROPOSALS[mode])
+        most = min(size, wanted * RAISING[mode])
         indices, at_union = 4 * most * (ranks - 1), 2 * ring(4 * min(size, ranks * most), ranks)
         proposals = min(whole, indices + at_union)
         if mode == "candidates":
