@@ -118,7 +118,7 @@ class Collection:
         if self.growth.active is not None:
             grad.masked_fill_(~self.growth.active, 0)
         grad = grad if current.sums is None else current.sums.growth(grad)
-        return engine.ranks.mean_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
+        return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
 
     # -------------------------------------------------------------------------------- from step to step
 

@@ -37,14 +37,16 @@ class Ranks:
 
     Attributes:
         timeout: seconds to wait for a rank in an exchange; to be set before the first backward.
-        bytes_sent: bytes that this rank has sent so far, as ring algorithms send them; those of DDP, which averages the
-            flat gradient, and of FSDP are not among them.
+        bytes_sent: bytes that this rank has sent so far to choose the same entries as the others, as ring algorithms
+            send them.
+        bytes_averaging: likewise, to average the flat gradient under FSDP2; DDP does that by itself.
         exchanges: number of collective calls so far.
     """
 
     def __init__(self) -> None:
         self.timeout = TIMEOUT_SECONDS
         self.bytes_sent = 0
+        self.bytes_averaging = 0
         self.exchanges = 0
 
     def gather(self, own: Tensor) -> Tensor:
@@ -101,6 +103,14 @@ class Ranks:
     def mean_(self, values: Tensor) -> Tensor:
         """The mean of the ranks' values, of any one shape, in their place."""
         return self.sum_(values).div_(num_ranks())
+
+    def average_(self, grad: Tensor) -> Tensor:
+        """The mean of the ranks' flat gradients, in its place."""
+        before = self.bytes_sent
+        self.mean_(grad)
+        self.bytes_averaging += self.bytes_sent - before
+        self.bytes_sent = before
+        return grad
 
     def _call(self, collective: Any, *tensors: Any) -> None:
         try:

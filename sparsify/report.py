@@ -38,7 +38,7 @@ class Summary:
         state_bytes: bytes that the flat delta and the index buffers add to the model.
         ranks: processes that train together.
         sent_bytes: bytes that this rank has sent to choose the same entries as the others; averaging the gradient of
-            the flat delta, which DDP does, comes on top.
+            the flat delta comes on top.
     """
 
     strategy: Strategy

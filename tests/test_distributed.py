@@ -143,6 +143,15 @@ def accumulating_exactly(rank):
     return train(rank, sparsify(model, BUDGET, steps=STEPS, accumulation="exact"), batches, micro=2)
 
 
+def within_another_model(rank):
+    """DDP is told of the outer model, whose names of the index buffers are others, and broadcasts them."""
+    model, batches = words()
+    outer = nn.ModuleDict({"inner": sparsify(model, BUDGET, steps=STEPS)})
+    outer.forward = lambda **batch: outer["inner"](**batch)
+    outer.sparse_values = model.sparse_values
+    return train(rank, outer, batches)
+
+
 def an_importance_that_is_not_monotone(rank):
     model, batches = mlp()
     away = register_importance("away-from-zero")(lambda weight, grad: -weight * grad)
@@ -182,6 +191,7 @@ LIKE_ONE_PROCESS = [
     exact_with_a_static_graph,
     accumulating,
     accumulating_exactly,
+    within_another_model,
     an_importance_that_is_not_monotone,
     repeat,
     growing_by_magnitude,
