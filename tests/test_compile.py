@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import build, loss_of
 from oracle import DenseOracle, unmasked_sets
+from quantized import quantized_build
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -333,6 +334,67 @@ def test_a_kept_graph_and_a_newer_one_in_one_backward_add_up():
     model.zero_grad()
     (2 * model(one) + model(other)).backward()
     torch.testing.assert_close(both, model.sparse_values.grad)
+
+
+def test_batches_of_other_shapes_are_one_more_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+    batches = [torch.randint(20, (4, length)) for length in (5, 7, 6, 9)]
+    compare(Tied().double(), batches, lambda model: torch.compile(model, backend=counter, fullgraph=True), loss_of=on)
+    assert counter.frame_count == PRELUDE + 2
+
+
+def test_an_eager_forward_between_compiled_ones_changes_nothing():
+    model = Tied().double()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    class Both(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.compiled, self.eager = torch.compile(model, backend=counter, fullgraph=True), model
+
+        def forward(self, ids):
+            return self.compiled(ids) + self.eager(ids.flip(1)) + self.compiled(ids.flip(0))
+
+    def both(model, batch):
+        return model(batch) + model(batch.flip(1)) + model(batch.flip(0))
+
+    compare(
+        model,
+        batches_of_ids(),
+        Both,
+        loss_of=lambda model, batch: (on if isinstance(model, Both) else both)(model, batch),
+    )
+    assert counter.frame_count == PRELUDE + 1
+
+
+def test_a_quantized_layer_breaks_the_graph_and_is_right():
+    model, batches = quantized_build("mlp", "torchao-int8")
+    sparsify(model, BUDGET, steps=STEPS, target_modules="all-linear")
+    eager, compiled = copy.deepcopy(model), torch.compile(model, backend="aot_eager")
+    for batch in batches[:2]:
+        for each in (eager, compiled):
+            loss_of(each, batch).backward()
+        assert unmasked_sets(model) == unmasked_sets(eager)
+        torch.testing.assert_close(model.sparse_values.grad, eager.sparse_values.grad)
+
+
+@pytest.mark.slow
+def test_a_lora_that_is_trained_sparsely_is_one_graph():
+    from peft import LoraConfig, get_peft_model
+
+    model, batches = built("llama")
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    sparsify(model, BUDGET, steps=STEPS)
+    eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in batches[:STEPS]:
+        for each, own in ((eager, eager), (compiled, model)):
+            loss_of(each, batch).backward()
+            sgd(own).step()
+            own.zero_grad()
+        assert unmasked_sets(model) == unmasked_sets(eager)
+    torch.testing.assert_close(model.sparse_values, eager.sparse_values)
+    assert counter.frame_count == PRELUDE + 1
 
 
 def test_exact_accumulation_is_what_it_is_in_eager_mode():

@@ -108,8 +108,8 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
-    if torch.compiler.is_dynamo_compiling():
-        return
     waiting = module.__dict__.get(PLAIN)
-    if waiting:  # empty where another pre-hook failed before the taps were placed
+    if waiting:  # none where another pre-hook failed before the taps were placed, or no tap was
         module._parameters.update(waiting.pop())
+        if not waiting:
+            del module.__dict__[PLAIN]
