@@ -19,9 +19,9 @@ from sparsify.accumulation import Sums
 from sparsify.agreement import Engine as Comparable
 from sparsify.agreement import agree_on_winners, check_agreement
 from sparsify.anchors import Anchors
-from sparsify.announced import AnnouncedUses
 from sparsify.backward import BackwardPass
 from sparsify.choosers import Chooser
+from sparsify.compiled import CompiledGraphs
 from sparsify.growth import Engine as Growing
 from sparsify.growth import growth_of
 from sparsify.masked.tensor import Gradient, MaskedTensor
@@ -43,7 +43,7 @@ class Collection:
 
     Attributes:
         anchors: the uses in eager graphs.
-        announced: the uses in compiled graphs.
+        compiled: the uses in compiled graphs.
         growth: how the unmasked set unfolds.
         selected: whether the optimizer step in progress has had its selection.
     """
@@ -51,7 +51,7 @@ class Collection:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.anchors = Anchors(self)
-        self.announced = AnnouncedUses(self)
+        self.compiled = CompiledGraphs(engine, self, self.anchors)
         self.growth = growth_of(engine)
         self.selected = False
         self._pass: BackwardPass | None = None
@@ -86,7 +86,7 @@ class Collection:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
         with self._lock:
             current = self._running_pass()
-            if whole and tensor not in current.held and not self.announced.waits(tensor):
+            if whole and tensor not in current.held and not self.compiled.waits(tensor):
                 current.settle(tensor, gradient)
                 return
             held, gradient = current.held, gradient.dense()
@@ -96,7 +96,7 @@ class Collection:
         """The last use of the tensor has been collected."""
         with self._lock:
             current = self._running_pass()
-            gradient = None if self.announced.waits(tensor) else current.held.pop(tensor, None)
+            gradient = None if self.compiled.waits(tensor) else current.held.pop(tensor, None)
             if gradient is not None:
                 current.settle(tensor, gradient)
 
@@ -106,7 +106,7 @@ class Collection:
         current, self._pass = self._running_pass(), None
         current.settle_held()
         current.settle_earlier()
-        self.announced.forget_recomputed()
+        self.compiled.forget_recomputed()
         grad, chooser = current.grad, current.chooser
         if chooser is not None:
             winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
@@ -126,7 +126,7 @@ class Collection:
         """An optimizer step is over."""
         self._warn_of_unreached()
         self.selected, self._sums = False, None
-        self.announced.forget()
+        self.compiled.forget()
 
     def restart(self) -> None:
         """The unmasked set is another one now: a state dict was loaded."""

@@ -76,7 +76,7 @@ def mask_model(engine: Unmasker, targets: Targets, capacity: int) -> None:
     engine.buffers.register(len(engine.tensors), _base_dtype(engine.tensors), device)
     install(engine)
     listen(engine)
-    engine.open_root()
+    engine.compiled.make_root()
     say_trainable(model)
     freeze([candidate.parameter for candidate in targets.candidates])
     freeze(targets.frozen.values())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
@@ -76,9 +75,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
     if is_fully_sharded(root) and SHARDED not in root.__dict__:
         _first_under_fsdp(root)
     engine = engine_of(root)
-    if engine is not None and torch.compiler.is_dynamo_compiling():
-        engine.enter_compiled()
-    elif engine is not None:
+    if engine is not None:
         engine.enter()
 
 

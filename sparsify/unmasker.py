@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.anchors import AnchoredUse, Root
-from sparsify.announced import AnnouncedUse
+from sparsify.anchors import AnchoredUse
 from sparsify.collection import Collection
+from sparsify.compiled import CompiledGraphs
 from sparsify.draws import Draw
-from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
 from sparsify.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
@@ -103,7 +102,6 @@ class Unmasker:
         self.ranks = Ranks()
         self.weights = EffectiveWeights(self)
         self.collection = Collection(self)
-        self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
 
     # -------------------------------------------------------------------------------- state
 
@@ -137,12 +135,14 @@ class Unmasker:
         return self.collection.growing
 
     @property
+    def compiled(self) -> CompiledGraphs:
+        """Its part in compiled graphs."""
+        return self.collection.compiled
+
+    @property
     def selected(self) -> bool:
         """Whether the step in progress has had its selection."""
         return self.collection.selected
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_entry": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -162,59 +162,23 @@ class Unmasker:
         values = self.values
         if not values.requires_grad or not (tensor.count or self.growing):
             return None
-        _check_shape(tensor)
+        tensor.check_shape()
         return self.collection.anchors.use(tensor, values)
-
-    @property
-    def root_anchor(self) -> Tensor:
-        """(1,) what the uses in a compiled graph take as an input; it is asked for while the graph is compiled."""
-        return self._traced_root().output if self._entry is None else self._entry
-
-    def trains(self, tensor: MaskedTensor) -> bool:
-        """Whether a gradient may be collected for the tensor, now or later; it is asked while a graph is compiled."""
-        return not (self.weights.are_base or tensor.dormant)
-
-    def announce(self, tensor: MaskedTensor) -> None:
-        """Announces a use by a compiled graph that runs forward."""
-        _check_shape(tensor)
-        self.collection.announced.announce(tensor)
-
-    def announced(self, tensor: MaskedTensor) -> AnnouncedUse:
-        """One of the announced uses, in the backward pass of its graph."""
-        return AnnouncedUse(self.collection.announced, tensor, alone=not self.collection.anchors.waits(tensor))
 
     def enter(self) -> None:
         """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
-        self.weights.freeze()
-        self.refresh()
-        self.open_root()
-        self.running = True
-
-    def enter_compiled(self) -> None:
-        """Likewise where the root's forward is being compiled; its graph will refresh the weights whenever it runs."""
-        from sparsify.masked.compiled import refreshed_root
-
-        self._entry = refreshed_root(self._traced_root().output, self.tensors[0].handle)
+        if torch.compiler.is_dynamo_compiling():
+            self.compiled.enter()
+        else:
+            self.weights.freeze()
+            self.weights.refresh()
+            self.compiled.make_root()
         self.running = True
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
-        self._entry = None
+        self.compiled.leave()
         self.running = False
-
-    def open_root(self) -> Root:
-        """The root anchor of the flat delta as it is now."""
-        return self.collection.anchors.root(self.values)
-
-    def _traced_root(self) -> Root:
-        """Likewise, asked for while a graph is compiled; it is compiled anew when the flat delta is another one."""
-        from sparsify.masked.compiled import made_ready
-
-        made_ready(self.tensors[0].handle)
-        root = self.collection.anchors.current
-        assert root is not None
-        assert root.serves(self.values)  # what is asked here, every run of the graph will ask
-        return root
 
     # -------------------------------------------------------------------------------- unmasking
 
@@ -301,12 +265,3 @@ class Unmasker:
         self.weights.check_trained(call)
         self.weights.refresh()
         self.weights.reshard()
-
-
-def _check_shape(tensor: MaskedTensor) -> None:
-    if tensor.shape_now != tensor.shape:
-        raise SparsifyError(
-            f"`{tensor.name}` had shape {tuple(tensor.shape)} at sparsify() and has {tuple(tensor.shape_now)} now; "
-            "resize embeddings and the like before sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: use "
-            "fully_shard() (FSDP2)."
-        )

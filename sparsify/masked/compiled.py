@@ -49,7 +49,7 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
             x,
             weight,
             bias,
-            either.collector.root_anchor,
+            either.collector.compiled.root_anchor,
             None if of_weight is None else of_weight.handle,
             None if of_bias is None else of_bias.handle,
             transposed,
@@ -63,15 +63,15 @@ def compiled_embedding(module: Any, ids: Tensor, padding_idx: int | None) -> Ten
     tensor, table = _trained(module, "weight"), frozen_if_masked(module, "weight")
     if tensor is None:
         return F.embedding(ids, table, padding_idx)
-    root = tensor.collector.root_anchor
+    root = tensor.collector.compiled.root_anchor
     return _OPS.embedding(ids, table, root, tensor.handle, padding_idx, torch.is_grad_enabled(), _serial())
 
 
 def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
     """What stands for a masked parameter where a module's own code uses it."""
-    if not tensor.collector.trains(tensor):
+    if not tensor.collector.compiled.trains(tensor):
         return parameter.detach()
-    root = tensor.collector.root_anchor
+    root = tensor.collector.compiled.root_anchor
     return _OPS.tap(parameter.detach(), root, tensor.handle, torch.is_grad_enabled(), _serial())
 
 
@@ -83,7 +83,7 @@ def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
     """Has the root anchor made while a graph is compiled; afterwards it is found there."""
-    held_by(handle).collector.open_root()
+    held_by(handle).collector.compiled.make_root()
     return True
 
 
@@ -95,7 +95,7 @@ def untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 def _trained(module: Any, attribute: str) -> MaskedTensor | None:
     tensor = masked_tensors(module).get(attribute)
-    return None if tensor is None or not tensor.collector.trains(tensor) else tensor
+    return None if tensor is None or not tensor.collector.compiled.trains(tensor) else tensor
 
 
 @torch.compiler.assume_constant_result
@@ -167,7 +167,7 @@ def _collect(grad: Tensor, root: Tensor, handle: Tensor, serial: int) -> Tensor:
 
 
 def _refresh(root: Tensor, handle: Tensor) -> Tensor:
-    held_by(handle).collector.refresh()
+    held_by(handle).collector.compiled.refresh()
     return root.clone()
 
 
@@ -175,12 +175,12 @@ def _announce(training: bool, *handles: Tensor | None) -> None:
     for handle in handles if training else ():
         if handle is not None:
             tensor: MaskedTensor = held_by(handle)
-            tensor.collector.announce(tensor)
+            tensor.collector.compiled.announce(tensor)
 
 
 def _announced(handle: Tensor) -> Use:
     tensor: MaskedTensor = held_by(handle)
-    return tensor.collector.announced(tensor)
+    return tensor.collector.compiled.use(tensor)
 
 
 # -------------------------------------------------------------------------------- how autograd goes through it

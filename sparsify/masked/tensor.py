@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsify.errors import SparsifyError
 from sparsify.index_buffers import IndexBuffers
 from sparsify.masked.handles import new_handle
 from sparsify.shards import is_shard, put_own, take, take_own, whole
@@ -129,14 +130,22 @@ class Collector(Protocol):
         """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
 
     @property
-    def root_anchor(self) -> Tensor:
-        """(1,) what a use in a compiled graph takes as an input; its gradient is empty."""
-
-    def open_root(self) -> Any:
-        """Makes the root anchor of the flat delta as it is now, if there is none."""
+    def compiled(self) -> Compiled:
+        """Its part in compiled graphs."""
 
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
+
+
+class Compiled(Protocol):
+    """A collector's part in compiled graphs, which know a tensor by its handle."""
+
+    @property
+    def root_anchor(self) -> Tensor:
+        """(1,) what a use in a compiled graph takes as an input; its gradient is empty."""
+
+    def make_root(self) -> None:
+        """Sees to it that there is a root anchor of the flat delta as it is now."""
 
     def trains(self, tensor: MaskedTensor) -> bool:
         """Whether a gradient may be collected for the tensor, now or later; it is asked while a graph is compiled."""
@@ -144,7 +153,7 @@ class Collector(Protocol):
     def announce(self, tensor: MaskedTensor) -> None:
         """Announces a use by a compiled graph that runs forward."""
 
-    def announced(self, tensor: MaskedTensor) -> Use:
+    def use(self, tensor: MaskedTensor) -> Use:
         """One of the announced uses, in the backward pass of its graph."""
 
     def refresh(self) -> None:
@@ -205,6 +214,15 @@ class MaskedTensor:
     def shape_now(self) -> torch.Size:
         """The parameter's shape; ``shape`` is the one it had at first."""
         return self.parameter.shape
+
+    def check_shape(self) -> None:
+        """Raises where the parameter was given another shape."""
+        if self.shape_now != self.shape:
+            raise SparsifyError(
+                f"`{self.name}` had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now; "
+                "resize embeddings and the like before sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: "
+                "use fully_shard() (FSDP2)."
+            )
 
     @property
     def dtype(self) -> torch.dtype:
