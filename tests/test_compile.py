@@ -448,6 +448,22 @@ def test_a_delta_written_past_the_optimizer_is_seen(training):
     torch.testing.assert_close(after, model(batch))
 
 
+def test_a_flat_delta_that_was_replaced_or_frozen_is_seen():
+    model = sparsify(Tied().double(), BUDGET, "pafi")
+    compiled, batch = aot(model), batches_of_ids()[0]
+    compiled(batch).backward()
+    expected, state = model.sparse_values.grad.clone(), copy.deepcopy(model.state_dict())
+    model.load_state_dict(state, assign=True)
+    assert model.sparse_values.grad is None
+    compiled(batch).backward()
+    torch.testing.assert_close(model.sparse_values.grad, expected)
+    model.sparse_values.requires_grad_(False)
+    assert not compiled(batch).requires_grad
+    model.sparse_values.requires_grad_(True)
+    compiled(batch).backward()
+    torch.testing.assert_close(model.sparse_values.grad, 2 * expected)
+
+
 def test_an_overflow_unmasks_nothing_and_is_returned():
     model = sparsify(Tied().double(), BUDGET, steps=STEPS)
     compiled, batch = aot(model), batches_of_ids()[0]

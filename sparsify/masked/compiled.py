@@ -36,7 +36,7 @@ _SERIALS = itertools.count()
 
 def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     """What ``masked_linear`` computes."""
-    of_weight, of_bias = _trained(module, "weight"), _trained(module, "bias")
+    of_weight, of_bias = _trainable(module, "weight"), _trainable(module, "bias")
     weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     dtype = autocast_dtype(x)
     if dtype is not None:
@@ -44,27 +44,28 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     either = of_weight if of_weight is not None else of_bias
     if either is None:
         return linear(x, weight, bias, transposed)
+    root = either.collector.compiled.root_anchor
     with torch.autocast(x.device.type, enabled=False):
         return _OPS.linear(
             x,
             weight,
             bias,
-            either.collector.compiled.root_anchor,
+            root,
             None if of_weight is None else of_weight.handle,
             None if of_bias is None else of_bias.handle,
             transposed,
-            torch.is_grad_enabled(),
+            _is_training(root),
             _serial(),
         )
 
 
 def compiled_embedding(module: Any, ids: Tensor, padding_idx: int | None) -> Tensor:
     """What a masked embedding computes."""
-    tensor, table = _trained(module, "weight"), frozen_if_masked(module, "weight")
+    tensor, table = _trainable(module, "weight"), frozen_if_masked(module, "weight")
     if tensor is None:
         return F.embedding(ids, table, padding_idx)
     root = tensor.collector.compiled.root_anchor
-    return _OPS.embedding(ids, table, root, tensor.handle, padding_idx, torch.is_grad_enabled(), _serial())
+    return _OPS.embedding(ids, table, root, tensor.handle, padding_idx, _is_training(root), _serial())
 
 
 def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
     if not tensor.collector.compiled.trains(tensor):
         return parameter.detach()
     root = tensor.collector.compiled.root_anchor
-    return _OPS.tap(parameter.detach(), root, tensor.handle, torch.is_grad_enabled(), _serial())
+    return _OPS.tap(parameter.detach(), root, tensor.handle, _is_training(root), _serial())
 
 
 def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
@@ -93,9 +94,13 @@ def untraced(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _trained(module: Any, attribute: str) -> MaskedTensor | None:
+def _trainable(module: Any, attribute: str) -> MaskedTensor | None:
     tensor = masked_tensors(module).get(attribute)
     return None if tensor is None or not tensor.collector.compiled.trains(tensor) else tensor
+
+
+def _is_training(root: Tensor) -> bool:
+    return torch.is_grad_enabled() and root.requires_grad
 
 
 @torch.compiler.assume_constant_result
