@@ -410,9 +410,11 @@ class CastsToItsLayer(nn.Module):
 
 def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node(monkeypatch):
     model = sparsify_fully(nn.Sequential(CastsToItsLayer()))
-    engine, whole = get_unmasker(model), []
-    original = engine.collect
-    monkeypatch.setattr(engine, "collect", lambda *args, **options: (whole.append(options), original(*args, **options)))
+    collection, whole = get_unmasker(model).collection, []
+    original = collection.collect
+    monkeypatch.setattr(
+        collection, "collect", lambda *args, **options: (whole.append(options), original(*args, **options))
+    )
     model(torch.randn(3, DIM)).sum().backward()
     assert whole == [{"whole": True}] * 2
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 import sparsify
 from sparsify import SparseDelta, desparsify, get_unmasker
@@ -59,7 +59,24 @@ def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, caps
     assert SparseDelta.load("both").config["sum"][1]["coefficient"] == 0.5
 
 
-@pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet])
+def test_the_trainer_snippet_trains_and_leaves_checkpoints_of_the_trained_state(tmp_path):
+    (snippet,) = [snippet for snippet in SNIPPETS if "SparsifyCallback" in snippet]
+    config = BertConfig(vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    names = {
+        "model": BertForSequenceClassification(config),
+        "sparsify": sparsify.sparsify,
+        "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
+        "train_data": [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}],
+    }
+    exec(snippet, names)
+    assert get_unmasker(names["model"]).steps == 2
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+
+
+OTHERS = [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet and "SparsifyCallback" not in snippet]
+
+
+@pytest.mark.parametrize("snippet", OTHERS)
 def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
     batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
     monkeypatch.chdir(tmp_path)
