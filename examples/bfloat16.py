@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 
-import torch
 from text_classification import Task, load_task, parse_arguments, train
 
 from sparsify import get_unmasker, sparsify
@@ -61,5 +60,4 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)
     main()
