@@ -95,10 +95,11 @@ class EffectiveWeights:
     def freeze(self) -> None:
         """They require no grad, though PEFT sets it back as it switches adapters, and are at hand."""
         for tensor in self._engine.tensors:
-            if tensor.parameter.is_meta:
+            parameter = tensor.parameter
+            if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
-            if tensor.parameter.requires_grad and tensor.parameter.is_leaf:
-                tensor.parameter.requires_grad_(False)
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.requires_grad_(False)
 
     def write_base(self) -> None:
         """Puts the pretrained values into the weights."""
