@@ -60,7 +60,7 @@ class PartialLoad:
 
     Args:
         engine: of the model.
-        state_dict: of which the placeholders are taken away.
+        state_dict: of which the placeholders are taken away, and the short integers made long.
         prefix: of the model's names in it.
     """
 
@@ -69,6 +69,8 @@ class PartialLoad:
         self._needed = _needed(engine)
         for name in _frozen_names(engine, self._needed):
             state_dict.pop(prefix + name, None)
+        for name in (INDICES, SLOTS):  # load_state_dict(assign=True) takes tensors as they are
+            state_dict[prefix + name] = state_dict[prefix + name].long()
 
     def without_frozen(self, missing: list[str]) -> list[str]:
         """Of the names that a state dict lacks those that a trained state should have."""

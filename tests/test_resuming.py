@@ -56,6 +56,15 @@ def test_training_goes_on_from_the_trained_state_bit_for_bit(name, strategy, tmp
     assert_equal_states(resumed.state_dict(), straight.state_dict())
 
 
+def test_a_trained_state_that_is_assigned_keeps_long_indices():
+    plain, batches = build("mlp")
+    straight, resumed = (sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS) for _ in range(2))
+    run(straight, batches[:2])
+    resumed.load_state_dict(copy.deepcopy(trained_state(straight)), assign=True)
+    assert run(resumed, batches[2:3])[0] == run(straight, batches[2:3])[0]
+    assert_equal_states(resumed.state_dict(), straight.state_dict())
+
+
 def test_the_trained_state_is_a_few_bytes_an_entry():
     model = sparsify(nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)), 1_000, "pafi")
     state = trained_state(model)
