@@ -87,6 +87,11 @@ class Root:
         return self.values is values and self._made_of == _kind(values)
 
 
+def is_reached(anchor: Tensor) -> bool:
+    """Whether the running backward pass goes on to the flat delta; one for the gradient of an input alone does not."""
+    return anchor.grad_fn is not None and torch._C._will_engine_execute_node(anchor.grad_fn)
+
+
 def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
     return values.device, values.dtype, values.requires_grad
 
@@ -125,7 +130,7 @@ class AnchoredUse:
     def wanted(self) -> bool:
         if self._recomputed:
             raise SparsifyError(REENTRANT.format(name=self._anchor.tensor.name))
-        return self._anchor.sink.wants(self._anchor.tensor)
+        return is_reached(self.anchor) and self._anchor.sink.wants(self._anchor.tensor)
 
     def collect(self, gradient: Gradient | None) -> None:
         if self._waits:

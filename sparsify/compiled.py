@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsify.anchors import REENTRANT, Anchors, Root, Sink
+from sparsify.anchors import REENTRANT, Anchors, Root, Sink, is_reached
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.weights import EffectiveWeights
@@ -128,16 +128,18 @@ class CompiledGraphs:
         """Whether anybody wants the gradient of one of a tensor's uses in the backward pass that is running."""
         if self._recomputed.get(tensor, graph := torch._C._current_graph_task_id()) != graph:
             raise SparsifyError(REENTRANT.format(name=tensor.name))
-        return self._sink.wants(tensor)
+        root = self._anchors.current
+        return root is not None and is_reached(root.output) and self._sink.wants(tensor)
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient | None, *, alone: bool) -> None:
         """Hands over what one of a tensor's uses saw; ``alone`` where no eager node uses the tensor."""
         waiting = self._waiting[tensor]
         self._waiting[tensor] = max(waiting - 1, 0)  # none waits where a graph that was kept runs backward again
-        if gradient is not None:
-            whole = alone and waiting > 0 and self._uses[tensor] == 1
-            # what is held on to has to be copied: a compiled graph uses its buffers again
-            self._sink.collect(tensor, gradient if whole else gradient.dense().own(), whole=whole)
+        if gradient is None:
+            return
+        whole = alone and waiting > 0 and self._uses[tensor] == 1
+        # what is held on to has to be copied: a compiled graph uses its buffers again
+        self._sink.collect(tensor, gradient if whole else gradient.dense().own(), whole=whole)
         if alone and waiting == 1:
             self._sink.finish(tensor)
 

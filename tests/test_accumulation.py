@@ -122,6 +122,26 @@ def test_a_tensor_that_only_an_early_micro_batch_used_is_chosen_from():
     assert [tensor.count for tensor in get_unmasker(model).tensors] == [2, 0]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_an_input_alone_is_no_micro_batch(compiled):
+    def model():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        return sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
+
+    plain, asked = model(), model()
+    if compiled:
+        asked.compile(backend="aot_eager")
+    for micro_batch in torch.randn(3, 4, 6):
+        x = micro_batch.clone().requires_grad_()
+        (saliency,) = torch.autograd.grad(100 * asked(x).square().sum(), x)
+        assert saliency.any()
+        for each in (plain, asked):
+            each(micro_batch).square().sum().backward()
+        assert unmasked_sets(asked) == unmasked_sets(plain)
+        torch.testing.assert_close(asked.sparse_values.grad, plain.sparse_values.grad)
+
+
 def test_a_copy_of_the_model_begins_the_step_anew():
     model, batches = build("mlp")
     sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
