@@ -47,6 +47,15 @@ class Sums:
         total = self._sums[tensor]
         return Gradient(total.values, total.rows, owned=False)
 
+    def take_back(self, grad: Tensor) -> None:
+        """Takes what the step's own entries got out of the flat gradient (capacity,): their slots are free again.
+
+        Should the backward pass that is to choose them anew fail, an optimizer step leaves free slots at zero.
+        """
+        grad[self.first :] = 0
+        if self._returned is not None:
+            self._returned[self.first :] = 0
+
     def growth(self, total: Tensor) -> Tensor:
         """What has to be added to the flat gradients returned so far to make them ``total`` (capacity,)."""
         before, self._returned = self._returned, total

@@ -161,6 +161,8 @@ class Collection:
         grad = self._engine.values.grad
         if grad is None or not grad.any():  # they were dropped, as after an overflow: the step begins anew
             self._sums = None
+        else:
+            sums.take_back(grad)
 
     def _compare_ranks(self) -> None:
         """In the first step, and in the next: then it shows whether gradients are averaged."""

@@ -106,6 +106,33 @@ def test_an_overflow_in_any_micro_batch_unmasks_nothing_and_reaches_the_optimize
     assert not model.sparse_values.grad.isfinite().any()
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+def test_a_step_after_a_micro_batch_that_failed_leaves_free_slots_at_zero():
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
+    optimizer = optimizer_of(model)
+    for batch in batches[:2]:  # the first step has no entries of earlier ones
+        optimizer.zero_grad()
+        backward(model, [batch])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loss_of(model, {**batch, "x": Failing.apply(batch["x"].clone().requires_grad_())}).backward()
+        optimizer.step()
+        assert not model.sparse_values[get_unmasker(model).unmasked :].any()
+        optimizer.zero_grad()
+        backward(model, [batch])
+        optimizer.step()
+        assert get_unmasker(model).unmasked > 0
+
+
 def test_a_tensor_that_only_an_early_micro_batch_used_is_chosen_from():
     class Either(torch.nn.Module):
         def __init__(self):
