@@ -115,7 +115,7 @@ class Ranks:
     def _call(self, collective: Any, *tensors: Any) -> None:
         try:
             collective(*tensors, group=self._group())
-        except SparsifyError:
+        except (SparsifyError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             self._fail(error)
@@ -145,7 +145,8 @@ def _apart(places: Sequence[int], names: Sequence[str]) -> str:
         f"the ranks are at different places of their backward passes: {', '.join(shown[:8])}"
         f"{', ...' if len(shown) > 8 else ''}. To choose the same entries, every rank has to run the same modules in "
         "each backward that chooses some. Let a module that a batch does not need run on an empty input, or take its "
-        "parameters out of the candidates with exclude_modules."
+        "parameters out of the candidates with exclude_modules; run a compiled model under no_grad() where it is only "
+        "evaluated."
     )
 
 

@@ -204,8 +204,8 @@ class Unmasker:
         self._find_dormant()
 
     def _find_dormant(self) -> None:
-        for tensor in self.tensors:
-            tensor.dormant = self.collection.growth.static and not tensor.count
+        for tensor in self.tensors if self.collection.growth.static else ():
+            tensor.dormant = not tensor.count
 
     # -------------------------------------------------------------------------------- step
 

@@ -65,6 +65,15 @@ def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
         assert own or torch.equal(values, before)
 
 
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 3])])
+def test_a_sum_of_a_short_type_and_a_longer_one_is_not_rounded_to_the_short_one(rows):
+    short = Gradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16))
+    longer = Gradient(torch.full((ROWS if rows is None else len(rows), COLS), 0.5), rows)
+    for total in (short.add(longer), longer.add(Gradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16)))):
+        assert total.values.dtype == torch.float32
+    assert short.values[0, 0] == 256.5
+
+
 def test_a_sum_is_owned_so_that_clearing_it_needs_no_copy():
     total = Gradient(torch.ones(ROWS, COLS), owned=False).add(Gradient(torch.ones(ROWS, COLS), owned=False))
     values = total.values

@@ -48,8 +48,9 @@ class SparsifyCallback(TrainerCallback):
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
       the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
-      ``resume_from_checkpoint=True`` takes the one before it. Only one run may write to an ``output_dir``, and
-      ``get_last_checkpoint`` is to be asked after the Trainer was made.
+      ``resume_from_checkpoint=True`` takes the one before it. Only one run may use an ``output_dir`` at a
+      time: make no Trainer with this callback on that of a run that goes on, not even to evaluate. Ask
+      ``get_last_checkpoint`` after the Trainer was made.
     - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files
       (transformers 5; version 4 does not tell callbacks of an upload).
 

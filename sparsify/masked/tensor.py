@@ -55,10 +55,11 @@ class Gradient:
         at, used = self._locate(indices)
         return torch.where(used, self.values.take(at), 0)
 
-    def own(self) -> Gradient:
-        """The gradient with values that nobody else writes to, or reads."""
-        if not self._owned or not self.values.is_contiguous():
-            self.values = self.values.clone(memory_format=torch.contiguous_format)
+    def own(self, dtype: torch.dtype | None = None) -> Gradient:
+        """The gradient with values that nobody else writes to, or reads, in their dtype or another."""
+        dtype = self.values.dtype if dtype is None else dtype
+        if not self._owned or not self.values.is_contiguous() or self.values.dtype != dtype:
+            self.values = self.values.to(dtype, copy=True, memory_format=torch.contiguous_format)
             self._owned = True
         return self
 
@@ -74,13 +75,14 @@ class Gradient:
 
     def add(self, other: Gradient) -> Gradient:
         """The sum with the gradient of another use of the same weight."""
+        dtype = torch.promote_types(self.values.dtype, other.values.dtype)  # autocast's short ones meet others
         if self.rows is None and other.rows is None:
-            self.own()
+            self.own(dtype)
             self.values += other.values
             return self
         if other.rows is not None and self.rows is None:
-            self.own()
-            self.values.index_add_(0, other.rows, other.values.to(self.values.dtype))
+            self.own(dtype)
+            self.values.index_add_(0, other.rows, other.values.to(dtype))
             return self
         if self.rows is None or other.rows is None:
             return other.add(self)
