@@ -81,8 +81,8 @@ def sparsify(
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
         accumulation: what a step with several micro-batches chooses by: ``"first"``, the gradients of the first one,
-            which costs nothing, and stands until the optimizer's step even if that batch is dropped; or ``"exact"``, the sum over all of them, as if they were one batch, which keeps a
-            dense gradient of every candidate.
+            which costs nothing, and stands until the optimizer's step even if that batch is dropped; or ``"exact"``,
+            the sum over all of them, as if they were one batch, which keeps a dense gradient of every candidate.
         sync: how several ranks choose the same entries by their mean gradient: ``"exact"``, those that one process with
             all their batches would choose; or ``"candidates"``, the best of what is among some rank's own best, in
             fewer bytes.
