@@ -26,6 +26,7 @@ def test_each_method_is_measured_in_every_round(tiny):
     assert {row["settings"]["method"] for row in json.loads(to_json(results))["results"]} == {"full", "id3"}
 
 
+@pytest.mark.slow
 def test_the_other_methods_run(tiny):
     others = [method for method in METHODS if method not in ("full", "id3")]
     results = measure([Settings(method, **tiny) for method in others], rounds=1, steps=1)

@@ -85,6 +85,7 @@ def test_a_whole_model_is_one_graph_and_the_oracle(name):
     assert not graph_breaks()
 
 
+@pytest.mark.slow
 def test_gpt2_has_no_break_but_that_of_its_own_warning():
     counter = CompileCounterWithBackend("aot_eager")
     compare(*built("gpt2"), lambda model: torch.compile(model, backend=counter))

@@ -69,16 +69,16 @@ assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in
 again = type(base).from_pretrained("owner/my-model")
 assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in again.state_dict().items())
 """)
-    commits = list(hub.repos[REPO].commits.values())
-    assert len(commits) == 4  # one is the repository's first
-    for files in commits[1:3]:
+    _, *training, last = hub.repos[REPO].commits.values()  # but for the repository's first
+    assert training  # two, unless the first upload was slow and took the second one's files
+    for files in training:
         assert "sparse_delta.safetensors" in files
         assert "config.json" not in files
         assert json.loads(files["sparse_delta_config.json"])["config"]["base_model_name_or_path"] is None  # a folder
         weights = load(files["model.safetensors"])
         assert [name for name, value in weights.items() if not value.numel()]  # not to be taken for a model
         assert not any(name.startswith("checkpoint") for name in files)
-    assert "sparse_values" not in load(commits[3]["model.safetensors"])
+    assert "sparse_values" not in load(last["model.safetensors"])
 
 
 def test_a_run_goes_on_from_the_checkpoint_on_the_hub(hub, client):

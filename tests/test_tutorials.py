@@ -12,12 +12,8 @@ TUTORIALS = sorted((Path(__file__).parent.parent / "tutorials").glob("*.ipynb"))
 SECONDS_PER_CELL = 600
 
 
-def _by_length(path):
-    """The quickstart is short, the others train for minutes."""
-    return pytest.param(path, id=path.stem, marks=[] if "quickstart" in path.stem else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("path", [_by_length(path) for path in TUTORIALS])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(path.parent.parent), prepend=os.pathsep)
