@@ -15,6 +15,7 @@ import torch
 
 TESTS = Path(__file__).parent
 ADAPTERS, TRANSFORMERS = "1.3.0", "4.57.6"
+DATASETS = "4.4.2"  # transformers' Trainer imports whatever it finds; later ones need a later huggingface-hub
 MAIN = [
     "adapters", "architectures", "checking", "checkpoint", "conversion", "delta", "diffing", "end_to_end", "fresh",
     "hub", "index_buffers", "loading", "loops", "masked_embedding", "masked_linear", "merging", "names", "patches",
@@ -37,7 +38,8 @@ def old_python(tmp_path_factory):
     reach = pip(python, "download", "--no-deps", "--dest", folder, f"adapters=={ADAPTERS}")
     if reach.returncode:
         pytest.skip(f"pip cannot get AdapterHub's adapters {ADAPTERS}: {reach.stderr.strip().splitlines()[-1]}")
-    install = pip(python, "install", f"adapters=={ADAPTERS}", f"transformers=={TRANSFORMERS}")
+    packages = (f"adapters=={ADAPTERS}", f"transformers=={TRANSFORMERS}", f"datasets=={DATASETS}")
+    install = pip(python, "install", *packages)
     assert install.returncode == 0, install.stderr
     return python
 
