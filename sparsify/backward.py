@@ -54,10 +54,10 @@ class BackwardPass:
     def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
         self._settled.add(tensor)
-        if self.chooser is not None:
-            gradient = self.chooser.prepare(tensor, gradient)
-        if tensor.count:
-            slots, taken = tensor.slots.to(self.grad.device), gradient.take(tensor.indices).to(self.grad)
-            self.grad[slots] = self.grad[slots] + taken if again and self.sums is None else taken
         if self.chooser is not None and not again:
-            self.chooser.offer(tensor, gradient)
+            taken = self.chooser.offer(tensor, gradient)
+        else:
+            taken = gradient.take(tensor.indices)
+        if tensor.count:
+            slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
+            self.grad[slots] = self.grad[slots] + taken if again and self.sums is None else taken

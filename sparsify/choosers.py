@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.screen import can_screen, offer_screened
 from sparsify.selection import Pool, Winners, offer_gradient
+from sparsify.small import SmallGradients
 
 
 class Chooser(Protocol):
@@ -26,11 +27,11 @@ class Chooser(Protocol):
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether it has to see this tensor's gradient."""
 
-    def prepare(self, tensor: MaskedTensor, gradient: Gradient) -> Gradient:
-        """The gradient in the form in which :meth:`offer` will want it."""
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,).
 
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Takes the whole gradient of one tensor; it may be written to and is not used afterwards."""
+        The gradient may be written to and is not used afterwards.
+        """
 
     def skip(self, tensor: MaskedTensor) -> None:
         """The tensor's gradient is empty: no token came by."""
@@ -55,47 +56,64 @@ class StreamingChooser:
         self._pool = pool
         self._importance = importance
         self._masked_only = masked_only
+        self._small = SmallGradients()
         self._finite: list[Tensor] = []
 
     def wants(self, tensor: MaskedTensor) -> bool:
         return True
 
-    def prepare(self, tensor: MaskedTensor, gradient: Gradient) -> Gradient:
-        """The place where a tensor gets its candidates from a screen in bfloat16, or from the whole gradient."""
-        screens = isinstance(gradient, Product) and can_screen(gradient, self._importance, self._pool, tensor.count)
-        return gradient if screens else gradient.dense()
-
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        _, finite = offer_masked(self._pool, self._importance, tensor, gradient, excluded)
-        self._finite.append(finite)
+        if self._small.takes(gradient):
+            gradient = gradient.dense()
+            unmasked = gradient.take(tensor.indices)
+            gradient.clear(excluded)  # an entry whose gradient is zero is never offered
+            self._small.add(tensor, gradient)
+            return unmasked
+        offered = offer_masked(self._pool, self._importance, tensor, gradient, excluded)
+        self._finite.append(offered.finite)
+        return offered.unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
         pass
 
     def winners(self) -> Winners:
+        self._finite += self._small.offer(self._pool, self._importance)
         return self._pool.winners()
 
     def finite(self) -> list[Tensor]:
         return self._finite
 
 
+class Offered(NamedTuple):
+    """What is left of a gradient that was offered.
+
+    Attributes:
+        unmasked: (k,) the gradient of the unmasked entries.
+        rest: the gradient in the form that was looked at.
+        finite: bool scalar on the pool's device: whether what was looked at is finite.
+    """
+
+    unmasked: Tensor
+    rest: Gradient
+    finite: Tensor
+
+
 def offer_masked(
     pool: Pool, importance: GradientImportance, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
-) -> tuple[Gradient, Tensor]:
-    """Offers a tensor's entries but for the excluded ones (k,), given by flat index.
-
-    Returns:
-        The gradient in the form that was looked at, and a bool scalar on the pool's device: whether all was finite.
-    """
-    if isinstance(gradient, Product):
-        if offer_screened(pool, importance, tensor.matrix, gradient, excluded, tensor.offset):
-            return gradient, torch.ones_like(pool.floor, dtype=torch.bool)
-        gradient = gradient.dense()
+) -> Offered:
+    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, or by the whole gradient."""
+    if can_screen(gradient, importance, pool):
+        assert isinstance(gradient, Product)
+        unmasked = offer_screened(pool, importance, tensor, gradient, excluded)
+        if unmasked is not None:
+            return Offered(unmasked, gradient, torch.ones_like(pool.floor, dtype=torch.bool))
+    gradient = gradient.dense()
+    unmasked = gradient.take(tensor.indices)
     if excluded.numel():
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
     finite = offer_gradient(pool, importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
-    return gradient, finite.to(pool.floor.device)
+    return Offered(unmasked, gradient, finite.to(pool.floor.device))
 
 
 class RankedChooser:
@@ -117,14 +135,12 @@ class RankedChooser:
     def wants(self, tensor: MaskedTensor) -> bool:
         return self._own[tensor].start < self._own[tensor].stop
 
-    def prepare(self, tensor: MaskedTensor, gradient: Gradient) -> Gradient:
-        return gradient
-
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         own = self._own[tensor]
         if own.start < own.stop:
             indices = (self._ids[own] - tensor.offset).to(tensor.parameter.device)
             self._grads[own] = gradient.take(indices).to(self._grads)
+        return gradient.take(tensor.indices)
 
     def skip(self, tensor: MaskedTensor) -> None:
         pass

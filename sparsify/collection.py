@@ -24,6 +24,7 @@ from sparsify.choosers import Chooser
 from sparsify.compiled import CompiledGraphs
 from sparsify.growth import Engine as Growing
 from sparsify.growth import growth_of
+from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
 from sparsify.weights import EffectiveWeights
@@ -107,6 +108,7 @@ class Collection:
         current.settle_held()
         current.settle_earlier()
         self.compiled.forget_recomputed()
+        release_memory()
         grad, chooser = current.grad, current.chooser
         if chooser is not None:
             winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()

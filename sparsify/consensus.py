@@ -19,12 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.choosers import offer_masked
+from sparsify.choosers import Offered, offer_masked
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
-from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import Ranks, num_ranks
-from sparsify.screen import can_screen
 from sparsify.selection import Pool, Winners, offer_gradient
 
 MOST_ROUNDS = 2  # of raising the floor for one tensor, before its whole gradient is averaged
@@ -48,8 +46,8 @@ class Generous:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return self._importance.score(weight, grad * self._factor) * ROUNDING_SLACK
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
-        return self._importance.bound(grad_max * self._factor, weight) * ROUNDING_SLACK
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        return self._importance.least_gradient(floor / ROUNDING_SLACK, weight) / self._factor
 
 
 class Header(NamedTuple):
@@ -102,21 +100,20 @@ class SharedChooser:
     def wants(self, tensor: MaskedTensor) -> bool:
         return True
 
-    def prepare(self, tensor: MaskedTensor, gradient: Gradient) -> Gradient:
-        screens = isinstance(gradient, Product) and can_screen(gradient, self._generous, self._pool, tensor.count)
-        return gradient if screens else gradient.dense()
-
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        unmasked = None
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         for round_number in range(MOST_ROUNDS + 1):
-            proposed, complete, gradient = self._propose(tensor, gradient, excluded)
+            proposed, complete, looked_at = self._propose(tensor, gradient, excluded)
+            gradient = looked_at.rest
+            unmasked = looked_at.unmasked if unmasked is None else unmasked
             header = self._exchange_headers(tensor, gradient, proposed, complete)
             last = self._pays(tensor, header) and bool(header.complete.all() or not self._exact)
             if not last:  # raise the floor by the best
                 header = header._replace(number=header.number.clamp(max=self._few))
                 if round_number == MOST_ROUNDS or not self._pays(tensor, header):
                     self._offer_whole_mean(tensor, gradient, excluded, header)
-                    return
+                    break
             if header.number.any():
                 union = self._ranks.union(
                     proposed if last else proposed[: self._few], int(header.number.max()), tensor.numel
@@ -124,7 +121,9 @@ class SharedChooser:
                 self._offer_mean(tensor, gradient, union)
                 excluded = torch.cat([excluded, union.to(excluded.device)])
             if last:
-                return
+                break
+        assert unmasked is not None
+        return unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
@@ -136,18 +135,24 @@ class SharedChooser:
     def finite(self) -> list[Tensor]:
         return self._finite
 
-    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, Gradient]:
-        """Flat indices (n,) of entries that could reach the floor, best first, whether all, and the gradient."""
-        if not self._proposes:
-            return excluded[:0].to(self._pool.floor.device), False, gradient.dense()
+    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, Offered]:
+        """Flat indices (n,) of entries that could reach the floor, best first, whether all, and what was looked at."""
         shared, most = self._pool, self._few
+        if not self._proposes:
+            gradient = gradient.dense()
+            nothing = excluded[:0].to(shared.floor.device)
+            return (
+                nothing,
+                False,
+                Offered(gradient.take(tensor.indices), gradient, nothing.new_ones((), dtype=torch.bool)),
+            )
         if self._exact:  # more of them would take more bytes than the gradient
             most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
         own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
-        gradient, finite = offer_masked(own, self._generous, tensor, gradient, excluded)
-        self._finite.append(finite)
+        offered = offer_masked(own, self._generous, tensor, gradient, excluded)
+        self._finite.append(offered.finite)
         ids = own.winners().ids
-        return ids - tensor.offset, ids.numel() < most, gradient
+        return ids - tensor.offset, ids.numel() < most, offered
 
     def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()

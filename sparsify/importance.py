@@ -43,8 +43,8 @@ class GradientImportance(Protocol):
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         """Scores (..., n) of the entries with these weights (..., n) and gradients (..., n)."""
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
-        """Upper bound (rows,) of the scores in each row, from max abs(grad) (rows,) and the weights (rows, cols)."""
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        """Lower bound (rows,) of abs(grad) at the entries of each row of weights (rows, cols) that score ``floor``."""
 
 
 @runtime_checkable
@@ -100,12 +100,11 @@ class D3:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return grad.abs() / (weight.abs() + self.eps) ** self.exp
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        floor = _with_slack(floor)
         if self.exp >= 0:  # the denominator is smallest where the weight is 0: no pass over the weights is needed
-            smallest = self.eps**self.exp
-        else:
-            smallest = (weight.abs().amax(dim=1).to(grad_max.dtype) + self.eps) ** self.exp
-        return grad_max / smallest * ROUNDING_SLACK + torch.finfo(grad_max.dtype).tiny
+            return _or_any(floor * self.eps**self.exp).expand(weight.shape[0])
+        return _or_any(floor * (_largest(weight, floor) + self.eps) ** self.exp)
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,8 @@ class Fisher:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return grad.square()
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
-        return grad_max.square() * ROUNDING_SLACK + torch.finfo(grad_max.dtype).tiny
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        return _with_slack(floor).sqrt().expand(weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -161,9 +160,8 @@ class SNIP:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return (weight * grad).abs()
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
-        largest = weight.abs().amax(dim=1).to(grad_max.dtype)
-        return grad_max * largest * ROUNDING_SLACK + torch.finfo(grad_max.dtype).tiny
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        return _or_any(_with_slack(floor) / _largest(weight, floor))
 
 
 @dataclass(frozen=True)
@@ -193,8 +191,8 @@ class GraSP:
         """Scores (..., n) from the weights (..., n) and, in the gradients' place, H grad (..., n)."""
         return weight * grad
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
-        return torch.full_like(grad_max, torch.inf)
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        return floor.new_zeros(()).expand(weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -272,11 +270,26 @@ class Custom:
             )
         return scores
 
-    def bound(self, grad_max: Tensor, weight: Tensor) -> Tensor:
-        return torch.full_like(grad_max, torch.inf)
+    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
+        return floor.new_zeros(()).expand(weight.shape[0])
 
     def covers(self, parameter_name: str) -> bool:
         return True
+
+
+def _with_slack(floor: Tensor) -> Tensor:
+    """A little below the floor, or 0: an entry has to be found however its score was rounded, or flushed to zero."""
+    return ((floor - torch.finfo(floor.dtype).tiny) / ROUNDING_SLACK).clamp(min=0)
+
+
+def _or_any(least: Tensor) -> Tensor:
+    """0 where nothing can be said."""
+    return least.nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def _largest(weight: Tensor, like: Tensor) -> Tensor:
+    """The largest abs(weight) (rows,) of each row (rows, cols)."""
+    return torch.linalg.vector_norm(weight, torch.inf, dim=1).to(like.dtype)
 
 
 IMPORTANCES: dict[str, Callable[..., Importance]] = {

@@ -1,12 +1,8 @@
 """Finding a linear layer's candidates without its full-precision gradient: screen in bfloat16, verify in float32.
 
-The product left^T right in bfloat16 costs half of float32's or less where the CPU has units for it. Its error is
-bounded entry by entry, so every entry that could reach the pool's floor is kept; only those few are computed in
-float32. The pool sees what the full product would have shown it.
-
-The bound: with u = 2^-8 the rounding of a factor or of a result, sum |l r| <= |l_i| |r_j| (Cauchy-Schwarz), and so
-
-    |product - rounded product| <= |l_i| |r_j| (2u + u)      + the float32 accumulation over n tokens, n 2^-23
+The product left^T right in bfloat16 costs a fraction of float32's where the CPU has units for it. Every entry that
+could reach the pool's floor by the error bound (``kernels/survey.py``) and by its weight is computed in float32, and
+there are few: the pool sees what the full product would have shown it.
 """
 
 from __future__ import annotations
@@ -15,82 +11,65 @@ import torch
 from torch import Tensor
 
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
-from sparsify.masked.product import DOT_COST, Product
-from sparsify.selection import BLOCK_ENTRIES, Pool
+from sparsify.kernels.survey import survey
+from sparsify.masked.product import Product
+from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.selection import Pool, offer_entries
 
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
+ENTRIES_PER_CANDIDATE = 140  # at least: with more candidates than that, the full product is as fast
 SMALLEST_FLOOR = 1e-20  # a lower floor is too near the numbers that bfloat16 units flush to zero
-ROUNDING = 1.02 * 3 * 2.0**-8
 
 
-def can_screen(product: Product, importance: GradientImportance, pool: Pool, num_unmasked: int) -> bool:
-    """Whether screening is exact for this product and cheaper than multiplying it out.
+def can_screen(gradient: Gradient, importance: GradientImportance, pool: Pool) -> bool:
+    """Whether a gradient can be screened at all.
 
     Args:
-        product: the gradient.
+        gradient: has to be a product, not multiplied out yet.
         importance: has to grow with abs(grad).
         pool: has to be full, so that there is a floor to screen by.
-        num_unmasked: entries whose gradient is computed as dot products beside the screen.
     """
     return (
-        product.left.device.type == "cpu"
-        and product.left.dtype == torch.float32
+        isinstance(gradient, Product)
+        and gradient.left.device.type == "cpu"
+        and gradient.left.dtype in (torch.float32, torch.bfloat16)
         and importance.monotone
-        and product.numel >= SMALLEST_SCREENED
-        and num_unmasked * DOT_COST < 0.4 * product.numel
+        and gradient.numel >= SMALLEST_SCREENED
         and _has_bfloat16_units()
         and float(pool.floor) > SMALLEST_FLOOR
     )
 
 
 def offer_screened(
-    pool: Pool, importance: GradientImportance, weight: Tensor, product: Product, unmasked: Tensor, offset: int
-) -> bool:
-    """Offers the masked entries of a product that can reach the pool's floor.
+    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, product: Product, excluded: Tensor
+) -> Tensor | None:
+    """Offers the entries of a product that can reach the pool's floor.
 
     Args:
         pool: takes the candidates.
         importance: scores them.
-        weight: (rows, cols).
+        tensor: whose gradient it is.
         product: the gradient.
-        unmasked: (k,) flat indices that are no candidates.
-        offset: global id of the tensor's first entry.
+        excluded: (e,) flat indices that are no candidates.
 
     Returns:
-        False where the screen found too many to verify, or numbers that are not finite; nothing was offered then.
+        The gradient (k,) of the tensor's unmasked entries; ``None`` where the screen found too many to verify, or
+        numbers that are not finite: nothing was offered then.
     """
-    candidates = _candidates(pool, importance, weight, product)
-    if candidates is None or candidates.numel() * DOT_COST > 0.5 * product.numel:
-        return False
-    candidates = candidates[torch.isin(candidates, unmasked, invert=True)]
-    grads = product.take(candidates)
-    if not grads.isfinite().all():
-        return False
-    scores = importance.score(weight.take(candidates), grads)
-    keep = (scores >= pool.floor.to(scores.dtype)) & (scores > 0)
-    pool.add(candidates[keep] + offset, scores[keep], grads[keep])
-    return True
-
-
-def _candidates(pool: Pool, importance: GradientImportance, weight: Tensor, product: Product) -> Tensor | None:
-    """Flat indices of all entries that can reach the floor; ``None`` where the rounded product is not finite."""
-    left, right = product.left, product.right
-    rounded = left.bfloat16().t() @ right.bfloat16()  # (rows, cols)
-    rounding = ROUNDING + left.shape[0] * 2.0**-23
-    left_norm = left.square().sum(dim=0).sqrt() * rounding  # (rows,)
-    right_norm = right.square().sum(dim=0).sqrt()  # (cols,)
-    largest = torch.maximum(rounded.amax(dim=1), -rounded.amin(dim=1)).float()
-    reach = largest + left_norm * right_norm.max()
-    if not reach.isfinite().all():
+    weight = tensor.matrix
+    least = importance.least_gradient(pool.floor.float(), weight)
+    found = survey(
+        product.left, product.right, tensor.indices, excluded, least, room=product.numel // ENTRIES_PER_CANDIDATE
+    )
+    if found is None:
         return None
-    near = (importance.bound(reach, weight) >= pool.floor).nonzero().squeeze(1)
-    found = []
-    cols = product.shape[1]
-    for block in near.split(max(1, BLOCK_ENTRIES // cols)):
-        most = rounded[block].float().abs_().addcmul_(left_norm[block, None], right_norm)  # no entry is larger
-        row, col = (importance.score(weight[block], most) * ROUNDING_SLACK >= pool.floor).nonzero(as_tuple=True)
-        found.append(block[row] * cols + col)
-    return torch.cat(found) if found else near
+    scores = importance.score(weight.take(found.indices).float(), found.most) * ROUNDING_SLACK
+    candidates = found.indices[scores >= pool.floor]
+    grads = product.take(candidates)
+    if not grads.isfinite().all() or not found.taken.isfinite().all():
+        return None
+    offer_entries(pool, importance, candidates + tensor.offset, weight.take(candidates), grads)
+    return found.taken
 
 
 def _has_bfloat16_units() -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsify.importance import GradientImportance
+from sparsify.kernels.reach import reaching
 
 BLOCK_ENTRIES = 1 << 18  # scored at once: small enough for a cache, large enough for a kernel launch
 SMALLEST_CUT = 1 << 12  # cutting the pool for fewer newcomers costs more than comparing with an older floor
@@ -102,7 +103,7 @@ class Pool:
 def offer_gradient(
     pool: Pool, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
 ) -> Tensor:
-    """Offers the entries of one tensor whose gradient is not zero; only rows that can reach the floor are scored.
+    """Offers the entries of one tensor whose gradient is not zero; only those that can reach the floor are scored.
 
     Args:
         pool: takes the candidates.
@@ -116,23 +117,45 @@ def offer_gradient(
         A bool scalar on the gradient's device: whether the whole gradient is finite.
     """
     cols = grad.shape[1]
-    grad_max = grad.abs().amax(dim=1)  # (n,)
-    touched = weight if rows is None else weight[rows]
-    reach = importance.bound(grad_max.to(pool.floor.dtype), touched)
-    near = ((reach >= pool.floor.to(reach.device)) & (grad_max > 0)).nonzero().squeeze(1)  # rows of grad
-    columns = torch.arange(cols, device=grad.device)
-    for block in near.split(max(1, BLOCK_ENTRIES // cols)):
-        block_grad = _at_least_float32(grad[block])
-        scores = importance.score(_at_least_float32(touched[block]), block_grad)
-        keep = (scores >= pool.floor.to(scores.device, scores.dtype)) & (scores > 0)
-        if not importance.monotone:  # then a gradient of zero may score
-            keep &= block_grad != 0
-        row, column = keep.nonzero(as_tuple=True)
-        if row.numel():
-            of_weight = block if rows is None else rows[block]
-            ids = of_weight[row] * cols + columns[column] + offset
-            pool.add(ids, scores[row, column], block_grad[row, column])
-    return grad_max.isfinite().all()
+    finite = [torch.ones((), dtype=torch.bool, device=grad.device)]
+    for of_weight in _row_blocks(grad.shape[0], cols, pool):
+        block, first = grad[of_weight], of_weight.start
+        touched = weight[of_weight if rows is None else rows[of_weight]]
+        found, block_finite = reaching(block, importance.least_gradient(pool.floor.to(grad.device), touched))
+        finite.append(block_finite)
+        assert found is not None
+        if found.numel():
+            row, column = found.div(cols, rounding_mode="floor") + first, found % cols
+            ids = (row if rows is None else rows[row]) * cols + column + offset
+            offer_entries(pool, importance, ids, touched.take(found), block.take(found))
+    return torch.stack(finite).all()
+
+
+def _row_blocks(rows: int, cols: int, pool: Pool) -> Iterator[slice]:
+    """Blocks of a matrix's rows; small ones first where the pool is not full, since anything reaches its floor then."""
+    entries, first = BLOCK_ENTRIES if pool.floor.isfinite() else 2 * pool.size, 0
+    while first < rows:
+        last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
+        yield slice(first, last)
+        first, entries = last, 4 * entries
+
+
+def offer_entries(pool: Pool, importance: GradientImportance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Offers those of some entries that reach the floor and have a gradient.
+
+    Args:
+        pool: takes the candidates.
+        importance: scores them.
+        ids: (n,) int64, global.
+        weight: (n,).
+        grad: (n,).
+    """
+    grad = _at_least_float32(grad)
+    scores = importance.score(_at_least_float32(weight), grad)
+    keep = (scores >= pool.floor.to(scores.device, scores.dtype)) & (scores > 0)
+    if not importance.monotone:  # then a gradient of zero may score
+        keep &= grad != 0
+    pool.add(ids[keep], scores[keep], grad[keep])
 
 
 def offer_scores(pool: Pool, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:

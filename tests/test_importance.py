@@ -74,7 +74,7 @@ def test_d3_prefers_small_weights_with_a_positive_exponent_and_large_ones_with_a
 def test_d3_leaves_its_inputs_alone():
     weight, grad = torch.tensor([-1.0, 2.0]), torch.tensor([-3.0, 4.0])
     D3(exp=-1).score(weight, grad)
-    D3(exp=-1).bound(grad.abs()[:1], weight[None])
+    D3(exp=-1).least_gradient(torch.tensor(1.0), weight[None])
     assert weight.tolist() == [-1, 2]
     assert grad.tolist() == [-3, 4]
 
@@ -90,19 +90,18 @@ def test_d3_refuses_settings_without_a_finite_score(arguments):
 
 
 def assert_bounded(importance, weight, grad):
-    grad_max = grad.abs().amax(dim=1)
-    bound = importance.bound(grad_max, weight)
-    assert bound.shape == grad_max.shape
+    """No entry that can be selected has a smaller gradient than its row's entries with its score have at least."""
     scores = importance.score(weight, grad)
-    candidates = (scores.isfinite() & (scores > 0)).nonzero().tolist()
-    for row, column in candidates:
-        assert bound[row] >= scores[row, column], (row, column, bound[row].item(), scores[row, column].item())
+    for row, column in (scores.isfinite() & (scores > 0)).nonzero().tolist():
+        least = importance.least_gradient(scores[row, column], weight)
+        assert least.shape == (weight.shape[0],)
+        assert grad[row, column].abs() >= least[row], (row, column, least[row].item(), scores[row, column].item())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), exp=st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), eps=st.sampled_from([1, 0.1, 1e-3, 1e-8]))
-def test_no_entry_scores_above_its_rows_bound(dtype, data, exp, eps):
+def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, exp, eps):
     assert_bounded(D3(exp=exp, eps=eps), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
 
 
@@ -132,24 +131,29 @@ def test_bounds_of_half_precision_weights_hold_for_float32_scores(dtype, exp):
     weight = torch.randn(50, COLS, generator=generator).to(dtype)
     grad = torch.randn(50, COLS, generator=generator)
     importance = D3(exp=exp, eps=1e-3)
-    bound = importance.bound(grad.abs().amax(dim=1), weight)
-    assert bound.dtype == torch.float32
-    assert (bound[:, None] >= importance.score(weight.float(), grad)).all()
+    scores = importance.score(weight.float(), grad)
+    least = importance.least_gradient(scores.max(), weight)
+    assert least.dtype == torch.float32
+    assert (grad.abs() >= least[:, None])[scores == scores.max()].all()
 
 
 @pytest.mark.parametrize("exp", [1, 2])
 def test_a_bound_with_positive_exponent_reads_no_weights(exp):
     unread = torch.empty(ROWS, COLS, device="meta")
-    assert D3(exp=exp).bound(torch.ones(ROWS), unread).shape == (ROWS,)
+    assert D3(exp=exp).least_gradient(torch.tensor(1.0), unread).shape == (ROWS,)
 
 
 @pytest.mark.parametrize("exp", EXPONENTS)
 def test_a_bound_is_tight_enough_to_skip_rows(exp):
     weight, grad = torch.full((1, COLS), 2.0 * (exp < 0)), torch.full((1, COLS), 3.0)
     importance = D3(exp=exp)
-    assert importance.bound(grad[:, 0], weight).item() == pytest.approx(
-        importance.score(weight, grad)[0, 0].item(), rel=1e-4
-    )
+    floor = importance.score(weight, grad)[0, 0]
+    assert importance.least_gradient(floor, weight).item() == pytest.approx(3.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("importance", [D3(), D3(exp=-1), D3(exp=2, eps=1e-30), Fisher(), SNIP(), GraSP()])
+def test_any_gradient_reaches_no_floor(importance):
+    assert (importance.least_gradient(torch.tensor(-torch.inf), torch.randn(ROWS, COLS)) <= 0).all()
 
 
 def test_magnitude_prefers_the_smallest_weights_zeros_first():
@@ -218,7 +222,7 @@ def test_fisher_squares_the_gradient_and_its_bound_holds():
     grad = torch.tensor([[0.5, -3.0], [0.0, 1e-3]])
     weight = torch.randn(2, 2)
     assert torch.equal(Fisher().score(weight, grad), grad**2)
-    assert (Fisher().bound(grad.abs().amax(1), weight) >= grad.square().amax(1)).all()
+    assert_bounded(Fisher(), weight, grad)
 
 
 def test_snip_is_the_magnitude_of_weight_times_gradient():
@@ -235,14 +239,14 @@ def test_no_entry_is_more_sensitive_than_its_rows_bound(dtype, data):
 
 def test_a_sensitivity_bound_is_tight_enough_to_skip_rows():
     weight, grad = torch.tensor([[0.5, -2.0]]), torch.tensor([[3.0, 3.0]])
-    assert SNIP().bound(grad[:, 0], weight).item() == pytest.approx(6.0, rel=1e-4)
+    assert SNIP().least_gradient(torch.tensor(6.0), weight).item() == pytest.approx(grad[0, 0].item(), rel=1e-4)
 
 
 def test_grasp_keeps_what_carries_the_gradient():
     weight, product = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([-3.0, -1.0, 0.0])
     assert GraSP().score(weight, product).tolist() == [-1.5, 2.0, 0.0]
     assert not GraSP.monotone
-    assert GraSP().bound(torch.ones(2), weight).isinf().all()
+    assert not GraSP().least_gradient(torch.tensor(1.0), weight[None]).any(), "any gradient may score as much"
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None])

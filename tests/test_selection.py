@@ -210,7 +210,7 @@ def held_entries(pool):
     return pool._num_waiting + pool._ids.numel()
 
 
-def test_a_row_that_cannot_reach_the_floor_is_not_scored():
+def test_an_entry_that_cannot_reach_the_floor_is_not_scored():
     class Counting(D3):
         scored = 0
 
@@ -222,10 +222,10 @@ def test_a_row_that_cannot_reach_the_floor_is_not_scored():
     offer_gradient(pool, Counting(), torch.zeros(1, 4), torch.full((1, 4), 5.0), None, 0)
     assert Counting.scored == 4
     grad = torch.ones(10, 4)
-    grad[7] = 6.0
+    grad[7, 2] = 6.0
     offer_gradient(pool, Counting(), torch.zeros(10, 4), grad, None, 4)
-    assert Counting.scored == 8
-    assert pool.winners().ids.tolist() == [4 + 28, 4 + 29]
+    assert Counting.scored == 5
+    assert pool.winners().ids.tolist() == [4 + 30, 0]
 
 
 @cheap

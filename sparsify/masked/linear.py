@@ -93,12 +93,13 @@ class _MaskedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
+        grad_rows = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()  # (n, out)
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad_y.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 weight = weight.to(grad_y.dtype)
-                grad_x = grad_y @ (weight.t() if ctx.transposed else weight)
+                grad_x = grad_rows @ (weight.t() if ctx.transposed else weight)
+                grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
             if ctx.of_bias is not None:
                 ctx.of_bias.collect(Gradient(grad_rows.sum(0, keepdim=True)) if ctx.of_bias.wanted() else None)
             if ctx.of_weight is not None:

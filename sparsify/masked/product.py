@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sparsify.kernels.sample import sample
 from sparsify.masked.tensor import Gradient
 
-TOKENS_AT_ONCE = 32  # rows of left and right whose gathered columns stay in the cache
 DOT_COST = 70  # one entry as a dot product takes about as long as this many entries of the whole product (CPU)
 
 
@@ -41,8 +41,4 @@ class Product(Gradient):
         """The entries (k,) at flat indices (k,), each as a dot product over the tokens where those are few."""
         if self.left.device.type != "cpu" or indices.numel() * DOT_COST > self.numel:
             return self.dense().take(indices)
-        row, col = indices.div(self.shape[1], rounding_mode="floor"), indices % self.shape[1]
-        total = self.left.new_zeros(indices.numel())
-        for left, right in zip(self.left.split(TOKENS_AT_ONCE), self.right.split(TOKENS_AT_ONCE), strict=True):
-            total += left.index_select(1, row).mul_(right.index_select(1, col)).sum(0)
-        return total
+        return sample(self.left, self.right, indices)

@@ -1,0 +1,60 @@
+// Single entries of a product as dot products: see sample.py.
+
+#include "columns.h"
+
+namespace {
+
+constexpr int64_t FEW = 16;  // entries that are read where they lie: transposing for them would cost more
+
+template <class T>
+void sample_few(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k,
+                float* out) {
+#pragma omp parallel for schedule(static)
+  for (int64_t e = 0; e < k; ++e) {
+    const T* l = left.values + indices[e] / right.width;
+    const T* r = right.values + indices[e] % right.width;
+    float parts[4] = {0};
+    int64_t t = 0;
+    for (; t + 4 <= n; t += 4)
+      for (int64_t i = 0; i < 4; ++i) parts[i] += widen(l[(t + i) * left.width]) * widen(r[(t + i) * right.width]);
+    for (; t < n; ++t) parts[0] += widen(l[t * left.width]) * widen(r[t * right.width]);
+    out[e] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  }
+}
+
+template <class T>
+void sample(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k, float* out) {
+  if (k <= FEW) return sample_few(left, right, n, indices, k, out);
+  const auto places = places_of(indices, k, right.width);
+  ThreadSums sums(k);
+#pragma omp parallel
+  {
+    std::unique_ptr<float[]> columns(new float[(left.width + right.width) * TOKENS]());
+    float *of_left = columns.get(), *of_right = of_left + left.width * TOKENS, *own = sums.own();
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < n; first += TOKENS) {
+      const int64_t tokens = std::min(TOKENS, n - first);
+      if (tokens < TOKENS) std::fill_n(of_left, (left.width + right.width) * TOKENS, 0.f);
+      transpose(left, first, tokens, of_left);
+      transpose(right, first, tokens, of_right);
+      add_dots(places, of_left, of_right, own);
+    }
+#pragma omp for schedule(static)
+    for (int64_t e = 0; e < k; ++e) out[e] = sums.total(e);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void sample_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
+                    const int64_t* indices, int64_t k, float* out) {
+  sample(Factor<float>{left, rows}, Factor<float>{right, cols}, n, indices, k, out);
+}
+
+void sample_bfloat16(const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows, int64_t cols,
+                     const int64_t* indices, int64_t k, float* out) {
+  sample(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, indices, k, out);
+}
+}

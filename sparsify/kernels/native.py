@@ -1,0 +1,117 @@
+"""The CPU's hot loops in C++, compiled once per machine by the compiler that is there.
+
+Where there is no compiler, or it fails, or the environment says ``SPARSIFY_NATIVE=0``, there is no library: the plain
+torch forms run instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).with_name("cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+COMPILERS = ("c++", "g++", "clang++")
+RESULTS = {
+    "sample_float32": None,
+    "sample_bfloat16": None,
+    "reach_float32": ctypes.c_int64,
+    "reach_bfloat16": ctypes.c_int64,
+    "survey_float32": ctypes.c_int64,
+    "survey_bfloat16": ctypes.c_int64,
+    "can_survey": ctypes.c_bool,
+}
+
+
+class Address(ctypes.c_void_p):
+    """Where a contiguous tensor's numbers are; null for ``None``. It keeps the tensor alive as long as it lives."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        assert tensor is None or tensor.is_contiguous()
+        super().__init__(None if tensor is None else tensor.data_ptr())
+        self._tensor = tensor
+
+
+Size = ctypes.c_int64
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled loops; ``None`` where there are none. The first call on a machine compiles them, in seconds."""
+    if os.environ.get("SPARSIFY_NATIVE") == "0":
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        logger.info("no C++ compiler was found, so the plain torch forms run: slower, and the same results")
+        return None
+    try:
+        return _load(_compiled(compiler))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        details = getattr(error, "stderr", None) or error
+        logger.warning("the C++ loops could not be compiled, so the plain torch forms run: %s", details)
+        return None
+
+
+def _compiler() -> list[str] | None:
+    """The command of the environment's ``CXX``, or of a compiler that is on the path."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = named if named and shutil.which(named[0]) else [path for path in map(shutil.which, COMPILERS) if path][:1]
+    return found or None
+
+
+def _compiled(compiler: list[str]) -> Path:
+    """The library, from the cache or compiled into it."""
+    target = _cache_folder() / f"native-{_fingerprint(compiler)}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            for source in _sources(".cpp"):
+                _run([*compiler, *FLAGS, "-c", str(source), "-o", str(Path(folder, f"{source.stem}.o"))])
+            shared = Path(folder, "native.so")
+            # without -fopenmp, so that the loops use the OpenMP that torch has loaded, and its threads
+            _run([*compiler, "-shared", *map(str, sorted(Path(folder).glob("*.o"))), "-o", str(shared)])
+            shared.replace(target)  # at once, whoever else compiles it
+    return target
+
+
+def _sources(*suffixes: str) -> list[Path]:
+    return sorted(path for path in FOLDER.iterdir() if path.suffix in suffixes)
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    """What the library depends on: the sources, the compiler, and the processor, since machines may share a cache."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    processor = [line for line in lines if line.startswith("flags")][:1]
+    sources = [path.read_text() for path in _sources(".cpp", ".h")]
+    parts = [*sources, *FLAGS, *compiler, _run([*compiler, "--version"]), platform.machine(), *processor]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "sparsify"
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    for name, result in RESULTS.items():
+        getattr(found, name).restype = result
+    return found

@@ -1,0 +1,79 @@
+"""The entries of a matrix that reach a threshold, or could, given how far each may be off."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels.native import Address, Size, library
+
+NATIVE = {torch.float32: "reach_float32", torch.bfloat16: "reach_bfloat16"}
+
+
+class Reaching(NamedTuple):
+    """The entries that were found.
+
+    Attributes:
+        indices: (n,) int64, flat, in no order; ``None`` where there are more than there was room for.
+        finite: bool scalar on the values' device: whether all of them are finite.
+    """
+
+    indices: Tensor | None
+    finite: Tensor
+
+
+class Errors(NamedTuple):
+    """How far an entry may be off: entry (i, j) by no more than row[i] * column[j].
+
+    Attributes:
+        row: (rows,) float32.
+        column: (cols,) float32.
+    """
+
+    row: Tensor
+    column: Tensor
+
+
+def reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, room: int | None = None) -> Reaching:
+    """Finds the entries with abs(value) + error >= least of their row; a NaN reaches nothing.
+
+    Args:
+        values: (rows, cols).
+        least: (rows,).
+        errors: of the values; ``None`` where these are exact.
+        room: give up on more entries than this; by default there are never too many.
+
+    Example:
+        >>> reaching(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), torch.tensor([2.0, 2.0])).indices
+        tensor([1, 2])
+    """
+    native = library() if values.device.type == "cpu" and values.dtype in NATIVE else None
+    if native is None:
+        return plain_reaching(values, least, errors, room=room)
+    values, room = values.contiguous(), values.numel() if room is None else room
+    found, finite = torch.empty(room, dtype=torch.int64), ctypes.c_bool()
+    number = getattr(native, NATIVE[values.dtype])(
+        Address(values),
+        Size(values.shape[0]),
+        Size(values.shape[1]),
+        Address(least.float().contiguous()),
+        Address(None if errors is None else errors.row),
+        Address(None if errors is None else errors.column),
+        Address(found),
+        Size(room),
+        ctypes.byref(finite),
+    )
+    return Reaching(found[:number] if number <= room else None, torch.tensor(finite.value))
+
+
+def plain_reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, room: int | None = None) -> Reaching:
+    """What :func:`reaching` says, in torch."""
+    most = values.to(torch.promote_types(values.dtype, least.dtype), copy=True).abs_()
+    finite = most.isfinite().all()
+    if errors is not None:
+        most.addcmul_(errors.row[:, None], errors.column)
+    found = (most >= least[:, None].to(most)).view(-1).nonzero().squeeze(1)
+    return Reaching(found if room is None or found.numel() <= room else None, finite)
