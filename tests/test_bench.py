@@ -1,49 +1,186 @@
-"""The benchmark measures every method in a process of its own and reports ratios to the first."""
+"""The benchmark measures every method in a process of its own, in interleaved rounds, and reports ratios."""
 
 import json
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from sparsify.bench.command import make_table
+from sparsify.bench.methods import METHODS
+from sparsify.bench.plots import plot
 from sparsify.bench.run import Measurement, measure, to_json
-from sparsify.bench.worker import METHODS, SHAPES, Settings
+from sparsify.bench.settings import Settings
+from sparsify.bench.shapes import SHAPES
+from sparsify.bench.table import headline, make_table
+from sparsify.bench.worker import Worker
+from sparsify.cli import make_app
+from sparsify.errors import SparsifyError
+
+TINY = {"shape": "tiny", "budget": 400, "batch": 1, "length": 8, "threads": 1}
+SECOND = [1.0, 1.0, 1.0]
+PNG = b"\x89PNG"
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    """Settings of a measurement that takes seconds."""
-    return {"shape": "minilm", "budget": 2_000, "batch": 1, "length": 8, "threads": 1}
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_each_method_is_measured_in_every_round(tiny):
+def measured(method, seconds=1.0, peak=2**30, **settings):
+    return Measurement(
+        Settings(method, **settings), 10**6, 10, 5, [0.5], [0.75 * seconds] * 3, [0.25 * seconds] * 3, 2**28, peak
+    )
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(make_app(), ["bench", *arguments], catch_exceptions=False)
+
+
+def test_each_method_is_measured_in_every_round():
     seen = []
-    results = measure([Settings("full", **tiny), Settings("id3", **tiny)], rounds=2, steps=2, progress=seen.append)
-    assert [len(result.seconds) for result in results] == [4, 4]
-    assert seen[2:] == ["round 1 of 2: full", "round 1 of 2: id3", "round 2 of 2: full", "round 2 of 2: id3"]
-    assert all(result.step_seconds > 0 for result in results)
-    assert all(min(result.peak_bytes, result.library_bytes) > 2**20 for result in results)
-    assert results[1].unmasked == pytest.approx(1_000, rel=0.02), "filled to half the budget"
-    assert {row["settings"]["method"] for row in json.loads(to_json(results))["results"]} == {"full", "id3"}
+    results = measure([Settings("full", **TINY), Settings("id3", **TINY)], rounds=2, steps=2, progress=seen.append)
+    assert seen == [
+        "ID3 fills the index buffers to 50 % of 400", "full: preparing", "id3: preparing",
+        "round 1 of 2: full", "round 1 of 2: id3", "round 2 of 2: full", "round 2 of 2: id3",
+    ]  # fmt: skip
+    full, id3 = results
+    assert [len(one.forward_backward) for one in results] == [len(one.updates) for one in results] == [4, 4]
+    assert all(one.step_seconds > one.update_seconds > 0 for one in results)
+    assert all(one.library_bytes > 2**20 for one in results)
+    assert (full.trained, full.unmasked) == (full.parameters, 0)
+    assert (id3.trained, id3.unmasked) == (400, 200)
+    assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
+
+
+def test_a_method_may_start_anew_at_each_turn():
+    seen = []
+    (result,) = measure([Settings("floor", **TINY)], rounds=2, steps=1, progress=seen.append, together=False)
+    assert seen == ["floor: preparing", "round 1 of 2: floor", "floor: preparing", "round 2 of 2: floor"]
+    assert len(result.initialisations) == len(result.updates) == 2
+
+
+@pytest.mark.parametrize(("steps", "means"), [(2, 1), (10, 1), (11, 2)])
+def test_a_method_that_chooses_at_each_tenth_step_is_measured_by_means_of_ten(steps, means):
+    worker = object.__new__(Worker)
+    worker.settings = Settings("id3-every-10", **TINY)
+    count = iter(range(100))
+    worker.step = lambda: (19.0 if next(count) % 10 == 0 else 1.0, 0.5)
+    assert worker.turn(steps) == [pytest.approx((2.8, 0.5))] * means, "wherever in the cycle a turn begins"
+    next(count)
+    assert worker.turn(1) == [pytest.approx((2.8, 0.5))]
+
+
+def test_the_others_are_measured_step_by_step():
+    worker = object.__new__(Worker)
+    worker.settings = Settings("id3", **TINY)
+    count = iter(range(100))
+    worker.step = lambda: (float(next(count)), 0.5)
+    assert worker.turn(3) == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.5)]
+
+
+def cells(results):
+    return {column.header.replace("\n", " "): list(column.cells) for column in make_table(results).columns}
+
+
+def test_ratios_are_to_full_and_floor_by_name_and_not_to_the_first():
+    results = [measured("id3", 1.0, 2**28), measured("full", 2.0, 2**30), measured("floor", 0.5, 2**27)]
+    table = make_table(results)
+    assert [column.header for column in table.columns].count("/ full") == 2
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert rows[0] == ("id3", "10", "5", "256", "0.25", "2.00", "0.50", "0.250", "1.000", "0.50", "2.00")
+    assert rows[1][4:6] == ("1.00", "8.00")
+
+
+def test_without_a_floor_there_is_no_column_for_it():
+    assert not any("floor" in header for header in cells([measured("id3"), measured("full")]))
+
+
+def test_the_headline_says_what_is_not_as_published():
+    said = headline([measured("id3", shape="llama-7b", checkpointing=True)], 5, 2, "random tokens")
+    assert "on a CPU one layer of 32, and a vocabulary of 256" in said
+    assert "activation checkpointing" in said
+    assert "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of the libraries" in said
+    assert "means of 10 steps" in headline([measured("id3-every-10")], 5, 2, "random tokens")
+    assert "tensors on the GPU" in headline([measured("id3", device="cuda", shape="llama-7b")], 5, 2, "random tokens")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "full,di3"), "unknown method 'di3'; expected one of floor, .*Did you mean 'id3'"),
+        (("--methods", "pafi"), "unknown method 'pafi'; expected one of floor, full, static"),
+        (("--shapes", "tiny,deberta"), "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
+        (("--dtype", "float31"), "unknown dtype 'float31'; expected one of float32, bfloat16"),
+        (("--device", "tpu"), "unknown device 'tpu'; expected one of cpu, cuda"),
+        (("--budget", "0.1"), "--budget '0.1'; expected numbers of entries"),
+        (("--budget", "0"), "budget=0; expected an int of at least 1"),
+        (("--fill", "1.5"), "fill=1.5; expected a share of the budget"),
+        (("--rounds", "0"), "--rounds 0; expected at least 1"),
+        (("--rounds", "999"), "2000 steps to measure; a run has 1000: take fewer rounds"),
+        (("--shape", "minilm", "--data", "nowhere"), "`nowhere` has no mrpc/train.jsonl"),
+    ],
+)
+def test_bad_options_are_named_before_anything_starts(arguments, message, monkeypatch):
+    monkeypatch.setattr("sparsify.bench.command.measure", lambda *_, **__: pytest.fail("it started"))
+    with pytest.raises(SparsifyError, match=message):
+        invoke(*arguments)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SparsifyError, match="--device cuda:1: torch finds no GPU here"):
+        invoke("--device", "cuda:1")
+
+
+def test_one_combination_is_drawn_as_bars_and_several_as_curves(tmp_path):
+    bars, curves = tmp_path / "bars.png", tmp_path / "curves.png"
+    plot([measured("full"), measured("id3")], bars)
+    plot([measured("id3", shape=shape, budget=budget) for shape in ("minilm", "tiny") for budget in (10, 100)], curves)
+    assert bars.read_bytes()[:4] == curves.read_bytes()[:4] == PNG
+    assert curves.stat().st_size != bars.stat().st_size
+
+
+def test_every_budget_of_every_shape_is_measured(monkeypatch, tmp_path):
+    seen = []
+
+    def fake(settings, rounds, steps, progress, together):
+        seen.extend((one.method, one.shape, one.budget, one.ahead) for one in settings)
+        return [Measurement(one, 1, 1, 1, [1.0], SECOND, SECOND, 1, 1) for one in settings]
+
+    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    invoke("--shapes", "tiny,bert-base", "--budgets", "10,1_000", "--methods", "id3", "--json", str(tmp_path / "raw"))
+    expected = [("id3", shape, budget, 50) for shape in ("tiny", "bert-base") for budget in (10, 1000)]
+    assert seen == expected
+    assert len(json.loads((tmp_path / "raw").read_text())["results"]) == 4
+
+
+def test_a_large_model_gets_one_process_at_a_time(monkeypatch):
+    seen = []
+
+    def fake(settings, rounds, steps, progress, together):
+        seen.append(together)
+        return [Measurement(one, 1, 1, 1, [1.0], SECOND, SECOND, 1, 1) for one in settings]
+
+    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    monkeypatch.setattr("sparsify.bench.room.memory_of", lambda settings: 16 * 2**30)
+    for shape in ("tiny", "llama-1b"):
+        invoke("--shape", shape)
+    invoke("--shape", "tiny", "--one-at-a-time")
+    assert seen == [True, False, False]
 
 
 @pytest.mark.slow
-def test_the_other_methods_run(tiny):
-    others = [method for method in METHODS if method not in ("full", "id3")]
-    results = measure([Settings(method, **tiny) for method in others], rounds=1, steps=1)
-    assert [result.settings.method for result in results] == others
-
-
-def test_the_table_has_the_ratios_to_the_first_row():
-    rows = [
-        Measurement(Settings("full"), seconds=[2.0], peak_bytes=2**30),
-        Measurement(Settings("id3"), seconds=[1.0], peak_bytes=2**28),
-    ]
-    table = make_table(rows)
-    assert [list(column.cells) for column in table.columns if column.header.strip() == "ratio"] == [
-        ["1.00", "0.50"], ["1.00", "0.25"],
-    ]  # fmt: skip
+def test_the_command_measures_every_method(tmp_path):
+    out, picture = tmp_path / "raw.json", tmp_path / "bars.png"
+    result = invoke(
+        "--shape", "tiny", "--methods", ",".join(METHODS), "--budget", "400", "--batch", "1", "--seq", "8",
+        "--rounds", "1", "--steps", "1", "--threads", "1", "--json", str(out), "--plot", str(picture),
+    )  # fmt: skip
+    assert all(method in result.output for method in METHODS)
+    assert picture.read_bytes()[:4] == PNG
+    rows = json.loads(out.read_text())["results"]
+    assert [row["settings"]["method"] for row in rows] == list(METHODS)
 
 
 def test_the_shapes_are_those_of_the_published_models():
-    assert SHAPES["bert-base"]["hidden_size"] == 768
-    assert SHAPES["minilm"]["num_hidden_layers"] == 6
+    assert list(SHAPES) == ["minilm", "bert-base", "deberta-v3-base", "t5-small", "llama-1b", "llama-7b", "tiny"]

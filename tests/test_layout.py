@@ -48,7 +48,8 @@ LAYERS = [
     {"api"},
     {""},  # the package itself: the public names
     {"analysis", "integrations"},
-    {"cli", "commands", "demo", "bench"},
+    {"demo"},
+    {"cli", "commands", "bench"},
 ]
 TRAINING = {
     "accumulation",

@@ -1,67 +1,126 @@
-"""``sparsify bench``: its options, and the table it ends with."""
+"""``sparsify bench``: its options, checked before anything starts, and the tables it ends with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from sparsify.bench.run import Measurement, measure, to_json
-from sparsify.bench.worker import METHODS, SHAPES, Settings
+from sparsify.bench.methods import METHODS, check_installed
+from sparsify.bench.plots import plot as draw
+from sparsify.bench.room import fit_together
+from sparsify.bench.run import Measurement, measure, steps_ahead, to_json
+from sparsify.bench.settings import DTYPES, Settings
+from sparsify.bench.shapes import SHAPES
+from sparsify.bench.table import headline, make_table
+from sparsify.bench.tokens import has_mrpc, prepare_tokens
 from sparsify.errors import SparsifyError
+from sparsify.extras import require
 
-MB = 2**20
+DATA = "SPARSIFY_DATA"
+DEFAULT_METHODS = "floor,full,lora,static,id3"
+TABLE_WIDTH = 100  # columns of text; figures that a narrow terminal would cut off are wrapped instead
 
 
 def bench(
-    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(SHAPES)}.")] = "bert-base",
-    methods: Annotated[str, typer.Option(help="Comma-separated; the first is what ratios refer to.")] = "full,id3",
-    budget: Annotated[int, typer.Option(help="Entries.")] = 320_000,
-    fill: Annotated[float, typer.Option(help="Share of the budget unmasked before measuring.")] = 0.5,
+    shape: Annotated[
+        str, typer.Option("--shape", "--shapes", help=f"Model shapes, comma-separated: {', '.join(SHAPES)}.")
+    ] = "bert-base",
+    methods: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(METHODS)}.")] = DEFAULT_METHODS,
+    budget: Annotated[
+        str, typer.Option("--budget", "--budgets", help="Entries; several, comma-separated, give curves.")
+    ] = "320000",
+    fill: Annotated[float, typer.Option(help="Share of the budget that ID3 has unmasked before measuring.")] = 0.5,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or one GPU such as cuda:1.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
     steps: Annotated[int, typer.Option(help="Training steps a turn.")] = 2,
     threads: Annotated[int, typer.Option(help="Of each process; 0 for torch's default.")] = 0,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in backward.")] = False,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="One process at a time, started anew at each turn; so they are "
+                           "anyway where memory would not hold all of them.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help=f"Folder with mrpc/, for minilm; by default ${DATA}'s, or docstrings.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the raw measurements here.")] = None,
-) -> None:
-    """Measure training steps side by side: step time, peak memory, and their ratios."""
-    names = [name.strip() for name in methods.split(",")]
-    for name, known, what in [*((name, METHODS, "method") for name in names), (shape, SHAPES, "shape")]:
+    plot: Annotated[Path | None, typer.Option(help="Also draw them: a PNG.")] = None,
+) -> None:  # fmt: skip
+    """Measure training steps side by side: memory, initialisation, update and step, and their ratios."""
+    names, shapes, budgets = _listed(methods), _listed(shape), [_parse_budget(text) for text in _listed(budget)]
+    _check(names, shapes, dtype, device, rounds, steps)
+    if plot is not None:
+        require("matplotlib", extra="plot")
+    ahead = steps_ahead(names, rounds, steps)
+    console, all_results = Console(), list[Measurement]()
+    console.width = max(console.width, TABLE_WIDTH)
+    for one_shape in shapes:
+        tokens, text = prepare_tokens(one_shape, seq, _find_data(data))
+        for entries in budgets:
+            settings = [
+                Settings(
+                    name, one_shape, entries, fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead
+                )
+                for name in names
+            ]
+            together = not one_at_a_time and fit_together(settings)
+            with console.status("starting") as status:
+                results = measure(settings, rounds, steps, progress=status.update, together=together)
+            console.print(headline(results, rounds, steps, text))
+            console.print(make_table(results))
+            all_results += results
+            if json is not None:
+                json.write_text(to_json(all_results) + "\n")
+    if plot is not None:
+        draw(all_results, plot)
+
+
+def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises ``SparsifyError`` for the first name that is not known, with those that are near."""
+    known = list(known)
+    for name in names:
         if name not in known:
-            raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.")
-    settings = [Settings(name, shape, budget, fill, batch, seq, dtype, threads) for name in names]
-    console = Console()
-    with console.status("starting") as status:
-        results = measure(settings, rounds, steps, progress=status.update)
-    console.print(
-        f"{shape}, {dtype}, batch {batch} x {seq}, budget {budget:,}: medians of {rounds * steps} steps "
-        f"in {rounds} interleaved rounds; memory beyond the {results[0].library_bytes / MB:,.0f} MB of the libraries"
-    )
-    console.print(make_table(results))
-    if json is not None:
-        json.write_text(to_json(results) + "\n")
+            near = get_close_matches(name, known, n=2, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
 
 
-def make_table(results: Sequence[Measurement]) -> Table:
-    """A row a method, with the ratios to the first one."""
-    table = Table()
-    for column in ("method", "unmasked", "init (s)", "step (s)", "ratio", "peak memory (MB)", "ratio "):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    first = results[0]
-    for result in results:
-        table.add_row(
-            result.settings.method,
-            f"{result.unmasked:,}" if result.unmasked else "-",
-            f"{result.initialisation:.2f}",
-            f"{result.step_seconds:.2f}",
-            f"{result.step_seconds / first.step_seconds:.2f}",
-            f"{result.peak_bytes / MB:,.0f}",
-            f"{result.peak_bytes / first.peak_bytes:.2f}",
-        )
-    return table
+def _check(methods: list[str], shapes: list[str], dtype: str, device: str, rounds: int, steps: int) -> None:
+    check_names(methods, METHODS, "method")
+    check_names(shapes, SHAPES, "shape")
+    check_names([dtype], DTYPES, "dtype")
+    for name, number in (("--rounds", rounds), ("--steps", steps)):
+        if number < 1:
+            raise SparsifyError(f"{name} {number}; expected at least 1.")
+    kind = device.partition(":")[0]
+    check_names([kind], ["cpu", "cuda"], "device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SparsifyError(f"--device {device}: torch finds no GPU here; take --device cpu, or a torch with CUDA.")
+    for method in methods:
+        check_installed(method)
+
+
+def _listed(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _parse_budget(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise SparsifyError(f"--budget {text!r}; expected numbers of entries, such as 10_000,100_000.") from None
+
+
+def _find_data(data: Path | None) -> Path | None:
+    if data is None and DATA in os.environ and has_mrpc(Path(os.environ[DATA])):
+        return Path(os.environ[DATA])
+    return data

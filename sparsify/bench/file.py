@@ -13,23 +13,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sparsify.bench.settings import DTYPES
+from sparsify.bench.shapes import BERTS
 from sparsify.bench.sizes import SIGMA, Size, build, linear_weights, measure
-from sparsify.bench.worker import SHAPES
 from sparsify.errors import SparsifyError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MB = 1e6
 
 
 def bench_file(
-    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(SHAPES)}; its linear layers.")] = "bert-base",
+    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(BERTS)}; its linear layers.")] = "bert-base",
     entries: Annotated[int, typer.Option(help="Entries of the delta.")] = 320_000,
     density: Annotated[float | None, typer.Option(help="Instead of entries: their share of the layers'.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the model: float32 or bfloat16.")] = "float32",
     json: Annotated[Path | None, typer.Option(help="Also write the numbers here.")] = None,
 ) -> None:
     """Compare file formats: bytes an entry, all included, beside the entropy bound."""
-    for name, known, what in ((shape, SHAPES, "shape"), (dtype, DTYPES, "dtype")):
+    for name, known, what in ((shape, BERTS, "shape"), (dtype, DTYPES, "dtype")):
         if name not in known:
             raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.")
     with torch.device("meta"):

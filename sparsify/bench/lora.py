@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsify.api import sparsify
+from sparsify.bench.shapes import BERTS
 from sparsify.bench.sizes import Size, build
-from sparsify.bench.worker import SHAPES
 from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
 
@@ -26,14 +26,14 @@ STEPS = 2
 
 
 def bench_lora(
-    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(SHAPES)}.")] = "bert-base",
+    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(BERTS)}.")] = "bert-base",
     rank: Annotated[int, typer.Option(help="Of the LoRA, on all linear layers.")] = 8,
     entries: Annotated[int, typer.Option(help="How many of its numbers are trained.")] = 320_000,
     json: Annotated[Path | None, typer.Option(help="Also write the numbers here.")] = None,
 ) -> None:
     """Compare files of a sparsely trained LoRA: bytes a trained entry, all included."""
-    if shape not in SHAPES:
-        raise SparsifyError(f"unknown shape {shape!r}; expected one of {', '.join(SHAPES)}.")
+    if shape not in BERTS:
+        raise SparsifyError(f"unknown shape {shape!r}; expected one of {', '.join(BERTS)}.")
     console = Console()
     with console.status("training two steps, twice"):
         numel, sizes = measure_lora(shape, rank, entries)

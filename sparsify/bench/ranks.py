@@ -23,7 +23,8 @@ from rich.table import Table
 from sparsify.bench.ranks_worker import METHODS
 from sparsify.bench.run import answer, conditions
 from sparsify.bench.scale import LLAMA_70B, at_scale
-from sparsify.bench.worker import SHAPES, Settings
+from sparsify.bench.settings import Settings
+from sparsify.bench.shapes import BERTS
 from sparsify.errors import SparsifyError
 
 MB = 2**20
@@ -57,7 +58,7 @@ class RankMeasurement:
 
 
 def bench_ranks(
-    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(SHAPES)}.")] = "minilm",
+    shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(BERTS)}.")] = "minilm",
     methods: Annotated[str, typer.Option(help="Comma-separated; the first is what ratios refer to.")] = ",".join(
         METHODS
     ),
@@ -79,7 +80,7 @@ def bench_ranks(
         console.print(make_paper_table())
         return
     names = [name.strip() for name in methods.split(",")]
-    for name, known, what in [*((name, METHODS, "method") for name in names), (shape, SHAPES, "shape")]:
+    for name, known, what in [*((name, METHODS, "method") for name in names), (shape, BERTS, "shape")]:
         if name not in known:
             raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.")
     settings = [Settings(name, shape, budget, fill, batch, seq, "float32", threads) for name in names]

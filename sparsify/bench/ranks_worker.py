@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +22,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsify.api import get_unmasker, sparsify
+from sparsify.bench.filling import fill
 from sparsify.bench.memory import peak_bytes
-from sparsify.bench.worker import FILL_STEPS, Settings, build, fill, make_step, vocabulary_of
+from sparsify.bench.methods import LORA_RANK
+from sparsify.bench.settings import Settings
+from sparsify.bench.shapes import random_bert
+from sparsify.bench.tokens import Batches
 
 METHODS = ("full", "lora", "id3-exact", "id3-candidates")
-LORA_RANK = 8
+FILL_STEPS = 6
 
 
 class Averaged:
@@ -52,6 +57,19 @@ def prepare(settings: Settings, model: nn.Module) -> nn.Module:
     return model
 
 
+def make_step(model: nn.Module, batches: Batches) -> Callable[[], None]:
+    """A function that does one whole training step."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True)
+
+    def step() -> None:
+        model(**batches.next()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def main() -> None:
     task = json.loads(sys.stdin.readline())
     settings, ranks = Settings(**task["settings"]), task["ranks"]
@@ -63,14 +81,17 @@ def main() -> None:
     if settings.method == "lora":
         importlib.import_module("peft")
     libraries = peak_bytes()
-    plain = build(settings)
-    vocabulary = vocabulary_of(plain)
+    torch.manual_seed(settings.seed)
+    plain = random_bert(settings.shape).train()
+    batches = Batches(settings, plain, seed=settings.seed + 1 + task["rank"])
     model = prepare(settings, plain)
     parallel, averaged = DistributedDataParallel(model), Averaged()
     parallel.register_comm_hook(averaged, lambda state, bucket: state.average(bucket))
     torch.manual_seed(1 + task["rank"])
-    step = make_step(settings, parallel, vocabulary)
-    fill(settings, model, step)
+    step = make_step(parallel, batches)
+    if settings.method.startswith("id3"):
+        fill(model, settings, step, FILL_STEPS)
+    step()
     exchanges = get_unmasker(model).ranks if settings.method.startswith("id3") else None
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     _say({"trained": trained, "library_bytes": libraries})

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from sparsify.bench.worker import Settings
+from sparsify.bench.filling import load_state, state_path
+from sparsify.bench.methods import starts_filled, window_of
+from sparsify.bench.settings import WARM_UP, Settings
+
+Progress = Callable[[str], None]
+AHEAD_UNIT = 50  # steps ahead are rounded up to it, so that a few steps more do not ask for other filled buffers
 
 
 @dataclass
@@ -23,54 +29,116 @@ class Measurement:
 
     Attributes:
         settings: the method and the model.
-        initialisation: seconds for everything before the first step.
-        unmasked: entries unmasked before the first measured step.
-        seconds: of each measured step.
-        library_bytes: the resident set after the imports, before there is a model.
-        peak_bytes: the process's largest resident set, beyond ``library_bytes``.
+        parameters: numbers in the model.
+        trained: numbers that the method trains.
+        unmasked: entries unmasked before the first step, where the method chooses entries.
+        initialisations: seconds to make the built model train what the method trains, in each process.
+        forward_backward: seconds of forward and backward of each measured step, or of a mean step in a window of them.
+        updates: likewise, seconds of the update: the optimizer's step with all that the method does about it.
+        library_bytes: the resident set after the imports, before there is a model; 0 on a GPU.
+        peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
     """
 
     settings: Settings
-    initialisation: float = 0.0
+    parameters: int = 0
+    trained: int = 0
     unmasked: int = 0
+    initialisations: list[float] = field(default_factory=list)
+    forward_backward: list[float] = field(default_factory=list)
+    updates: list[float] = field(default_factory=list)
     library_bytes: int = 0
-    seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     @property
     def step_seconds(self) -> float:
-        return statistics.median(self.seconds)
+        """The median of whole steps."""
+        return statistics.median(map(sum, zip(self.forward_backward, self.updates, strict=True)))
+
+    @property
+    def update_seconds(self) -> float:
+        """The median of updates."""
+        return statistics.median(self.updates)
+
+    @property
+    def initialisation(self) -> float:
+        """The median over processes."""
+        return statistics.median(self.initialisations)
+
+
+def steps_ahead(methods: Sequence[str], rounds: int, steps: int) -> int:
+    """How many steps a process may do in all: those of all rounds and of the warm-up, rounded up.
+
+    Example:
+        >>> steps_ahead(["full", "id3"], rounds=5, steps=2), steps_ahead(["id3-every-10"], rounds=5, steps=2)
+        (50, 100)
+    """
+    windows = [window_of(method) for method in methods]
+    most = WARM_UP + rounds * max(-(-steps // window) * window for window in windows)
+    return -(-most // AHEAD_UNIT) * AHEAD_UNIT
 
 
 def measure(
-    methods: Sequence[Settings], rounds: int = 5, steps: int = 3, progress: Callable[[str], None] = lambda text: None
+    methods: Sequence[Settings],
+    rounds: int = 5,
+    steps: int = 3,
+    progress: Progress = lambda text: None,
+    *,
+    together: bool = True,
 ) -> list[Measurement]:
     """Measures the methods in interleaved rounds, so that what else the machine does hits all of them.
 
     Args:
-        methods: what to measure, each in its own process; all are alive at once.
+        methods: what to measure, each in its own process.
         rounds: how often each method has its turn.
         steps: training steps a turn.
         progress: told what is being done.
+        together: whether all processes live from the first round to the last; otherwise one lives at a time, and a
+            method starts anew, warm-up included, at each turn.
     """
+    fill_buffers(methods, progress)
     results = [Measurement(settings) for settings in methods]
     with ExitStack() as stack:
-        workers = []
-        for result in results:
-            progress(f"{result.settings.method}: preparing")
-            worker = stack.enter_context(_start(result.settings))
-            stack.callback(worker.kill)
-            ready = _ask(worker, result.settings.to_json())
-            result.initialisation, result.unmasked = ready["initialisation"], ready["unmasked"]
-            result.library_bytes = ready["library_bytes"]
-            workers.append(worker)
+        workers = [stack.enter_context(_ready(result, progress)) for result in results] if together else []
         for number in range(1, rounds + 1):
-            for worker, result in zip(workers, results, strict=True):
-                progress(f"round {number} of {rounds}: {result.settings.method}")
-                turn = _ask(worker, str(steps))
-                result.seconds += turn["seconds"]
-                result.peak_bytes = turn["peak_bytes"]
+            for place, result in enumerate(results):
+                with ExitStack() as turn:
+                    worker = workers[place] if together else turn.enter_context(_ready(result, progress))
+                    progress(f"round {number} of {rounds}: {result.settings.method}")
+                    _take_turn(worker, result, steps)
     return results
+
+
+def _take_turn(worker: subprocess.Popen[str], result: Measurement, steps: int) -> None:
+    said = _ask(worker, str(steps))
+    for forward_backward, update in said["seconds"]:
+        result.forward_backward.append(forward_backward)
+        result.updates.append(update)
+    result.peak_bytes = max(result.peak_bytes, said["peak_bytes"])
+
+
+def fill_buffers(methods: Sequence[Settings], progress: Progress = lambda text: None) -> None:
+    """Sees to it that the states that the methods start from are in the cache; each is made in a process of its own."""
+    needed = {state_path(settings): settings for settings in methods if starts_filled(settings.method)}
+    for settings in needed.values():
+        if load_state(settings) is None:
+            progress(f"ID3 fills the index buffers to {settings.start / 10:g} % of {settings.budget:,}")
+            with _start("sparsify.bench.filling") as process:
+                _ask(process, settings.to_json())
+
+
+@contextmanager
+def _ready(result: Measurement, progress: Progress) -> Iterator[subprocess.Popen[str]]:
+    """A worker that has said that it is ready; it ends with the block."""
+    progress(f"{result.settings.method}: preparing")
+    with _start("sparsify.bench.worker") as worker:
+        try:
+            ready = _ask(worker, result.settings.to_json())
+            result.initialisations.append(ready.pop("initialisation"))
+            for name, value in ready.items():
+                setattr(result, name, value)
+            yield worker
+        finally:
+            worker.kill()
 
 
 def to_json(results: Sequence[Measurement]) -> str:
@@ -88,9 +156,11 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def _start(settings: Settings) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sparsify.bench.worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _start(module: str) -> subprocess.Popen[str]:
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}  # of other libraries; they would run into the progress
+    return subprocess.Popen(
+        [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet
+    )
 
 
 def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sparsify.bench.worker import SHAPES
+from sparsify.bench.shapes import BERTS
 from sparsify.delta import SparseDelta, TensorDelta
 from sparsify.entries import digest
 
@@ -53,7 +53,7 @@ def build(shape: str, dtype: torch.dtype) -> nn.Module:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    model: nn.Module = BertModel(BertConfig.from_dict(SHAPES[shape]))
+    model: nn.Module = BertModel(BertConfig.from_dict(BERTS[shape]))
     return model.to(dtype)
 
 
@@ -91,7 +91,7 @@ def measure(shape: str, entries: int, dtype: torch.dtype) -> list[Size]:
     """Writes one delta in every format.
 
     Args:
-        shape: one of ``SHAPES``.
+        shape: one of ``BERTS``.
         entries: in all the linear layers together.
         dtype: of the model.
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from sparsify.bench.file import DTYPES
 from sparsify.bench.memory import added_bytes
 from sparsify.bench.run import conditions
+from sparsify.bench.settings import DTYPES
 from sparsify.delta import SparseDelta
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError

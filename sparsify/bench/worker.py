@@ -1,7 +1,8 @@
 """One method in one process: builds the model, then does training steps on request and reports their times.
 
 stdin   one line with the settings (JSON), then a line with a number of steps for each round
-stdout  one JSON line when ready, then one a round: the seconds of each step, and the peak memory so far
+stdout  one JSON line when ready, then one a round: of each step the seconds of forward and backward, and those of the
+        update; and the peak memory so far
 """
 
 from __future__ import annotations
@@ -10,136 +11,124 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from sparsify.api import get_unmasker, sparsify
+from sparsify.bench.filling import load_state
 from sparsify.bench.memory import peak_bytes
+from sparsify.bench.methods import PEFT_CONFIGS, prepare, starts_filled, window_of
+from sparsify.bench.settings import WARM_UP, Settings
+from sparsify.bench.shapes import SHAPES, build
+from sparsify.bench.tokens import Batches
+from sparsify.errors import SparsifyError
 
-FILL_STEPS = 6
-PLANNED_STEPS = 1000
-SHAPES: dict[str, dict[str, int]] = {
-    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    "bert-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
-}
-METHODS = ("full", "floor", "pafi", "id3")
+Seconds = tuple[float, float]  # of forward and backward, of the update
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is measured: a method on a model shape.
+class Worker:
+    """A method that is ready to be measured.
+
+    Args:
+        settings: what is measured.
 
     Attributes:
-        method: one of ``METHODS``; ``floor`` is the frozen model's forward, and backward to its embeddings.
-        shape: one of ``SHAPES``.
-        budget: entries.
-        fill: share of the budget that ID3 has unmasked before the first measured step.
-        batch: sequences a step.
-        length: tokens a sequence.
-        dtype: of the weights.
-        threads: of torch; 0 for its default.
+        initialisation: seconds to make the built model train what the method trains.
+        parameters: of the model, in numbers.
+        unmasked: entries that are unmasked before the first step, where a method chooses entries.
+        library_bytes: the resident set before there is a model; 0 on a GPU, where only tensors are counted.
     """
 
-    method: str
-    shape: str = "bert-base"
-    budget: int = 320_000
-    fill: float = 0.5
-    batch: int = 8
-    length: int = 128
-    dtype: str = "float32"
-    threads: int = 0
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        _import_libraries(settings)
+        self.library_bytes = 0 if settings.is_cuda else peak_bytes()
+        model = build(settings)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.batches = Batches(settings, model, seed=settings.seed + 2)
+        started = self._now()
+        self.trainee = prepare(model, settings)
+        self.initialisation = self._now() - started
+        self._resume()
+        self.unmasked = self.trainee.unmasked()
+        torch.manual_seed(settings.seed)
+        for _ in range(WARM_UP):
+            self.step()
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def _resume(self) -> None:
+        state = load_state(self.settings) if starts_filled(self.settings.method) else {}
+        if state is None:
+            raise SparsifyError("the filled buffers are gone from the cache; run the benchmark again.")
+        if state:
+            self.trainee.resume(state)
 
+    def peak_bytes(self) -> int:
+        """The largest memory so far: of tensors on a GPU, otherwise of the process beyond its libraries."""
+        if self.settings.is_cuda:
+            return torch.cuda.max_memory_allocated(self.settings.device)
+        return peak_bytes() - self.library_bytes
 
-def build(settings: Settings) -> nn.Module:
-    """A BERT of the given shape with random weights and a two-class head, in training mode."""
-    from transformers import BertConfig, BertForSequenceClassification
+    def turn(self, steps: int) -> list[Seconds]:
+        """Does at least so many steps.
 
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig.from_dict(SHAPES[settings.shape]))
-    return model.to(getattr(torch, settings.dtype)).train()
+        Where steps differ in a cycle, as those of a method that chooses at each tenth, a measurement is the mean over
+        a whole cycle. Medians are taken over such means: over single steps they would not see the tenth.
+        """
+        window = window_of(self.settings.method)
+        return [mean_of([self.step() for _ in range(window)]) for _ in range(-(-steps // window))]
 
+    def step(self) -> Seconds:
+        """One whole training step."""
+        trainee, batch = self.trainee, self.batches.next()
+        started = self._now()
+        trainee.model(**batch).loss.backward()
+        between = self._now()
+        trainee.before_step()
+        if trainee.optimizer is not None:
+            trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+        return between - started, self._now() - between
 
-def vocabulary_of(model: nn.Module) -> int:
-    """How many tokens the model knows."""
-    size: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
-    return size
-
-
-def prepare(settings: Settings, model: nn.Module) -> None:
-    """Makes the model train what the method trains."""
-    if settings.method == "floor":
-        model.requires_grad_(False)
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                module.register_forward_hook(_let_gradients_in)
-    elif settings.method != "full":
-        sparsify(model, settings.budget, settings.method, steps=FILL_STEPS)
-
-
-def make_step(settings: Settings, model: nn.Module, vocabulary: int) -> Callable[[], None]:
-    """A function that does one whole training step on fresh random tokens."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True) if trainable else None
-
-    def step() -> None:
-        tokens = torch.randint(5, vocabulary, (settings.batch, settings.length))
-        model(input_ids=tokens, labels=tokens[:, 0] % 2).loss.backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
-
-
-def _let_gradients_in(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_()
+    def _now(self) -> float:
+        if self.settings.is_cuda:
+            torch.cuda.synchronize(self.settings.device)
+        return time.perf_counter()
 
 
-def fill(settings: Settings, model: nn.Module, step: Callable[[], None]) -> None:
-    """Lets ID3 itself unmask a share of the budget, then puts it at that point of a long run.
+def mean_of(measured: list[Seconds]) -> Seconds:
+    """The mean of each of the two.
 
-    A run's first steps have almost nothing unmasked and would flatter.
+    Example:
+        >>> mean_of([(1.0, 0.0), (3.0, 1.0)])
+        (2.0, 0.5)
     """
-    if not settings.method.startswith("id3"):
-        step()
-        return
-    engine = get_unmasker(model)
-    engine.steps = max(1, round(FILL_STEPS / settings.fill)) if settings.fill else PLANNED_STEPS
-    for _ in range(FILL_STEPS if settings.fill else 0):
-        step()
-    engine.steps = PLANNED_STEPS
-    engine.step = min(PLANNED_STEPS - 1, round(settings.fill * PLANNED_STEPS))
-    step()
+    first, second = (sum(part) / len(measured) for part in zip(*measured, strict=True))
+    return first, second
+
+
+def _import_libraries(settings: Settings) -> None:
+    module = SHAPES[settings.shape].module
+    importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    if settings.method in PEFT_CONFIGS:
+        importlib.import_module("peft")
 
 
 def main() -> None:
     settings = Settings(**json.loads(sys.stdin.readline()))
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    importlib.import_module("transformers.models.bert.modeling_bert")
-    libraries = peak_bytes()
-    model = build(settings)
-    started = time.perf_counter()
-    prepare(settings, model)
-    step = make_step(settings, model, vocabulary_of(model))
-    initialisation = time.perf_counter() - started
-    fill(settings, model, step)
-    unmasked = get_unmasker(model).unmasked if settings.method in ("pafi", "id3") else 0
-    _say({"initialisation": initialisation, "unmasked": unmasked, "library_bytes": libraries})
+    worker = Worker(settings)
+    _say(
+        {
+            "initialisation": worker.initialisation,
+            "parameters": worker.parameters,
+            "trained": worker.trainee.trained,
+            "unmasked": worker.unmasked,
+            "library_bytes": worker.library_bytes,
+        }
+    )
     for line in sys.stdin:
-        seconds = []
-        for _ in range(int(line)):
-            started = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - started)
-        _say({"seconds": seconds, "peak_bytes": peak_bytes() - libraries})
+        _say({"seconds": worker.turn(int(line)), "peak_bytes": worker.peak_bytes()})
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -1,0 +1,44 @@
+"""Whether the processes of all methods fit into memory beside each other: an estimate, on the safe side."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sparsify.bench.settings import DTYPES, Settings
+from sparsify.bench.shapes import SHAPES
+
+# numbers of the weights' dtype that a method keeps for each parameter, at its peak
+PER_PARAMETER = {"full": 4.0, "dense-id3": 10.0}
+FROZEN = 1.5
+PER_ACTIVATION = 40  # numbers that a layer keeps for each token and hidden unit
+LIBRARIES = 2**29
+SHARE = 0.7  # of the memory
+_MEMINFO = Path("/proc/meminfo")
+
+
+def fit_together(settings: Sequence[Settings]) -> bool:
+    """Whether all of them can be alive at once."""
+    return sum(estimate(one) for one in settings) < SHARE * memory_of(settings[0])
+
+
+def estimate(settings: Settings) -> float:
+    """Bytes that one method takes, about."""
+    shape = SHAPES[settings.shape]
+    numbers = PER_PARAMETER.get(settings.method, FROZEN) * 1e6 * shape.millions
+    numbers += PER_ACTIVATION * settings.batch * settings.length * shape.width
+    return numbers * DTYPES[settings.dtype].itemsize + LIBRARIES
+
+
+def memory_of(settings: Settings) -> int:
+    """Bytes of the GPU, or bytes that the system could still give."""
+    if settings.is_cuda:
+        return torch.cuda.get_device_properties(settings.device).total_memory
+    if _MEMINFO.exists():
+        (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+        return int(kilobytes) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
