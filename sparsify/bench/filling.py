@@ -3,8 +3,12 @@
 A run's first steps have almost nothing unmasked and would flatter. The state that is kept is the trained one: which
 entries, their values, the order in which they were unmasked; every method that lets ID3 choose starts from it.
 
-A real run of 1000 steps takes a thousandth of its budget from each of hundreds of batches. Here :data:`FILL_STEPS`
-batches give many times as many entries each.
+The support is of the same kind as a real run's, and not the same. A run of 1000 steps takes a thousandth of its budget
+from each of hundreds of batches, while the weights move; here :data:`FILL_STEPS` batches give some twenty times as many
+entries each. So an entry has to be less of an outlier in its batch to get in, and those that stay masked are closer to
+each other in score: the bound on a tensor's scores rules out less, which is against ID3 in a comparison. Entries of one
+batch share rows and columns more than those of many batches do, which is in favour of whoever gathers by rows. More
+steps are nearer to a real run, and take longer the first time.
 
 stdin   one line with the settings (JSON)
 stdout  one JSON line when the file is there

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from sparsify.bench.settings import DTYPES, Settings
 from sparsify.demo.classifier import default_model
 
-CLASSES = 3
+CLASSES = 2  # of random tokens; real text has up to TEXT_CLASSES
+TEXT_CLASSES = 3
 Batch = Mapping[str, Tensor]
 
 
@@ -103,7 +104,7 @@ def _minilm(config: dict[str, Any]) -> nn.Module:
     logging.disable_progress_bar()
     with torch.device("cpu"):  # another device would make transformers ask for accelerate
         return BertForSequenceClassification.from_pretrained(
-            default_model(), num_labels=CLASSES, dtype=torch.get_default_dtype()
+            default_model(), num_labels=TEXT_CLASSES, dtype=torch.get_default_dtype()
         )
 
 

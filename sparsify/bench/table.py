@@ -17,7 +17,7 @@ MB = 2**20
 def headline(results: Sequence[Measurement], rounds: int, steps: int, text: str) -> str:
     """What was measured, and how."""
     settings = results[0].settings
-    parts = [f"{settings.shape} ({results[0].parameters / 1e6:,.0f} million parameters)", note(settings), text]
+    parts = [f"{settings.shape} ({results[0].parameters:,} parameters)", note(settings), text]
     parts += [settings.dtype, settings.device, f"batch {settings.batch} x {settings.length}"]
     parts += ["activation checkpointing"] if settings.checkpointing else []
     parts += [f"budget {settings.budget:,}", f"buffers filled to {settings.start / 10:g} %"]
