@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparsify.bench.methods import METHODS
+from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.plots import plot
 from sparsify.bench.run import Measurement, measure, to_json
 from sparsify.bench.settings import Settings
@@ -68,6 +68,18 @@ def test_a_method_that_chooses_at_each_tenth_step_is_measured_by_means_of_ten(st
     assert worker.turn(steps) == [pytest.approx((2.8, 0.5))] * means, "wherever in the cycle a turn begins"
     next(count)
     assert worker.turn(1) == [pytest.approx((2.8, 0.5))]
+
+
+def test_on_a_gpu_times_wait_for_it_and_memory_is_that_of_its_tensors(monkeypatch):
+    worker, waited = object.__new__(Worker), []
+    worker.settings = Settings("full", device="cuda:1")
+    worker.batches = type("Batches", (), {"next": lambda self: {}})()
+    worker.trainee = Trainee(lambda: type("Output", (), {"loss": torch.ones((), requires_grad=True)}), trained=1)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 if device == "cuda:1" else 0)
+    worker.step()
+    assert waited == ["cuda:1"] * 3, "before forward, between backward and the update, and after it"
+    assert worker.peak_bytes() == 7
 
 
 def test_the_others_are_measured_step_by_step():
