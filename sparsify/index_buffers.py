@@ -103,7 +103,7 @@ class IndexBuffers:
             old = self._buffer(name)
             pairs = zip(self.split(old), more.to(old).split(list(sizes)), strict=True)
             self._root._buffers[name] = torch.cat(list(chain.from_iterable(pairs)))
-        self._buffer(COUNTS).add_(torch.tensor(sizes, device=self._buffer(COUNTS).device))
+        self._buffer(COUNTS).add_(upload(sizes, self._buffer(COUNTS).device))
         self._starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
 
     def keep_slots_below(self, end: int) -> None:
@@ -135,6 +135,11 @@ class IndexBuffers:
         buffer = self._root._buffers[name]
         assert buffer is not None
         return buffer
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """(n,) int64: numbers of the host on a device, without waiting for what the device has to do before."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: int) -> str | None:

@@ -4,6 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels run on the CPU
 sys.path.insert(0, str(Path(__file__).parent))

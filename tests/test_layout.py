@@ -13,9 +13,10 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"allocation", "draws", "extras", "importance", "index_buffers", "kernels", "layout", "names", "schedules"}
+    {"allocation", "draws", "extras", "importance", "index_buffers", "layout", "names", "schedules"}
     | {"ranks", "stepping", "values"},
     {"entries", "trainable"},
+    {"kernels"},
     {"quantized", "shards"},
     {"strategies", "targets", "conversion"},
     {"metadata", "adapters", "overlay"},
@@ -36,7 +37,7 @@ LAYERS = [
     {"masked.bitsandbytes"},
     {"masked.swap", "masked"},
     {"accumulation", "anchors", "export", "fresh", "screen", "small", "ranking", "calibration", "budget"},
-    {"choosers", "static", "verification"},
+    {"choosers", "device_pool", "static", "verification"},
     {"agreement", "consensus", "sharding"},
     {"backward", "growth", "weights"},
     {"compiled"},
@@ -65,9 +66,11 @@ TRAINING = {
     "choosers",
     "compiled",
     "consensus",
+    "device_pool",
     "export",
     "importance",
     "index_buffers",
+    "kernels",
     "masked",
     "packed",
     "preparation",
@@ -95,7 +98,7 @@ TRAINING = {
     "verification",
 }
 HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "scipy", "typer", "rich", "sklearn", "pandas", "datasets"]
-HEAVY += ["huggingface_hub", "yaml", "bitsandbytes", "torchao"]
+HEAVY += ["huggingface_hub", "yaml", "bitsandbytes", "torchao", "triton"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

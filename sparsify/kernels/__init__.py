@@ -1,1 +1,38 @@
-"""The hot loops, each in its plain torch form, which is its specification, and in a faster one where there is one."""
+"""The hot loops. Each file has a loop in plain torch, its specification; its faster forms are beside it.
+
+                                                                                    GPU (Triton)           CPU (C++)
+    select   score, compare and keep the entries that reach a floor, in one pass    triton_select.py
+    sddmm    single entries of a matrix product                                     triton_sddmm.py
+    sync     base + delta into all weights at once                                  triton_sync.py
+    sample   single entries of a matrix product                                                            sample.cpp
+    survey   a product's entries that could reach a threshold, in bfloat16                                 survey.cpp
+    reach    a matrix's entries that reach a threshold                                                     reach.cpp
+
+Nothing waits for a GPU: how many entries there are is known on the device only. Triton is imported, and the C++
+compiled (``native.py``), where a loop first runs; where that cannot be, or the numbers are float64, the plain form runs.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+AHEAD = ("cuda",)  # types of devices that the host runs ahead of
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host runs ahead of a device, so that reading a number from it means waiting for all its work."""
+    return device.type in AHEAD
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and can run kernels there; its interpreter (``TRITON_INTERPRET=1``) runs anywhere."""
+    return _is_installed() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None

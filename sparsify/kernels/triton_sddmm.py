@@ -1,0 +1,71 @@
+"""The Triton form of ``sddmm.py``.
+
+A program takes a block of entries and a share of the tokens; the shares are summed afterwards, so that few entries keep
+the whole GPU busy and the sum is the same at every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ENTRIES = 64  # of a program
+TOKENS = 16  # at once
+SHARE = 256  # tokens of a program
+
+
+def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
+    """:func:`sparsify.kernels.sddmm.sddmm`, for at least one token and one entry."""
+    tokens, number = left.shape[0], indices.numel()
+    shares = triton.cdiv(tokens, SHARE)
+    partial = torch.empty(shares, number, dtype=torch.float32, device=left.device)
+    with torch.cuda.device_of(left):
+        _sddmm[(triton.cdiv(number, ENTRIES), shares)](
+            left,
+            right,
+            indices.contiguous(),
+            partial,
+            tokens,
+            number,
+            right.shape[1],
+            *left.stride(),
+            *right.stride(),
+            entries=ENTRIES,
+            at_once=TOKENS,
+            share=SHARE,
+        )
+    return partial.sum(0)
+
+
+@triton.jit
+def _sddmm(
+    left,
+    right,
+    indices,
+    partial,
+    tokens,
+    number,
+    cols,
+    left_token,
+    left_row,
+    right_token,
+    right_col,
+    entries: tl.constexpr,
+    at_once: tl.constexpr,
+    share: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64) * entries + tl.arange(0, entries)
+    inside = entry < number
+    index = tl.load(indices + entry, mask=inside, other=0)
+    row, col = (index // cols)[None, :] * left_row, (index % cols)[None, :] * right_col
+    total = tl.zeros((entries,), dtype=tl.float32)
+    start = tl.program_id(1).to(tl.int64) * share
+    for first in range(0, share, at_once):
+        token = (start + first + tl.arange(0, at_once))[:, None]
+        there = (token < tokens) & inside[None, :]
+        factor = tl.load(left + token * left_token + row, mask=there, other=0.0).to(tl.float32)
+        other = tl.load(right + token * right_token + col, mask=there, other=0.0).to(tl.float32)
+        total += tl.sum(factor * other, axis=0)
+    tl.store(partial + tl.program_id(1).to(tl.int64) * number + entry, total, mask=inside)

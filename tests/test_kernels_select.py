@@ -1,0 +1,190 @@
+"""Selecting on a device: both forms find the best entries by score, then id, whatever they are given."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsify.importance import D3, Fisher
+from sparsify.kernels.candidates import Candidates
+from sparsify.kernels.select import plain_cut, plain_select
+from sparsify.selection import Pool, offer_gradient
+
+EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
+OTHERS = [D3(exp=-1), D3(exp=-2, eps=0.1), D3(exp=1.5), D3(exp=0.3, eps=1e-6), D3(exp=40)]
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-3, -3.5, 1e-40, 1e30, -1e38]  # few, so that there are ties
+SHORT = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)]
+OFFSET, TOTAL = 7, 5000
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """The Triton forms, in place of the plain ones."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    from sparsify.kernels import triton_select
+
+    def select(candidates, importance, *tensor):
+        triton_select.select_d3(candidates, importance.exp, importance.eps, *tensor)
+
+    return select, triton_select.cut
+
+
+@pytest.fixture(scope="module", params=["plain", "triton"])
+def form(request):
+    """``select`` and ``cut`` in either form."""
+    return (plain_select, plain_cut) if request.param == "plain" else request.getfixturevalue("fused")
+
+
+def held(candidates):
+    """The candidates as {id: (score, gradient)}."""
+    count = int(candidates.count)
+    parts = (candidates.ids[:count], candidates.scores[:count], candidates.grads[:count])
+    return {entry: (score, grad) for entry, score, grad in zip(*(part.tolist() for part in parts), strict=True)}
+
+
+def selected(form, importance, weight, grad, rows=None, room=1000, start=0, stop=None):
+    candidates = Candidates(room, TOTAL, torch.float32, grad.device)
+    form[0](candidates, importance, weight, grad, rows, OFFSET, start, grad.numel() if stop is None else stop)
+    return candidates
+
+
+def some(rows, cols, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), (rows, cols), generator=generator)].to(dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 1000), st.sampled_from(EXACT), st.integers(1, 4), st.sampled_from([1, 3, 31]), st.booleans(),
+    st.floats(0, 2, width=32),
+)  # fmt: skip
+def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, rows, cols, part, floor):
+    weight, grad = some(rows, cols, seed), some(rows, cols, seed + 1)
+    some_rows = torch.arange(rows)[::2] if part else None
+    grad = grad if some_rows is None else grad[::2]
+    kept = []
+    for select in (plain_select, fused[0]):
+        candidates = Candidates(200, TOTAL, torch.float32, grad.device)
+        candidates.floor.fill_(floor)
+        select(candidates, importance, weight, grad, some_rows, OFFSET, 0, grad.numel())
+        kept.append(held(candidates))
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("importance", OTHERS, ids=repr)
+def test_a_kernels_score_by_any_exponent_is_torchs_but_for_rounding(fused, importance):
+    weight, grad = torch.randn(9, 33), torch.randn(9, 33)
+    plain, kernel = (held(selected(form, importance, weight, grad)) for form in ((plain_select, None), fused))
+    assert plain.keys() == kernel.keys()
+    for entry, (score, gradient) in plain.items():
+        assert kernel[entry][0] == pytest.approx(score, rel=3e-7)
+        assert kernel[entry][1] == gradient
+
+
+@pytest.mark.parametrize("dtypes", SHORT, ids=str)
+@pytest.mark.parametrize("importance", EXACT, ids=repr)
+def test_short_numbers_are_scored_in_float32(fused, importance, dtypes):
+    weight, grad = torch.randn(5, 40).to(dtypes[0]), torch.randn(5, 40).to(dtypes[1])
+    plain, kernel = (held(selected(form, importance, weight, grad)) for form in ((plain_select, None), fused))
+    assert plain == kernel
+    assert len(plain) == grad.count_nonzero()
+
+
+@pytest.mark.parametrize("start", [0, 1, 1023, 1024, 1500])
+def test_only_a_part_is_looked_at(form, start):
+    grad = torch.ones(3, 700)
+    entries = held(selected(form, D3(), torch.zeros(3, 700), grad, room=3000, start=start, stop=1700))
+    assert sorted(entries) == list(range(start + OFFSET, 1700 + OFFSET))
+
+
+def test_transposed_matrices_are_read_as_they_are(form):
+    weight, grad = torch.randn(6, 4), torch.randn(6, 4)
+    turned = (weight.t().contiguous().t(), grad.t().contiguous().t())
+    assert held(selected(form, D3(), *turned)) == held(selected(form, D3(), weight, grad))
+
+
+def test_rows_are_those_of_the_weight_and_a_row_of_zeros_may_come_again(form):
+    weight = torch.arange(12.0).view(4, 3)
+    grad = torch.tensor([[0.0, 10.0, 0.0], [30.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    entries = held(selected(form, D3(exp=1), weight, grad, torch.tensor([1, 3, 3])))
+    assert entries == {1 * 3 + 1 + OFFSET: (2.0, 10.0), 3 * 3 + OFFSET: (3.0, 30.0)}
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_is_noticed_and_never_chosen(form, bad, dtype):
+    grad = torch.ones(2, 5, dtype=dtype)
+    grad[1, 2] = bad
+    candidates = selected(form, D3(), torch.zeros(2, 5, dtype=dtype), grad)
+    assert not candidates.finite
+    assert 7 + OFFSET not in held(candidates)
+    assert len(held(candidates)) == 9
+    form[0](candidates, D3(), torch.zeros(1, 1), torch.ones(1, 1), None, 100, 0, 1)
+    assert not candidates.finite  # it stays so
+
+
+def test_a_score_that_is_not_finite_is_refused_and_says_nothing_of_the_gradient(form):
+    candidates = selected(form, D3(exp=2, eps=1e-30), torch.zeros(1, 3), torch.tensor([[1.0, 0.0, 2.0]]))
+    assert held(candidates) == {}
+    assert candidates.finite
+
+
+def test_another_importance_than_d3_is_scored_by_itself():
+    entries = held(selected((plain_select, None), Fisher(), torch.zeros(1, 3), torch.tensor([[3.0, 0.0, -2.0]])))
+    assert entries == {OFFSET: (9.0, 3.0), OFFSET + 2: (4.0, -2.0)}
+
+
+# ------------------------------------------------------------------------------------ cut
+
+
+def filled(scores, ids, room):
+    candidates = Candidates(room, TOTAL, torch.float32, torch.device("cpu"))
+    number = len(scores)
+    candidates.scores[:number] = torch.tensor(scores)
+    candidates.ids[:number] = torch.tensor(ids)
+    candidates.grads[:number] = -torch.tensor(scores)
+    candidates.scores[number:], candidates.ids[number:] = 99.0, 4  # what was there before
+    candidates.count.fill_(number)
+    return candidates
+
+
+SCORES = st.lists(st.sampled_from([1e-45, 1e-40, 0.5, 1.0, 1.0000001, 3e38]), min_size=1, max_size=30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SCORES, st.randoms(use_true_random=False), st.integers(1, 12), st.integers(0, 12))
+def test_a_cut_keeps_the_best_by_score_then_id(form, scores, random, size, slack):
+    ids = random.sample(range(TOTAL), len(scores))
+    candidates = filled(scores, ids, room=60)
+    form[1](candidates, size, size + slack)
+    entries = sorted(zip((-torch.tensor(scores)).tolist(), ids, strict=True))
+    if len(scores) <= size + slack:
+        assert set(held(candidates)) == set(ids)
+        assert candidates.floor == -torch.inf
+    else:
+        best = entries[:size]
+        assert held(candidates) == {entry: (-score, score) for score, entry in best}
+        assert candidates.floor == -best[-1][0]
+
+
+def test_a_cut_of_more_candidates_than_a_block_has(form):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randperm(TOTAL, generator=generator)[:4500]
+    scores = torch.randint(1, 40, (4500,), generator=generator).float()  # about 115 of each
+    candidates = filled(scores.tolist(), ids.tolist(), room=4600)
+    form[1](candidates, 2111, 2111)
+    best = sorted(zip((-scores).tolist(), ids.tolist(), strict=True))[:2111]
+    assert sorted(held(candidates)) == sorted(entry for _, entry in best)
+
+
+def test_select_and_cut_find_the_pools_winners(form):
+    weight, grad = some(20, 37, 0), some(20, 37, 1)
+    pool = Pool(50, torch.float32, "cpu")
+    offer_gradient(pool, D3(), weight, grad, None, OFFSET)
+    candidates = selected(form, D3(), weight, grad, stop=400)
+    form[1](candidates, 50, 60)
+    form[0](candidates, D3(), weight, grad, None, OFFSET, 400, grad.numel())
+    form[1](candidates, 50, 50)
+    order = candidates.order()[:50]
+    assert candidates.ids[order].tolist() == pool.winners().ids.tolist()
+    assert candidates.grads[order].tolist() == pool.winners().grads.tolist()
