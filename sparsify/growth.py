@@ -15,9 +15,11 @@ from torch import Tensor
 
 from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
 from sparsify.consensus import SharedChooser
+from sparsify.device_pool import DeviceChooser
 from sparsify.errors import SparsifyError
 from sparsify.importance import GradientImportance, WeightImportance
 from sparsify.index_buffers import IndexBuffers
+from sparsify.kernels import runs_ahead
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranking import rank_by_weight
 from sparsify.ranks import Ranks, num_ranks
@@ -84,6 +86,11 @@ class Growth:
         if not number or importance is None:
             return None
         if isinstance(importance, GradientImportance) and importance.uses_gradient:
+            if num_ranks() == 1 and runs_ahead(values.device):
+                last = engine.tensors[-1]
+                return DeviceChooser(
+                    number, last.offset + last.numel, importance, values, masked_only=self._masked_only
+                )
             pool = Pool(number, values.dtype, values.device)
             if num_ranks() == 1:
                 return StreamingChooser(pool, importance, masked_only=self._masked_only)

@@ -22,7 +22,7 @@ from sparsify.collection import Collection
 from sparsify.compiled import CompiledGraphs
 from sparsify.draws import Draw
 from sparsify.export import Export, digest_buffers, export
-from sparsify.index_buffers import BUFFERS, IndexBuffers
+from sparsify.index_buffers import BUFFERS, IndexBuffers, upload
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranks import Ranks
 from sparsify.schedules import Schedule
@@ -187,7 +187,7 @@ class Unmasker:
         values = self.values.detach()
         ids, order = ids.sort()
         slots = slots[order]
-        ends = torch.tensor([tensor.offset + tensor.numel for tensor in self.tensors], device=ids.device)
+        ends = upload([tensor.offset + tensor.numel for tensor in self.tensors], ids.device)
         sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
         indices = [own - tensor.offset for tensor, own in zip(self.tensors, ids.split(sizes), strict=True)]
         if self.weights.sharded:
@@ -215,7 +215,9 @@ class Unmasker:
         self.step += 1
         self.updates += self.trained
         self.collection.step_done()
-        self.root._buffers[POSITION].copy_(torch.tensor([self.step, self.updates]))  # type: ignore[union-attr]
+        position = self.root._buffers[POSITION]
+        assert position is not None
+        position.copy_(upload([self.step, self.updates], position.device))
         self.weights.write()
 
     def refresh(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsify.kernels import runs_ahead
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, sum_rows
 
@@ -28,10 +29,15 @@ def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
 def row_gradient(ids: Tensor, grad: Tensor, padding_idx: int | None) -> Gradient:
     """The gradient of an embedding's table for ids (...) and output gradients (..., dim)."""
     rows, values = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
-    if padding_idx is not None:
-        used = rows != padding_idx
-        rows, values = rows[used], values[used]
-    return sum_rows(rows, values)
+    if padding_idx is None:
+        return sum_rows(rows, values)
+    if runs_ahead(rows.device):  # how many are left is not for the host to know
+        gradient = sum_rows(rows, values)
+        assert gradient.rows is not None
+        gradient.values.masked_fill_((gradient.rows == padding_idx)[:, None], 0)
+        return gradient
+    used = rows != padding_idx
+    return sum_rows(rows[used], values[used])
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

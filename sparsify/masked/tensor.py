@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import IndexBuffers
+from sparsify.kernels import runs_ahead
 from sparsify.masked.handles import new_handle
+from sparsify.ranks import num_ranks
 from sparsify.shards import is_shard, put_own, take, take_own, whole
 
 
@@ -28,7 +30,8 @@ class Gradient:
 
     Args:
         values: (n, cols).
-        rows: (n,) int64, ascending: the weight's rows that ``values`` are about; ``None`` for all rows in order.
+        rows: (n,) int64, ascending: the weight's rows that ``values`` are about; ``None`` for all rows in order. The
+            last row may come again, with values of zero.
         owned: whether ``values`` may be written to; autograd shares some gradients between nodes.
     """
 
@@ -70,8 +73,11 @@ class Gradient:
             if not self.rows.numel():
                 return
             at, used = self._locate(indices)
-            indices = at[used]
-        self.values.view(-1).index_fill_(0, indices, 0)
+            cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=at.device)  # the last is nobody's
+            cleared.index_fill_(0, at.where(used, self.numel), True)
+            self.values.masked_fill_(cleared[:-1].view_as(self.values), 0)
+        else:
+            self.values.view(-1).index_fill_(0, indices, 0)
 
     def add(self, other: Gradient) -> Gradient:
         """The sum with the gradient of another use of the same weight."""
@@ -99,9 +105,28 @@ class Gradient:
 
 def sum_rows(rows: Tensor, values: Tensor) -> Gradient:
     """The gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` (n,) is r."""
-    unique, inverse = rows.unique(return_inverse=True)
+    if runs_ahead(rows.device) and num_ranks() == 1:
+        unique, inverse = _padded_unique(rows)
+    else:
+        unique, inverse = rows.unique(return_inverse=True)
     total = torch.zeros(unique.numel(), values.shape[1], dtype=values.dtype, device=values.device)
     return Gradient(total.index_add_(0, inverse, values), unique)
+
+
+def _padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``rows.unique(return_inverse=True)`` without waiting for the device to say how many there are.
+
+    Returns:
+        (n,) int64, ascending: the distinct numbers in ``rows`` (n,), the largest as often as it takes to fill up; and
+        (n,) int64: where each of ``rows`` is among them, the first place of the largest.
+    """
+    ordered, order = rows.sort()
+    place = ordered.clone()
+    place[:1] = 0
+    place[1:] = ordered[1:] != ordered[:-1]
+    place = place.cumsum(0)
+    unique = ordered[-1:].expand_as(ordered).clone().index_put_((place,), ordered)
+    return unique, torch.empty_like(place).index_put_((order,), place)
 
 
 class Use(Protocol):
