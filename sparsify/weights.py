@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import IndexBuffers
+from sparsify.kernels import runs_ahead
+from sparsify.kernels.sync import sync
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranks import Ranks
 from sparsify.sharding import check_root
-from sparsify.shards import is_fully_sharded, reshard
+from sparsify.shards import is_fully_sharded, is_shard, reshard
 
 OFFLOADED = (
     "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
@@ -71,9 +73,13 @@ class EffectiveWeights:
         self.reshard()
         values, base = engine.values.detach(), engine.buffers.all_base
         effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[engine.buffers.all_slots]
-        for tensor, own in zip(engine.tensors, engine.buffers.split(effective), strict=True):
-            if own.numel() and tensor not in but:
-                tensor.write(own)
+        if not but and all(_can_sync(tensor, effective.device) for tensor in engine.tensors):
+            weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in engine.tensors), strict=True)
+            sync(weights, counts, engine.buffers.all_indices, effective)
+        else:
+            for tensor, own in zip(engine.tensors, engine.buffers.split(effective), strict=True):
+                if own.numel() and tensor not in but:
+                    tensor.write(own)
         self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
 
     def refresh(self) -> None:
@@ -139,3 +145,15 @@ class EffectiveWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None}
+
+
+def _can_sync(tensor: MaskedTensor, device: torch.device) -> bool:
+    """Whether a weight can be written to together with others, by its address."""
+    parameter = tensor.parameter
+    return (
+        runs_ahead(device)
+        and parameter.device == device
+        and parameter.is_contiguous()
+        and not tensor.packed
+        and not is_shard(parameter)
+    )
