@@ -73,7 +73,9 @@ class EffectiveWeights:
         self.reshard()
         values, base = engine.values.detach(), engine.buffers.all_base
         effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[engine.buffers.all_slots]
-        if not but and all(_can_sync(tensor, effective.device) for tensor in engine.tensors):
+        # an optimizer step that is compiled traces this, and an address means nothing to a graph
+        traced = torch.compiler.is_dynamo_compiling()
+        if not but and not traced and all(_can_sync(tensor, effective.device) for tensor in engine.tensors):
             weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in engine.tensors), strict=True)
             sync(weights, counts, engine.buffers.all_indices, effective)
         else:

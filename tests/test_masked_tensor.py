@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from recorder import Recorder
 from torch import nn
 
+from sparsify import kernels
 from sparsify.masked.tensor import Gradient, MaskedTensor, as_matrix, sum_rows
 
 ROWS, COLS = 5, 3
@@ -149,3 +150,19 @@ def test_values_are_written_at_the_indices_and_nowhere_else():
     tensor.write(torch.tensor([1 + 2.0**-8 + 2.0**-12, 3.0]))  # rounded once: 1 + 2^-8 alone would be a tie
     expected.view(-1)[7], expected.view(-1)[2] = 1 + 2.0**-7, 3
     assert torch.equal(owner.weight, expected)
+
+
+@pytest.mark.parametrize("rows", [[3], [1, 1], [4, 0, 4, 2, 4, 0], [2, 2, 1, 2]], ids=str)
+def test_on_a_gpu_rows_are_summed_without_asking_how_many_differ(rows, monkeypatch):
+    values, places = torch.randn(len(rows), COLS).double(), torch.arange(ROWS * COLS)
+    expected = sum_rows(torch.tensor(rows), values)
+    monkeypatch.setattr(kernels, "AHEAD", ("cpu",))
+    gradient = sum_rows(torch.tensor(rows), values)
+    assert gradient.rows.tolist() == sorted(set(rows)) + [max(rows)] * (len(rows) - len(set(rows)))
+    torch.testing.assert_close(gradient.take(places), expected.take(places))
+    for each in (gradient, expected):
+        each.clear(places[::2])
+    torch.testing.assert_close(gradient.take(places), expected.take(places))
+    other, whole = by_rows([0, 4]), torch.randn(ROWS, COLS).double()
+    sums = [each.add(other).add(Gradient(whole.clone())) for each in (gradient, expected)]
+    torch.testing.assert_close(sums[0].values, sums[1].values)
