@@ -1,5 +1,7 @@
 """Selecting on a device: both forms find the best entries by score, then id, whatever they are given."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,7 +58,7 @@ def some(rows, cols, seed, dtype=torch.float32):
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 1000), st.sampled_from(EXACT), st.integers(1, 4), st.sampled_from([1, 3, 31]), st.booleans(),
-    st.floats(0, 2, width=32),
+    st.sampled_from([-math.inf, 0.0, 0.5, 1.0, 1.3]),
 )  # fmt: skip
 def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, rows, cols, part, floor):
     weight, grad = some(rows, cols, seed), some(rows, cols, seed + 1)
@@ -88,6 +90,13 @@ def test_short_numbers_are_scored_in_float32(fused, importance, dtypes):
     plain, kernel = (held(selected(form, importance, weight, grad)) for form in ((plain_select, None), fused))
     assert plain == kernel
     assert len(plain) == grad.count_nonzero()
+
+
+def test_an_entry_at_the_floor_joins_and_one_below_does_not(form):
+    candidates = Candidates(10, TOTAL, torch.float32, torch.device("cpu"))
+    candidates.floor.fill_(2.0)
+    form[0](candidates, D3(exp=0), torch.zeros(1, 3), torch.tensor([[2.0, 1.9999999, -2.5]]), None, OFFSET, 0, 3)
+    assert sorted(held(candidates)) == [OFFSET, OFFSET + 2]
 
 
 @pytest.mark.parametrize("start", [0, 1, 1023, 1024, 1500])
