@@ -44,7 +44,7 @@ def select(
         stop: the one after the last.
     """
     short = weight.dtype in SHORT and grad.dtype in SHORT and candidates.scores.dtype == torch.float32
-    if has_triton(grad.device) and isinstance(importance, D3) and short:
+    if has_triton(grad.device) and type(importance) is D3 and short:
         from sparsify.kernels.triton_select import select_d3
 
         select_d3(candidates, importance.exp, importance.eps, weight, grad, rows, offset, start, stop)

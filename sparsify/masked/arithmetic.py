@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from sparsify.kernels import runs_ahead
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, sum_rows
+from sparsify.ranks import num_ranks
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -29,10 +30,11 @@ def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
 def row_gradient(ids: Tensor, grad: Tensor, padding_idx: int | None) -> Gradient:
     """The gradient of an embedding's table for ids (...) and output gradients (..., dim)."""
     rows, values = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
+    padded = runs_ahead(rows.device) and num_ranks() == 1  # ranks exchange rows, each once
     if padding_idx is None:
-        return sum_rows(rows, values)
-    if runs_ahead(rows.device):  # how many are left is not for the host to know
-        gradient = sum_rows(rows, values)
+        return sum_rows(rows, values, padded=padded)
+    if padded:  # how many rows are left is not for the host to know either
+        gradient = sum_rows(rows, values, padded=True)
         assert gradient.rows is not None
         gradient.values.masked_fill_((gradient.rows == padding_idx)[:, None], 0)
         return gradient

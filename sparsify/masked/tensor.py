@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import IndexBuffers
-from sparsify.kernels import runs_ahead
 from sparsify.masked.handles import new_handle
-from sparsify.ranks import num_ranks
 from sparsify.shards import is_shard, put_own, take, take_own, whole
 
 
@@ -103,18 +101,18 @@ class Gradient:
         return position * cols + indices % cols, self.rows[position] == row
 
 
-def sum_rows(rows: Tensor, values: Tensor) -> Gradient:
-    """The gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` (n,) is r."""
-    if runs_ahead(rows.device) and num_ranks() == 1:
-        unique, inverse = _padded_unique(rows)
-    else:
-        unique, inverse = rows.unique(return_inverse=True)
+def sum_rows(rows: Tensor, values: Tensor, *, padded: bool = False) -> Gradient:
+    """The gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` (n,) is r.
+
+    With ``padded``, (n, cols): nobody waits for the device to say how many rows differ.
+    """
+    unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
     total = torch.zeros(unique.numel(), values.shape[1], dtype=values.dtype, device=values.device)
     return Gradient(total.index_add_(0, inverse, values), unique)
 
 
 def _padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows.unique(return_inverse=True)`` without waiting for the device to say how many there are.
+    """``rows.unique(return_inverse=True)`` of a size that is known ahead.
 
     Returns:
         (n,) int64, ascending: the distinct numbers in ``rows`` (n,), the largest as often as it takes to fill up; and
