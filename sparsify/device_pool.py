@@ -93,10 +93,9 @@ class DeviceChooser:
     def wants(self, tensor: MaskedTensor) -> bool:
         return True
 
-    def prepare(self, tensor: MaskedTensor, gradient: Gradient) -> Gradient:
-        return gradient.dense()
-
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        gradient = gradient.dense()
+        unmasked = gradient.take(tensor.indices)
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         if excluded.numel():
             gradient.clear(excluded)  # an entry whose gradient is zero is never a candidate
@@ -105,6 +104,7 @@ class DeviceChooser:
             self._pools[device] = DevicePool(self._size, self._total, self._dtype, device)
         weight = tensor.matrix
         self._pools[device].offer(self._importance, weight, gradient.values, gradient.rows, tensor.offset)
+        return unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
         pass

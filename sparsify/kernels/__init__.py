@@ -8,8 +8,8 @@
     survey   a product's entries that could reach a threshold, in bfloat16                                 survey.cpp
     reach    a matrix's entries that reach a threshold                                                     reach.cpp
 
-Nothing waits for a GPU: how many entries there are is known on the device only. Triton is imported, and the C++
-compiled (``native.py``), where a loop first runs; where that cannot be, or the numbers are float64, the plain form runs.
+Nothing waits for a GPU: how many entries there are is known on the device only. Triton is imported, and
+``native.py`` compiles the C++, where a loop first runs; where that cannot be, or in float64, the plain form runs.
 """
 
 from __future__ import annotations

@@ -78,6 +78,8 @@ template <class T>
 void add_squares(const Factor<T>& factor, int64_t first, int64_t tokens, float* squares) {
   for (int64_t t = first; t < first + tokens; ++t) {
     const T* row = factor.values + t * factor.width;
+    for (int64_t c = 0; c < factor.width; c += 64 / sizeof(T))
+      _mm_prefetch(reinterpret_cast<const char*>(row + factor.width + c), _MM_HINT_T1);
 #pragma omp simd
     for (int64_t c = 0; c < factor.width; ++c) squares[c] += widen(row[c]) * widen(row[c]);
   }
@@ -145,6 +147,16 @@ void multiply(const bfloat16* left, const bfloat16* right, int64_t blocks, int64
   _tile_stored(1, sums + QUARTER, 64);
   _tile_stored(2, sums + 2 * QUARTER, 64);
   _tile_stored(3, sums + 3 * QUARTER, 64);
+}
+
+// Part of what the next multiplications need of two panels: `turn` of `turns` calls, two at a time, fetch it all.
+void read_ahead(const bfloat16* panel, int64_t blocks, int64_t turn, int64_t turns) {
+  constexpr int64_t LINE = 64 / sizeof(bfloat16), LINES = DEPTH * TILE / LINE;
+  const int64_t share = (2 * LINES + turns - 1) / turns, first = turn / 2 * share;
+  for (int64_t line = first; line < std::min(first + share, LINES); ++line) {
+    _mm_prefetch(reinterpret_cast<const char*>(panel + line * LINE), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(panel + blocks * TILE + line * LINE), _MM_HINT_T1);
+  }
 }
 
 struct Found {
@@ -254,9 +266,13 @@ int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const i
 #pragma omp for schedule(static) nowait
       for (int64_t i = 0; i < row_panels; i += 2) {
         for (int64_t b = 0; b < blocks; b += DEPTH)
-          for (int64_t j = chunk; j < end; j += 2)
+          for (int64_t j = chunk; j < end; j += 2) {
+            const bool same = b + DEPTH < blocks;  // panels, or the next ones?
+            const int64_t panel = same ? i : std::min(i + 2, row_panels - 2), block = same ? b + DEPTH : 0;
+            read_ahead(packed_left + (panel * blocks + block) * TILE, blocks, j - chunk, end - chunk);
             multiply(packed_left + i * blocks * TILE, packed_right + j * blocks * TILE, blocks, b,
                      std::min(b + DEPTH, blocks), products[(j - chunk) / 2]);
+          }
         for (int64_t j = chunk; j < end; j += 2)
           for (int64_t q = 0; q < 4; ++q)
             compare(products[(j - chunk) / 2] + q * PANEL * PANEL, i + q / 2, j + q % 2, bounds, found);
