@@ -1,13 +1,16 @@
 """The bfloat16 screen shows the pool exactly what the full float32 product would have."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import DenseOracle, unmasked_sets
 from recorder import mask
 from torch import nn
 
-from sparsify import D3, SNIP, screen
+from sparsify import D3, SNIP, Increment, Strategy, screen, sparsify
 from sparsify.kernels.native import library
 from sparsify.kernels.survey import plain_survey
 from sparsify.masked.product import Product
@@ -134,12 +137,6 @@ def test_only_a_cpu_with_bfloat16_units_screens(monkeypatch, units):
 
 
 def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
-    import copy
-
-    from oracle import unmasked_sets
-
-    from sparsify import sparsify
-
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr("sparsify.small.LARGEST", 64)
     torch.manual_seed(0)
@@ -165,6 +162,54 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
         sets.append(unmasked_sets(model))
     assert sets[0] == sets[1]
     assert sum(taken is not None for taken in screened_products) >= 6
+
+
+HARD = {
+    "ties": lambda model, x: (model, x),
+    "equal scores": lambda model, x: (fill(model, 0.5), torch.ones_like(x)),
+    "zeros": lambda model, x: (fill(model, 0.0), x),
+    "one huge row": lambda model, x: (times_column(model[2].weight, 1024.0), x),
+    "one huge column": lambda model, x: (model, times_column(x, 2.0**40)),
+    "huge numbers": lambda model, x: (model, x * 2.0**50),
+    "tiny numbers": lambda model, x: (model, x * 2.0**-90),
+    "denormals": lambda model, x: (model, x * 2.0**-130),
+}
+
+
+def fill(model, number):
+    for parameter in model.parameters():
+        parameter.data.fill_(number)
+    return model
+
+
+def times_column(tensor, number):
+    tensor.data[:, 3] *= number
+    return tensor
+
+
+@pytest.mark.parametrize("case", HARD)
+@pytest.mark.parametrize("exp", [0, 1, 2, -1])
+def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
+    """All numbers are multiples of powers of two, and few, so that no sum is rounded in any order."""
+    monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
+    monkeypatch.setattr(screen, "_has_bfloat16_units", lambda: True)
+    monkeypatch.setattr("sparsify.small.LARGEST", 0)
+    torch.manual_seed(exp)
+    dense = nn.Sequential(nn.Linear(20, 17), nn.ReLU(), nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5))
+    for parameter in dense.parameters():
+        parameter.data = torch.randint(-4, 5, parameter.shape) / 4
+    batches = [torch.randint(-1, 2, (12, 20)).float() for _ in range(4)]
+    HARD[case](dense, batches[0])
+    sparse = sparsify(copy.deepcopy(dense), 60, Strategy(D3(exp=exp), Increment()), steps=4)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.0), 60, 4, exp=exp)
+    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.0)
+    ways = torch.randint(-1, 2, (12, 5)).float()
+    for x in batches:
+        _, x = HARD[case](copy.deepcopy(dense), x.clone())
+        oracle.step((dense(x) * ways).sum())
+        (sparse(x) * ways).sum().backward()
+        optimizer.step()
+        assert unmasked_sets(sparse) == oracle.unmasked_sets()
 
 
 def test_dot_products_are_the_entries_of_the_product():

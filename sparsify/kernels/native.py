@@ -35,6 +35,9 @@ RESULTS = {
     "can_survey": ctypes.c_bool,
 }
 
+# of the compiler, the cache folder, the library; a home that cannot be found, a CXX that cannot be read
+FAILURES = (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError)
+
 
 class Address(ctypes.c_void_p):
     """Where a contiguous tensor's numbers are; null for ``None``. It keeps the tensor alive as long as it lives."""
@@ -53,13 +56,13 @@ def library() -> ctypes.CDLL | None:
     """The compiled loops; ``None`` where there are none. The first call on a machine compiles them, in seconds."""
     if os.environ.get("SPARSIFY_NATIVE") == "0":
         return None
-    compiler = _compiler()
-    if compiler is None:
-        logger.info("no C++ compiler was found, so the plain torch forms run: slower, and the same results")
-        return None
     try:
+        compiler = _compiler()
+        if compiler is None:
+            logger.info("no C++ compiler was found, so the plain torch forms run: slower, and the same results")
+            return None
         return _load(_compiled(compiler))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+    except FAILURES as error:
         details = getattr(error, "stderr", None) or error
         logger.warning("the C++ loops could not be compiled, so the plain torch forms run: %s", details)
         return None

@@ -18,7 +18,8 @@ class Reaching(NamedTuple):
 
     Attributes:
         indices: (n,) int64, flat, in no order; ``None`` where there are more than there was room for.
-        finite: bool scalar on the values' device: whether all of them are finite.
+        finite: bool scalar on the values' device: whether all of them are finite, and so are
+            they with their errors.
     """
 
     indices: Tensor | None
@@ -72,8 +73,7 @@ def reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, roo
 def plain_reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, room: int | None = None) -> Reaching:
     """What :func:`reaching` says, in torch."""
     most = values.to(torch.promote_types(values.dtype, least.dtype), copy=True).abs_()
-    finite = most.isfinite().all()
     if errors is not None:
         most.addcmul_(errors.row[:, None], errors.column)
-    found = (most >= least[:, None].to(most)).view(-1).nonzero().squeeze(1)
-    return Reaching(found if room is None or found.numel() <= room else None, finite)
+    found = (most >= least[:, None].to(most)).reshape(-1).nonzero().squeeze(1)
+    return Reaching(found if room is None or found.numel() <= room else None, most.isfinite().all())

@@ -6,7 +6,9 @@ With u = 2^-8, the rounding of a number to bfloat16, and sum |l r| <= |l_i| |r_j
                                                 + |l_i| |r_j| n 2^-23      the float32 accumulation over n tokens
                                                 + |l_i| |r_j| u            where the product is rounded too: plain form
 
-Entry by entry, so that none is missed that the full product would have shown above the threshold.
+Entry by entry, so that none is missed that the full product would have shown above the threshold. A norm is a sum of
+squares in float32, in which the square of a number below 2^-63 is lost, and the units take the smallest numbers for
+zero: so each norm is taken to be sqrt(n) 2^-63 larger.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from sparsify.kernels.reach import Errors, reaching
 from sparsify.kernels.sample import sample
 
 ROUNDING = 1.02 * 2.0**-8  # of one number, and what is of a higher order
+SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it
 NATIVE = {torch.float32: "survey_float32", torch.bfloat16: "survey_bfloat16"}
 
 
@@ -87,7 +90,8 @@ def plain_survey(
         return None
     rounded = left.bfloat16().t() @ right.bfloat16()  # (rows, cols)
     rounded.view(-1).index_fill_(0, excluded, torch.nan)  # which reaches nothing
-    errors = Errors(row_norm * _rounding(left, result=True), column_norm)
+    underflow = left.shape[0] ** 0.5 * SQUARES_UNDERFLOW
+    errors = Errors(row_norm * _rounding(left, result=True) + underflow, column_norm + underflow)
     found, _ = reaching(rounded, least, errors, room=room)
     if found is None:
         return None

@@ -24,6 +24,7 @@ constexpr int64_t TILE = PANEL * TOKENS;  // numbers in a tile of a factor
 constexpr int64_t DEPTH = 8;              // tiles that are multiplied before the next pair of panels has its turn
 constexpr int64_t PANELS_AT_ONCE = 16;    // of the right factor: they, and their sums, stay in a core's own cache
 constexpr int64_t PANEL_PAIR = 4 * PANEL * PANEL;  // entries of the product of two panels with two
+constexpr float SQUARES_UNDERFLOW = 0x1p-63f;      // of numbers below it: what a norm may lack for each
 
 bool may_use_tiles() {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -234,6 +235,7 @@ int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const i
                 std::vector<float>(col_panels),
                 std::vector<bool>(rows * cols)};
   for (int64_t e = 0; e < num_excluded; ++e) bounds.excluded[excluded[e]] = true;
+  const float underflow = std::sqrt(float(n)) * SQUARES_UNDERFLOW;
 #pragma omp parallel
   {
     std::unique_ptr<float[]> columns(new float[(row_panels + col_panels) * PANEL * TOKENS]());
@@ -253,14 +255,14 @@ int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const i
 #pragma omp for schedule(static) nowait
     for (int64_t e = 0; e < k; ++e) taken[e] = sums.total(e);
 #pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < rows; ++i) bounds.row_error[i] = std::sqrt(sums.total(k + i)) * rounding;
+    for (int64_t i = 0; i < rows; ++i) bounds.row_error[i] = std::sqrt(sums.total(k + i)) * rounding + underflow;
 #pragma omp for schedule(static)
-    for (int64_t j = 0; j < cols; ++j) bounds.norm[j] = std::sqrt(sums.total(k + rows + j));
+    for (int64_t j = 0; j < cols; ++j) bounds.norm[j] = std::sqrt(sums.total(k + rows + j)) + underflow;
 #pragma omp single
     bounds.of_panels(row_panels, col_panels);
 
     const TileShapes shapes;
-    alignas(64) float products[PANELS_AT_ONCE / 2][PANEL_PAIR];
+    alignas(64) float products[PANELS_AT_ONCE / 2][PANEL_PAIR] = {};
     for (int64_t chunk = 0; chunk < col_panels; chunk += PANELS_AT_ONCE) {
       const int64_t end = std::min(chunk + PANELS_AT_ONCE, col_panels);
 #pragma omp for schedule(static) nowait

@@ -1,0 +1,142 @@
+"""The compiled loops are there where they can be, and nobody misses them where they cannot."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from sparsify import sparsify
+from sparsify.kernels import native
+from sparsify.kernels.reach import reaching
+from sparsify.kernels.sample import sample
+from sparsify.kernels.survey import survey
+
+IS_THERE = "from sparsify.kernels.native import library; print(library() is not None)"
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A machine that has compiled nothing yet; returns its cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path / "sparsify"
+    native.library.cache_clear()
+
+
+def without_a_compiler(monkeypatch, cache):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+
+
+def with_a_failing_compiler(monkeypatch, cache):
+    monkeypatch.setenv("CXX", "/bin/false")
+
+
+def with_a_compiler_that_makes_nothing(monkeypatch, cache):
+    monkeypatch.setenv("CXX", "/bin/true")
+
+
+def with_a_broken_variable(monkeypatch, cache):
+    monkeypatch.setenv("CXX", 'g++ "-O3')
+
+
+def switched_off(monkeypatch, cache):
+    monkeypatch.setenv("SPARSIFY_NATIVE", "0")
+
+
+def with_no_folder_to_write_to(monkeypatch, cache):
+    cache.write_text("a file is where the folder should be")
+
+
+def without_a_home(monkeypatch, cache):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(native.Path, "home", home)
+
+
+def with_a_broken_file(monkeypatch, cache):
+    cache.mkdir()
+    path = cache / "native.so"
+    path.write_bytes(b"no library")
+    monkeypatch.setattr(native, "_compiled", lambda compiler: path)
+
+
+WAYS_TO_HAVE_NONE = [
+    without_a_compiler,
+    with_a_failing_compiler,
+    with_a_compiler_that_makes_nothing,
+    with_a_broken_variable,
+    switched_off,
+    with_no_folder_to_write_to,
+    without_a_home,
+    with_a_broken_file,
+]
+FAILING = [with_a_failing_compiler, with_no_folder_to_write_to, without_a_home, with_a_broken_file]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_HAVE_NONE, ids=lambda way: way.__name__)
+def test_without_a_library_the_plain_forms_run(monkeypatch, fresh, way):
+    way(monkeypatch, fresh)
+    assert native.library() is None
+    left, right, nothing = torch.ones(3, 2), torch.ones(3, 4), torch.empty(0, dtype=torch.int64)
+    assert sample(left, right, torch.tensor([7])).tolist() == [3.0]
+    assert reaching(right, torch.tensor([1.0, 2.0, 2.0])).indices.tolist() == [0, 1, 2, 3]
+    found = survey(left, right, torch.tensor([7]), nothing, torch.tensor([4.0, 2.0]), room=9)
+    assert found.indices.tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("way", FAILING, ids=lambda way: way.__name__)
+def test_a_library_that_cannot_be_made_is_told_once(monkeypatch, caplog, fresh, way):
+    way(monkeypatch, fresh)
+    with caplog.at_level(logging.WARNING, "sparsify"):
+        assert native.library() is native.library() is None
+    assert len(caplog.records) == 1
+    assert "the plain torch forms run" in caplog.text
+
+
+def trained_indices():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+    model = sparsify(model, 60, steps=6)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+    return {name: sorted(buffer.tolist()) for name, buffer in model.named_buffers() if "indices" in name}
+
+
+def test_training_unmasks_the_same_with_and_without_the_library(monkeypatch):
+    for name, value in {"screen.SMALLEST_SCREENED": 1, "screen.ENTRIES_PER_CANDIDATE": 1, "small.LARGEST": 0}.items():
+        monkeypatch.setattr(f"sparsify.{name}", value)
+    if native.library() is None:
+        pytest.skip("needs a compiler")
+    compiled = trained_indices()
+    for module in ("sample", "reach", "survey"):
+        monkeypatch.setattr(f"sparsify.kernels.{module}.library", lambda: None)
+    assert trained_indices() == compiled
+    assert any(compiled.values())
+
+
+def running(cache, code):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_processes_may_compile_at_once_and_the_next_finds_it_compiled(tmp_path):
+    if native.library() is None:
+        pytest.skip("needs a compiler")
+    both = [running(tmp_path, IS_THERE) for _ in range(2)]
+    assert [process.communicate(timeout=300)[0].strip() for process in both] == ["True", "True"]
+    left = list((tmp_path / "sparsify").iterdir())
+    assert [path.suffix for path in left] == [".so"], "half-made files are gone"
+    never = "import subprocess; subprocess.run = lambda command, **_: 1 / 0 if '-c' in command else run(command, **_)\n"
+    code = "import subprocess; run = subprocess.run\n" + never + IS_THERE
+    assert running(tmp_path, code).communicate(timeout=100)[0].strip() == "True"

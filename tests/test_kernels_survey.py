@@ -1,0 +1,144 @@
+"""The survey of a product finds every entry that could reach the threshold, whatever the factors are made of."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from products import KINDS, SIZES, exact, factors
+
+from sparsify.kernels.native import library
+from sparsify.kernels.survey import plain_survey, survey
+
+NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+@pytest.fixture(params=["compiled", "plain"], scope="module")
+def form(request):
+    """Both forms; the compiled one where the machine has it."""
+    if request.param == "plain":
+        return plain_survey
+    if library() is None or not library().can_survey():
+        pytest.skip("needs a compiler and a CPU with matrix units (AMX)")
+    return survey
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads; it is as before afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def all_of(left, right, form, least=0.0, wanted=NOTHING, excluded=NOTHING):
+    rows, cols = left.shape[1], right.shape[1]
+    least = torch.as_tensor(least, dtype=torch.float32).expand(rows)
+    return form(left, right, wanted, excluded, least, room=rows * cols)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)), tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+)  # fmt: skip
+def test_the_bound_is_above_every_entry_and_no_entry_is_missed(form, kind, tokens, rows, cols, seed, dtype, share):
+    left, right = factors(kind, tokens, rows, cols, dtype, seed)
+    size = exact(left, right).abs()
+    found = all_of(left, right, form)  # any entry reaches a threshold of zero
+    assert found.indices.sort().values.equal(torch.arange(rows * cols))
+    assert (found.most.double() >= size.view(-1)[found.indices] * (1 - 1e-6)).all()
+    least = size.quantile(share, dim=1).float()
+    found = form(left, right, NOTHING, NOTHING, least, room=rows * cols)
+    reached = (size >= least[:, None].double() * (1 + 1e-6)).view(-1).nonzero().squeeze(1)
+    assert set(reached.tolist()) <= set(found.indices.tolist())
+    assert found.indices.unique().numel() == found.indices.numel()
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999), wide=st.booleans())
+def test_few_are_found_in_vain(form, tokens, rows, cols, seed, wide):
+    left, right = factors("random", tokens, rows, cols, torch.float32 if wide else torch.bfloat16, seed)
+    size = exact(left, right).abs()
+    off = left.double().norm(dim=0)[:, None] * right.double().norm(dim=0)  # rounding two or three times
+    found = all_of(left, right, form, least=float(size.median()))
+    assert (found.most.double() <= (size + 7 * 2**-8 * off).view(-1)[found.indices]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_wanted_entries_come_in_the_order_they_were_asked_for(form, dtype):
+    left, right = factors("random", 45, 40, 35, dtype)
+    wanted = torch.tensor([1399, 3, 3, 700, 0, 1399, *range(100, 130)])
+    taken = all_of(left, right, form, wanted=wanted).taken
+    torch.testing.assert_close(taken.double(), exact(left, right).view(-1)[wanted], rtol=1e-5, atol=1e-5)
+    assert torch.equal(taken[0], taken[5])
+
+
+def test_what_is_excluded_is_never_found(form):
+    left, right = factors("random", 33, 20, 50)
+    excluded = torch.tensor([999, 0, 5, 5, 500])
+    found = all_of(left, right, form, excluded=excluded)
+    assert set(found.indices.tolist()) == set(range(1000)) - set(excluded.tolist())
+
+
+def test_each_row_has_its_own_threshold_and_nothing_reaches_infinity(form):
+    left, right = factors("random", 33, 20, 50)
+    least = torch.full((20,), torch.inf)
+    assert not all_of(left, right, form, least=least).indices.numel()
+    least[7] = 0
+    assert sorted(all_of(left, right, form, least=least).indices.tolist()) == list(range(350, 400))
+
+
+def test_more_than_there_is_room_for_is_none(form):
+    left, right = factors("random", 8, 20, 50)
+    least = torch.full((20,), torch.inf)
+    least[3] = 0
+    assert form(left, right, NOTHING, NOTHING, least, room=49) is None
+    assert form(left, right, NOTHING, NOTHING, least, room=50).indices.numel() == 50
+    assert form(left, right, NOTHING, NOTHING, torch.full((20,), torch.inf), room=0).indices.numel() == 0
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_is_none(form, number, dtype, side):
+    parts = factors("random", 33, 20, 50, dtype)
+    parts[side][32, 19] = number
+    assert all_of(*parts, form, least=torch.inf) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_that_overflows_is_none(form, dtype):
+    """Every factor is finite, the product is not, and partial sums of both signs would make a NaN."""
+    left, right = torch.full((64, 20), 1e18, dtype=dtype), torch.full((64, 20), 1e21, dtype=dtype)
+    right[32:] *= -1
+    assert all_of(left, right, form, least=1.0) is None
+
+
+def test_factors_may_be_strided(form):
+    left, right = factors("random", 33, 20, 50)
+    found = all_of(left, right, form, least=5.0)
+    strided = all_of(left.t().contiguous().t(), right.repeat_interleave(2, 1)[:, ::2], form, least=5.0)
+    assert sorted(strided.indices.tolist()) == sorted(found.indices.tolist())
+
+
+def test_no_tokens_make_a_product_of_zeros(form):
+    left, right = torch.empty(0, 20), torch.empty(0, 50)
+    found = all_of(left, right, form, least=1e-6, wanted=torch.tensor([3, 4]))
+    assert not found.indices.numel()
+    assert found.taken.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_threads_finds_the_same_and_the_same_bits_twice(form, threads, dtype):
+    left, right = factors("random", 300, 130, 90, dtype)
+    wanted, sets = torch.arange(0, 11700, 7), []
+    for number in (1, 2, 3, 5):
+        threads(number)
+        once, again = (all_of(left, right, form, least=40.0, wanted=wanted) for _ in range(2))
+        assert torch.equal(once.taken, again.taken)
+        order, other = once.indices.argsort(), again.indices.argsort()
+        assert torch.equal(once.indices[order], again.indices[other])
+        assert torch.equal(once.most[order], again.most[other])
+        sets.append(once.indices[order].tolist())
+    assert sets[0]
+    assert sets == sets[:1] * 4
