@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparsify.counters import Work
 from sparsify.importance import GradientImportance
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
@@ -49,12 +50,14 @@ class StreamingChooser:
     Args:
         pool: of the size that is wanted.
         importance: scores the entries.
+        work: is added to.
         masked_only: whether entries that are unmasked already are no candidates.
     """
 
-    def __init__(self, pool: Pool, importance: GradientImportance, *, masked_only: bool) -> None:
+    def __init__(self, pool: Pool, importance: GradientImportance, work: Work, *, masked_only: bool) -> None:
         self._pool = pool
         self._importance = importance
+        self._work = work
         self._masked_only = masked_only
         self._small = SmallGradients()
         self._finite: list[Tensor] = []
@@ -65,12 +68,13 @@ class StreamingChooser:
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         if self._small.takes(gradient):
+            self._work.multiplied += gradient.numel
             gradient = gradient.dense()
             unmasked = gradient.take(tensor.indices)
             gradient.clear(excluded)  # an entry whose gradient is zero is never offered
             self._small.add(tensor, gradient)
             return unmasked
-        offered = offer_masked(self._pool, self._importance, tensor, gradient, excluded)
+        offered = offer_masked(self._pool, self._importance, tensor, gradient, excluded, self._work)
         self._finite.append(offered.finite)
         return offered.unmasked
 
@@ -100,14 +104,18 @@ class Offered(NamedTuple):
 
 
 def offer_masked(
-    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
+    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, work: Work
 ) -> Offered:
-    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, or by the whole gradient."""
+    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, or by the whole gradient.
+
+    ``work`` is added to.
+    """
     if can_screen(gradient, importance, pool):
         assert isinstance(gradient, Product)
-        unmasked = offer_screened(pool, importance, tensor, gradient, excluded)
+        unmasked = offer_screened(pool, importance, tensor, gradient, excluded, work)
         if unmasked is not None:
             return Offered(unmasked, gradient, torch.ones_like(pool.floor, dtype=torch.bool))
+    work.multiplied += gradient.numel
     gradient = gradient.dense()
     unmasked = gradient.take(tensor.indices)
     if excluded.numel():

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from sparsify.choosers import Offered, offer_masked
+from sparsify.counters import Work
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
+from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import Ranks, num_ranks
 from sparsify.selection import Pool, Winners, offer_gradient
@@ -72,6 +74,7 @@ class SharedChooser:
         importance: scores the entries.
         ranks: the other ranks.
         tensors: all masked tensors, by number.
+        work: this rank's, is added to.
         masked_only: whether entries that are unmasked already are no candidates.
         mode: ``"exact"``: all entries that could be among the best are proposed; or ``"candidates"``: only each rank's
             own best, as many as are wanted.
@@ -83,6 +86,7 @@ class SharedChooser:
         importance: GradientImportance,
         ranks: Ranks,
         tensors: Sequence[MaskedTensor],
+        work: Work,
         *,
         masked_only: bool,
         mode: str,
@@ -91,6 +95,7 @@ class SharedChooser:
         self._importance = importance
         self._generous = Generous(importance, num_ranks())
         self._ranks = ranks
+        self._work = work
         self._names = [tensor.name for tensor in tensors]
         self._masked_only = masked_only
         self._exact, self._few = mode == "exact", pool.size * RAISING[mode]
@@ -139,6 +144,7 @@ class SharedChooser:
         """Flat indices (n,) of entries that could reach the floor, best first, whether all, and what was looked at."""
         shared, most = self._pool, self._few
         if not self._proposes:
+            self._work.multiplied += gradient.numel
             gradient = gradient.dense()
             nothing = excluded[:0].to(shared.floor.device)
             return (
@@ -149,7 +155,7 @@ class SharedChooser:
         if self._exact:  # more of them would take more bytes than the gradient
             most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
         own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
-        offered = offer_masked(own, self._generous, tensor, gradient, excluded)
+        offered = offer_masked(own, self._generous, tensor, gradient, excluded, self._work)
         self._finite.append(offered.finite)
         ids = own.winners().ids
         return ids - tensor.offset, ids.numel() < most, offered
@@ -183,6 +189,8 @@ class SharedChooser:
 
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
+        if isinstance(gradient, Product):
+            self._work.multiplied += gradient.numel
         pool, gradient = self._pool, gradient.dense()
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
         rows, values = None, gradient.values.to(pool.floor.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.counters import Work
 from sparsify.importance import GradientImportance
 from sparsify.kernels.candidates import Candidates, best_first
 from sparsify.kernels.select import cut, select
@@ -76,17 +77,19 @@ class DeviceChooser:
         total: number of entries of the model.
         importance: scores the entries.
         like: the flat gradient, for its dtype and device.
+        work: is added to.
         masked_only: whether entries that are unmasked already are no candidates.
     """
 
     def __init__(
-        self, size: int, total: int, importance: GradientImportance, like: Tensor, *, masked_only: bool
+        self, size: int, total: int, importance: GradientImportance, like: Tensor, work: Work, *, masked_only: bool
     ) -> None:
         self._size = size
         self._total = total
         self._importance = importance
         self._dtype = like.dtype
         self._device = like.device
+        self._work = work
         self._masked_only = masked_only
         self._pools: dict[torch.device, DevicePool] = {}
 
@@ -95,6 +98,7 @@ class DeviceChooser:
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         gradient = gradient.dense()
+        self._work.multiplied += gradient.numel
         unmasked = gradient.take(tensor.indices)
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         if excluded.numel():

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sparsify.choosers import Chooser, RankedChooser, StreamingChooser
 from sparsify.consensus import SharedChooser
+from sparsify.counters import Counters
+from sparsify.dense_form import CheckedChooser
 from sparsify.device_pool import DeviceChooser
 from sparsify.errors import SparsifyError
 from sparsify.importance import GradientImportance, WeightImportance
@@ -38,6 +40,8 @@ class Engine(Protocol):
     step: int
     seed: int
     sync_mode: str
+    check: bool
+    counters: Counters
     ranks: Ranks
     tensors: list[MaskedTensor]
     buffers: IndexBuffers
@@ -86,18 +90,39 @@ class Growth:
         if not number or importance is None:
             return None
         if isinstance(importance, GradientImportance) and importance.uses_gradient:
+            work = engine.counters.current
             if num_ranks() == 1 and runs_ahead(values.device):
                 last = engine.tensors[-1]
-                return DeviceChooser(
-                    number, last.offset + last.numel, importance, values, masked_only=self._masked_only
+                device = DeviceChooser(
+                    number, last.offset + last.numel, importance, values, work, masked_only=self._masked_only
                 )
+                return self._checked(device, number)
             pool = Pool(number, values.dtype, values.device)
             if num_ranks() == 1:
-                return StreamingChooser(pool, importance, masked_only=self._masked_only)
+                return self._checked(StreamingChooser(pool, importance, work, masked_only=self._masked_only), number)
+            if engine.check:
+                raise SparsifyError(
+                    "get_unmasker(model).check is set, and several ranks train together; one process alone can compare "
+                    "its selection with the dense form: unset it, or train without ranks."
+                )
             return SharedChooser(
-                pool, importance, engine.ranks, engine.tensors, masked_only=self._masked_only, mode=engine.sync_mode
+                pool,
+                importance,
+                engine.ranks,
+                engine.tensors,
+                work,
+                masked_only=self._masked_only,
+                mode=engine.sync_mode,
             )
         return RankedChooser(self._rank(cast(WeightImportance, importance), number), engine.tensors, values)
+
+    def _checked(self, chooser: Chooser, number: int) -> Chooser:
+        """Who chooses as many by the gradients, compared with the dense form where that is asked for."""
+        engine = self.engine
+        if not engine.check:
+            return chooser
+        importance = cast(GradientImportance, engine.strategy.importance)
+        return CheckedChooser(chooser, number, importance, engine.counters.current, masked_only=self._masked_only)
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from sparsify.counters import Work
 from sparsify.quantized import true_sizes
 from sparsify.ranks import num_ranks
 from sparsify.strategies import PRESETS, Given, Repeat, Strategy
@@ -39,6 +40,8 @@ class Summary:
         ranks: processes that train together.
         sent_bytes: bytes that this rank has sent to choose the same entries as the others; averaging the gradient of
             the flat delta comes on top.
+        last_work: entries that the last step looked at to choose, by the way it took; on this rank.
+        total_work: entries that all steps did since ``sparsify()``.
     """
 
     strategy: Strategy
@@ -56,6 +59,8 @@ class Summary:
     verification: Verification | None = None
     ranks: int = 1
     sent_bytes: int = 0
+    last_work: Work = field(default_factory=Work)
+    total_work: Work = field(default_factory=Work)
 
     @property
     def static_updates(self) -> int:
@@ -90,6 +95,8 @@ class Summary:
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
             ("state", f"{self.state_bytes:,} bytes"),
         ]
+        if self.total_work != Work():
+            rows.append(("last step", str(self.last_work)))
         if self.ranks > 1:
             rows.append(("sent to choose", f"{self.sent_bytes:,} bytes by this one of {self.ranks} ranks"))
         if self.verification is not None:
@@ -150,6 +157,8 @@ def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
         verification=engine.verify() if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
+        last_work=engine.counters.last,
+        total_work=replace(engine.counters.total),
     )
 
 

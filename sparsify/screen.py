@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.counters import Work
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
 from sparsify.kernels.survey import survey
 from sparsify.masked.product import Product
@@ -41,7 +42,7 @@ def can_screen(gradient: Gradient, importance: GradientImportance, pool: Pool) -
 
 
 def offer_screened(
-    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, product: Product, excluded: Tensor
+    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, product: Product, excluded: Tensor, work: Work
 ) -> Tensor | None:
     """Offers the entries of a product that can reach the pool's floor.
 
@@ -51,6 +52,7 @@ def offer_screened(
         tensor: whose gradient it is.
         product: the gradient.
         excluded: (e,) flat indices that are no candidates.
+        work: is added to.
 
     Returns:
         The gradient (k,) of the tensor's unmasked entries; ``None`` where the screen found too many to verify, or
@@ -62,12 +64,16 @@ def offer_screened(
         product.left, product.right, tensor.indices, excluded, least, room=product.numel // ENTRIES_PER_CANDIDATE
     )
     if found is None:
+        work.vain += product.numel
         return None
     scores = importance.score(weight.take(found.indices).float(), found.most) * ROUNDING_SLACK
     candidates = found.indices[scores >= pool.floor]
     grads = product.take(candidates)
     if not grads.isfinite().all() or not found.taken.isfinite().all():
+        work.vain += product.numel
         return None
+    work.screened += product.numel
+    work.verified += candidates.numel()
     offer_entries(pool, importance, candidates + tensor.offset, weight.take(candidates), grads)
     return found.taken
 

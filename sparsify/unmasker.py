@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sparsify.anchors import AnchoredUse
 from sparsify.collection import Collection
 from sparsify.compiled import CompiledGraphs
+from sparsify.counters import Counters
 from sparsify.draws import Draw
 from sparsify.export import Export, digest_buffers, export
 from sparsify.index_buffers import BUFFERS, IndexBuffers, upload
@@ -64,6 +65,8 @@ class Unmasker:
         weights: keeps the effective values in step.
         collection: takes the gradients.
         ranks: the other ranks, if there are any.
+        counters: how many entries were looked at to choose, and in which way.
+        check: whether each step's selection is compared with the dense form, which takes its time and memory.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class Unmasker:
         self.updates = 0
         self.running = False
         self.ranks = Ranks()
+        self.counters = Counters()
+        self.check = False
         self.weights = EffectiveWeights(self)
         self.collection = Collection(self)
 
@@ -214,6 +219,7 @@ class Unmasker:
         self.weights.check_trained("optimizer.step()")
         self.step += 1
         self.updates += self.trained
+        self.counters.step_done()
         self.collection.step_done()
         position = self.root._buffers[POSITION]
         assert position is not None

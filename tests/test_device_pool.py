@@ -13,6 +13,7 @@ from torch import nn
 from waits import HostWaits
 
 from sparsify import D3, Fisher, Increment, Strategy, device_pool, get_unmasker, kernels, sparsify
+from sparsify.counters import Work
 from sparsify.device_pool import DeviceChooser, DevicePool
 from sparsify.masked.tensor import Gradient
 from sparsify.selection import Pool, offer_gradient
@@ -96,7 +97,7 @@ def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_can
         weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
-        chooser = DeviceChooser(1, 16, D3(exp=0), torch.zeros(4), masked_only=masked_only)
+        chooser = DeviceChooser(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
         assert chooser.wants(weight)
         assert chooser.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
         chooser.skip(tensors["bias"])

@@ -13,7 +13,7 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
     {"errors", "version"},
-    {"allocation", "draws", "extras", "importance", "index_buffers", "layout", "names", "schedules"}
+    {"allocation", "counters", "draws", "extras", "importance", "index_buffers", "layout", "names", "schedules"}
     | {"ranks", "stepping", "values"},
     {"entries", "trainable"},
     {"kernels"},
@@ -38,7 +38,7 @@ LAYERS = [
     {"masked.swap", "masked"},
     {"accumulation", "anchors", "export", "fresh", "screen", "small", "ranking", "calibration", "budget"},
     {"choosers", "device_pool", "static", "verification"},
-    {"agreement", "consensus", "sharding"},
+    {"agreement", "consensus", "dense_form", "sharding"},
     {"backward", "growth", "weights"},
     {"compiled"},
     {"collection"},
@@ -66,6 +66,8 @@ TRAINING = {
     "choosers",
     "compiled",
     "consensus",
+    "counters",
+    "dense_form",
     "device_pool",
     "export",
     "importance",

@@ -17,6 +17,7 @@ from sparsify import (
     sparsify,
     summary,
 )
+from sparsify.counters import Work
 from sparsify.report import Summary, num_parameters, strategy_name
 from sparsify.strategies import PRESETS
 
@@ -114,6 +115,14 @@ def test_the_text_says_it_all():
         "  b           4  40.0000%",
         "  a           2  20.0000%",
     ]
+
+
+def test_the_text_says_what_choosing_took_where_there_was_a_choice():
+    work = Work(screened=84_934_656, verified=312, multiplied=600_123)
+    text = str(a_summary(last_work=work, total_work=work))
+    assert "last step          84.9 M entries screened, 312 verified, 0.6 M multiplied out" in text
+    assert "last step          nothing was looked at" in str(a_summary(total_work=work))
+    assert "last step" not in str(a_summary())
 
 
 def test_the_text_of_a_model_that_has_not_started_is_short():

@@ -11,6 +11,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3, SNIP, Increment, Strategy, screen, sparsify
+from sparsify.counters import Work
 from sparsify.kernels.native import library
 from sparsify.kernels.survey import plain_survey
 from sparsify.masked.product import Product
@@ -81,7 +82,7 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
     others = torch.full((20,), scores.kthvalue(scores.numel() - 12).values.item())
 
     def screened(pool):
-        taken = screen.offer_screened(pool, importance, tensor, product, unmasked)
+        taken = screen.offer_screened(pool, importance, tensor, product, unmasked, Work())
         torch.testing.assert_close(taken, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * gradient.values.abs().max())
 
     def dense(pool):
@@ -112,7 +113,7 @@ def test_an_overflow_is_left_to_the_full_product():
     pool = Pool(1, torch.float32, "cpu")
     nothing = torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screen.offer_screened(pool, D3(), tensor, Product(left, right), nothing) is None
+    assert screen.offer_screened(pool, D3(), tensor, Product(left, right), nothing, Work()) is None
     assert pool.winners().ids.numel() == 0
 
 
@@ -122,7 +123,7 @@ def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
     pool = Pool(1, torch.float32, "cpu")
     nothing = torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screen.offer_screened(pool, D3(), tensor, Product(left, right), nothing) is None
+    assert screen.offer_screened(pool, D3(), tensor, Product(left, right), nothing, Work()) is None
 
 
 @pytest.mark.parametrize("units", [True, False])

@@ -90,6 +90,8 @@ def test_the_logs_say_how_far_the_unmasking_has_come(tmp_path, capsys):
     last = summary(model)
     assert training[-1]["tensor_sparsity"] == last.tensor_sparsity
     assert training[-1]["selection_entropy"] == last.selection_entropy
+    assert training[-1]["entries_screened"] == training[-1]["entries_verified"] == 0, "the model is too small for it"
+    assert training[-1]["entries_multiplied"] == last.last_work.multiplied > 0
     assert not any("unmasked" in log for log in trainer.state.log_history if "eval_loss" in log)
     assert "'unmasked'" in capsys.readouterr().out  # the printer comes after the callback
     json.dumps(trainer.state.log_history)

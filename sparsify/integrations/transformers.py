@@ -42,8 +42,10 @@ class SparsifyCallback(TrainerCallback):
 
     - It finds ``steps``, where ``sparsify`` was not given them.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
-      loss, and to ``trainer.state.log_history``. Reporters that ``report_to`` brings come before it in the list of
-      callbacks and do not see them; list those after it, in ``callbacks=[SparsifyCallback(), TensorBoardCallback()]``.
+      loss, with what the last step looked at to choose (``entries_screened``, ``entries_verified`` and
+      ``entries_multiplied``), and to ``trainer.state.log_history``. Reporters that ``report_to`` brings come before it
+      in the list of callbacks and do not see them; list those after it, in
+      ``callbacks=[SparsifyCallback(), TensorBoardCallback()]``.
     - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
       the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
@@ -106,6 +108,9 @@ class SparsifyCallback(TrainerCallback):
             "budget_share": now.unmasked / now.budget,
             "tensor_sparsity": now.tensor_sparsity,
             "selection_entropy": now.selection_entropy,
+            "entries_screened": now.last_work.screened,
+            "entries_verified": now.last_work.verified,
+            "entries_multiplied": now.last_work.multiplied,
         }
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
