@@ -185,6 +185,27 @@ def screened(rank):
         screen.SMALLEST_SCREENED, screen._has_bfloat16_units = before
 
 
+def counted(rank):
+    """What a rank looked at in its last step, with a screen and without one."""
+    model, batches = words(torch.float32)
+    train(rank, sparsify(model, 12, steps=STEPS), batches)
+    before = screen.SMALLEST_SCREENED, screen.ENTRIES_PER_CANDIDATE, screen._has_bfloat16_units
+    screen.SMALLEST_SCREENED, screen.ENTRIES_PER_CANDIDATE, screen._has_bfloat16_units = 1, 1, lambda: True
+    try:
+        other, batches = words(torch.float32)
+        train(rank, sparsify(other, 12, steps=STEPS), batches)
+    finally:
+        screen.SMALLEST_SCREENED, screen.ENTRIES_PER_CANDIDATE, screen._has_bfloat16_units = before
+    return summary(model).last_work, summary(other).last_work
+
+
+def checked(rank):
+    model, batches = words()
+    sparsify(model, 12, steps=STEPS)
+    get_unmasker(model).check = True
+    return error_of(train, rank, model, batches)
+
+
 LIKE_ONE_PROCESS = [
     exact,
     exact_in_float32,
@@ -353,7 +374,7 @@ def winners_of_random_tensors(rank):
             if seed % 7 == 0:
                 rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
                 gradient = Gradient(grads[rank][rows], rows)
-            chooser.offer(tensor, chooser.prepare(tensor, gradient))
+            chooser.offer(tensor, gradient)
         if chooser.winners().ids.tolist() != expected.winners().ids.tolist():
             wrong.append(seed)
     return wrong
@@ -372,6 +393,8 @@ OWN = [
     moved_behind_our_back,
     saved_and_resumed,
     winners_of_random_tensors,
+    counted,
+    checked,
 ]
 
 
@@ -431,6 +454,19 @@ def test_only_steps_that_choose_by_gradients_send_anything(two):
         assert sent[4:] == [(0, 0), (0, 0)]
         assert of_known_set == 2  # that all ranks hold the same, in the first step and in the second
         assert f"{total:,} bytes" in text
+
+
+def test_each_rank_counts_what_it_looked_at(two):
+    for plain, with_a_screen in on_each(two, counted):
+        assert plain.multiplied > 0
+        assert plain.screened == plain.verified == 0
+        assert with_a_screen.screened > 0
+        assert 0 < with_a_screen.multiplied < plain.multiplied
+
+
+def test_the_dense_form_is_compared_in_one_process_only(two):
+    for message in on_each(two, checked):
+        assert "several ranks train together" in message
 
 
 def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(two):
