@@ -58,7 +58,7 @@ def check_winners(shapes, size, seed, random):
     for tensor in tensors:
         offer_gradient(expected, D3(), *tensor)
         pool.offer(D3(), *tensor)
-    chooser = DeviceChooser(size, offset, D3(), torch.zeros(1), masked_only=True)
+    chooser = DeviceChooser(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
     chooser._pools[torch.device("cpu")] = pool
     assert chooser.winners().ids.tolist() == expected.winners().ids.tolist()
     assert chooser.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
@@ -75,7 +75,7 @@ def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_
 
 
 def test_the_best_of_several_devices_are_chosen(like_a_gpu):
-    chooser = DeviceChooser(3, 40, D3(exp=0), torch.zeros(1), masked_only=True)
+    chooser = DeviceChooser(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
     for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, 0.0])):
         pool = chooser._pools[torch.device("cuda", number)] = DevicePool(3, 40, torch.float32, torch.device("cpu"))
         pool.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
@@ -84,7 +84,7 @@ def test_the_best_of_several_devices_are_chosen(like_a_gpu):
 
 
 def test_nothing_seen_is_nothing_chosen():
-    chooser = DeviceChooser(3, 40, D3(), torch.zeros(1), masked_only=True)
+    chooser = DeviceChooser(3, 40, D3(), torch.zeros(1), Work(), masked_only=True)
     assert chooser.winners().ids.shape == chooser.winners().grads.shape == (0,)
     assert chooser.finite() == []
 
