@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.costs import costs_of
 from sparsify.counters import Work
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
-from sparsify.kernels.survey import survey
+from sparsify.kernels.survey import has_bfloat16_units, survey
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection import Pool, offer_entries
 
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
-ENTRIES_PER_CANDIDATE = 140  # at least: with more candidates than that, the full product is as fast
 SMALLEST_FLOOR = 1e-20  # a lower floor is too near the numbers that bfloat16 units flush to zero
 
 
 def can_screen(gradient: Gradient, importance: GradientImportance, pool: Pool) -> bool:
-    """Whether a gradient can be screened at all.
+    """Whether a gradient can be screened, and a screen is likely to be faster than the full product.
 
     Args:
         gradient: has to be a product, not multiplied out yet.
@@ -36,8 +36,9 @@ def can_screen(gradient: Gradient, importance: GradientImportance, pool: Pool) -
         and gradient.left.dtype in (torch.float32, torch.bfloat16)
         and importance.monotone
         and gradient.numel >= SMALLEST_SCREENED
-        and _has_bfloat16_units()
+        and has_bfloat16_units()
         and float(pool.floor) > SMALLEST_FLOOR
+        and costs_of(gradient.left, gradient.right).room() > 0
     )
 
 
@@ -55,14 +56,15 @@ def offer_screened(
         work: is added to.
 
     Returns:
-        The gradient (k,) of the tensor's unmasked entries; ``None`` where the screen found too many to verify, or
-        numbers that are not finite: nothing was offered then.
+        The gradient (k,) of the tensor's unmasked entries; ``None`` where a screen would be slower than the full
+        product, or found too many to verify, or numbers that are not finite: nothing was offered then.
     """
+    room = costs_of(product.left, product.right).room(tensor.count)
+    if not room:
+        return None
     weight = tensor.matrix
     least = importance.least_gradient(pool.floor.float(), weight)
-    found = survey(
-        product.left, product.right, tensor.indices, excluded, least, room=product.numel // ENTRIES_PER_CANDIDATE
-    )
+    found = survey(product.left, product.right, tensor.indices, excluded, least, room=room)
     if found is None:
         work.vain += product.numel
         return None
@@ -76,8 +78,3 @@ def offer_screened(
     work.verified += candidates.numel()
     offer_entries(pool, importance, candidates + tensor.offset, weight.take(candidates), grads)
     return found.taken
-
-
-def _has_bfloat16_units() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32 (AVX512-BF16 or AMX)."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from products import FREE
 from torch import nn
 
 from sparsify import Schedule, get_unmasker, screen, sparsify, summary
@@ -33,8 +34,8 @@ def train(model, steps=1):
 def screened(monkeypatch):
     """Any layer is worth a screen."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screen, "ENTRIES_PER_CANDIDATE", 1)
-    monkeypatch.setattr(screen, "_has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr("sparsify.small.LARGEST", 64)
 
 
@@ -52,7 +53,7 @@ def test_the_first_gradient_of_a_step_is_whole_and_the_others_are_screened(model
 
 
 def test_a_screen_that_found_too_many_is_in_vain(model, screened, monkeypatch):
-    monkeypatch.setattr(screen, "ENTRIES_PER_CANDIDATE", 10**9)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.4))
     found = train(sparsify(model, 30, steps=3))
     assert found.last_work == Work(multiplied=sum(SIZES.values()) + BIASES, vain=SIZES["first"] + SIZES["second"])
     assert str(found.last_work) == "8,352 entries multiplied out, 6,144 of them after a screen in vain"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import build, loss_of
+from products import FREE
 from torch import nn
 
 from sparsify import (
@@ -31,8 +32,8 @@ def against_the_weight(weight, grad):
 def screened(monkeypatch):
     """Any layer is worth a screen."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screen, "ENTRIES_PER_CANDIDATE", 1)
-    monkeypatch.setattr(screen, "_has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr("sparsify.small.LARGEST", 16)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import MLP
 from oracle import unmasked_sets
+from products import FREE
 from ranks import on_ranks
 from torch import distributed as dist
 from torch import nn
@@ -176,26 +177,26 @@ def static_beside_a_dense_head(rank):
 
 def screened(rank):
     """Float32 with the bfloat16 screen, as large layers have it where the hardware does."""
-    before = screen.SMALLEST_SCREENED, screen._has_bfloat16_units
-    screen.SMALLEST_SCREENED, screen._has_bfloat16_units = 1, lambda: True
+    before = screen.SMALLEST_SCREENED, screen.has_bfloat16_units
+    screen.SMALLEST_SCREENED, screen.has_bfloat16_units = 1, lambda: True
     try:
         model, batches = words(torch.float32)
         return train(rank, sparsify(model, 12, steps=STEPS), batches)
     finally:
-        screen.SMALLEST_SCREENED, screen._has_bfloat16_units = before
+        screen.SMALLEST_SCREENED, screen.has_bfloat16_units = before
 
 
 def counted(rank):
     """What a rank looked at in its last step, with a screen and without one."""
     model, batches = words(torch.float32)
     train(rank, sparsify(model, 12, steps=STEPS), batches)
-    before = screen.SMALLEST_SCREENED, screen.ENTRIES_PER_CANDIDATE, screen._has_bfloat16_units
-    screen.SMALLEST_SCREENED, screen.ENTRIES_PER_CANDIDATE, screen._has_bfloat16_units = 1, 1, lambda: True
+    before = screen.SMALLEST_SCREENED, screen.costs_of, screen.has_bfloat16_units
+    screen.SMALLEST_SCREENED, screen.costs_of, screen.has_bfloat16_units = 1, lambda *_: FREE, lambda: True
     try:
         other, batches = words(torch.float32)
         train(rank, sparsify(other, 12, steps=STEPS), batches)
     finally:
-        screen.SMALLEST_SCREENED, screen.ENTRIES_PER_CANDIDATE, screen._has_bfloat16_units = before
+        screen.SMALLEST_SCREENED, screen.costs_of, screen.has_bfloat16_units = before
     return summary(model).last_work, summary(other).last_work
 
 

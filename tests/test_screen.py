@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DenseOracle, unmasked_sets
+from products import FREE
 from recorder import mask
 from torch import nn
 
@@ -104,7 +105,7 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
-    monkeypatch.setattr(screen, "ENTRIES_PER_CANDIDATE", 1)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
 
 
 def test_an_overflow_is_left_to_the_full_product():
@@ -118,7 +119,7 @@ def test_an_overflow_is_left_to_the_full_product():
 
 
 def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
-    monkeypatch.setattr(screen, "ENTRIES_PER_CANDIDATE", 140)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.1))
     left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
     pool = Pool(1, torch.float32, "cpu")
     nothing = torch.empty(0, dtype=torch.int64)
@@ -128,13 +129,35 @@ def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
 
 @pytest.mark.parametrize("units", [True, False])
 def test_only_a_cpu_with_bfloat16_units_screens(monkeypatch, units):
-    monkeypatch.setattr(screen, "_has_bfloat16_units", lambda: units)
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: units)
     pool = Pool(1, torch.float32, "cpu")
     pool.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
     assert screen.can_screen(product, D3(), pool) is units
     assert not screen.can_screen(Product(product.left.double(), product.right.double()), D3(), pool)
     assert not screen.can_screen(product, D3(), Pool(1, torch.float32, "cpu")), "an empty pool has no floor"
+
+
+def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch):
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
+    pool = Pool(1, torch.float32, "cpu")
+    pool.add(torch.tensor([0]), torch.tensor([1e3]), torch.tensor([1e3]))
+    product = Product(torch.randn(4, 300), torch.randn(4, 300))
+    assert screen.can_screen(product, D3(), pool)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(survey=1.1))
+    assert not screen.can_screen(product, D3(), pool)
+
+
+def test_no_screen_where_sampling_the_unmasked_entries_makes_it_too_slow(monkeypatch):
+    pool = Pool(1, torch.float32, "cpu")
+    pool.add(torch.tensor([0]), torch.tensor([1e3]), torch.tensor([1e3]))
+    unmasked = torch.arange(15)
+    tensor = a_tensor(torch.zeros(ROWS, COLS), unmasked)
+    product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=1 / 20))
+    assert screen.offer_screened(pool, D3(), tensor, product, unmasked, Work()) is not None
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=1 / 14))
+    assert screen.offer_screened(pool, D3(), tensor, product, unmasked, Work()) is None
 
 
 def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
@@ -152,7 +175,7 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
     monkeypatch.setattr("sparsify.choosers.offer_screened", counting)
     sets = []
     for units in (True, False):
-        monkeypatch.setattr(screen, "_has_bfloat16_units", lambda units=units: units)
+        monkeypatch.setattr(screen, "has_bfloat16_units", lambda units=units: units)
         model = sparsify(copy.deepcopy(plain), 60, steps=6)
         optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
         generator = torch.Generator().manual_seed(1)
@@ -193,7 +216,7 @@ def times_column(tensor, number):
 def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     """All numbers are multiples of powers of two, and few, so that no sum is rounded in any order."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screen, "_has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr("sparsify.small.LARGEST", 0)
     torch.manual_seed(exp)
     dense = nn.Sequential(nn.Linear(20, 17), nn.ReLU(), nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5))

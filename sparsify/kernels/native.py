@@ -77,7 +77,7 @@ def _compiler() -> list[str] | None:
 
 def _compiled(compiler: list[str]) -> Path:
     """The library, from the cache or compiled into it."""
-    target = _cache_folder() / f"native-{_fingerprint(compiler)}.so"
+    target = cache_folder() / f"native-{_fingerprint(compiler)}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -104,7 +104,8 @@ def _fingerprint(compiler: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where what was found out about this machine is kept."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "sparsify"
 

@@ -42,6 +42,11 @@ class Survey(NamedTuple):
     most: Tensor
 
 
+def has_bfloat16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32 (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least: Tensor, *, room: int) -> Survey | None:
     """Takes the wanted entries of a product on a CPU, and finds those that could have abs(entry) >= least of their row.
 

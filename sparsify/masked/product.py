@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sparsify.costs import costs_of
 from sparsify.kernels import runs_ahead
 from sparsify.kernels.sample import sample
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.tensor import Gradient
 
-DOT_COST = 70  # one entry as a dot product takes about as long as this many entries of the whole product (CPU)
-# likewise on a GPU, by its data sheet: two 32-byte sectors a token at 3 TB/s, against 2 operations at 400 TFLOP/s
+# one entry as a dot product takes about as long as this many entries of the whole product on a GPU, by its data sheet:
+# two 32-byte sectors a token at 3 TB/s, against 2 operations at 400 TFLOP/s
 GPU_DOT_COST = 4096
 
 
@@ -42,9 +43,9 @@ class Product(Gradient):
         return Gradient(self.left.t() @ self.right)
 
     def take(self, indices: Tensor) -> Tensor:
-        """The entries (k,) at flat indices (k,), each as a dot product over the tokens where those are few."""
+        """The entries (k,) at flat indices (k,), each as a dot product over the tokens where that is faster."""
         if runs_ahead(self.left.device) and indices.numel() * GPU_DOT_COST < self.numel:
             return sddmm(self.left, self.right, indices)
-        if self.left.device.type != "cpu" or indices.numel() * DOT_COST > self.numel:
+        if self.left.device.type != "cpu" or not costs_of(self.left, self.right).samples(indices.numel()):
             return self.dense().take(indices)
         return sample(self.left, self.right, indices)

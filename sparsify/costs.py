@@ -1,0 +1,214 @@
+"""What the ways to a product's entries cost on this machine: measured once for each kind of product, then remembered.
+
+A kind is the factors' dtype and sizes, the tokens rounded up to a power of two, and torch's threads. A product of a
+kind that was not met before is timed on random factors for some tens of milliseconds; what was found stays in memory,
+and in one small file per machine, so that a run that is resumed decides as it began. Ways differ in the last bits of
+what they compute. So constants decide instead where results are to be the same again elsewhere: under
+``torch.use_deterministic_algorithms``, on several ranks, or with ``SPARSIFY_COSTS=fixed`` in the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsify.errors import SparsifyError
+from sparsify.kernels.native import cache_folder, library
+from sparsify.kernels.reach import reaching
+from sparsify.kernels.sample import NATIVE, sample
+from sparsify.kernels.survey import has_bfloat16_units, survey
+from sparsify.ranks import num_ranks
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_MEASURED = 1 << 16  # entries of a product; a smaller one takes less time than deciding about it is worth
+TOKENS_MEASURED = 256  # at most: more take longer in proportion
+WORK_MEASURED = 1 << 28  # multiplications of a measured product, at most
+FEW, MANY = 32, 4096  # entries that are sampled, to tell what one costs
+REPETITIONS = 3  # the least of which is what it takes
+CHEAPEST_ENTRY = 4  # a sampled entry costs at least this many of the whole product, whatever a disturbed clock says
+
+
+class Costs(NamedTuple):
+    """What the ways cost: in seconds where they were measured, else in times of the whole product.
+
+    Attributes:
+        product: multiplying everything out.
+        scan: comparing every entry with a threshold.
+        survey: multiplying and comparing in bfloat16; infinite where no unit does.
+        base: single entries as dot products, before the first one.
+        entry: one of them.
+    """
+
+    product: float
+    scan: float
+    survey: float
+    base: float
+    entry: float
+
+    def samples(self, number: int) -> bool:
+        """Whether so many entries are had sooner as dot products than by the whole product."""
+        return self.base + number * self.entry <= self.product
+
+    def room(self, number: int = 0) -> int:
+        """How many candidates a survey may leave, to be scored and sampled, before the whole product is as fast.
+
+        Args:
+            number: entries that it samples besides.
+
+        Returns:
+            0 where it is not worth it.
+        """
+        left = self.product + self.scan - self.survey - self.base - number * self.entry
+        return int(left / (2 * self.entry)) if left > 0 else 0
+
+
+def costs_of(left: Tensor, right: Tensor) -> Costs:
+    """What a product left^T right costs on a CPU.
+
+    Args:
+        left: (n, rows).
+        right: (n, cols).
+
+    Raises:
+        SparsifyError: the environment's ``SPARSIFY_COSTS`` is neither ``fixed`` nor ``measured``.
+
+    Example:
+        >>> costs_of(torch.ones(8, 16), torch.ones(8, 16)).samples(200)
+        False
+    """
+    rows, cols = left.shape[1], right.shape[1]
+    if rows * cols < SMALLEST_MEASURED or not left.shape[0] or not _measures():
+        return fixed(left.dtype, rows * cols)
+    n = 1 << (left.shape[0] - 1).bit_length()
+    return _measured(left.dtype, n, rows, cols, torch.get_num_threads())
+
+
+def fixed(dtype: torch.dtype, numel: int) -> Costs:
+    """Costs that depend on nothing but the form of the loops: as measured on an AVX-512 CPU with units for bfloat16."""
+    if library() is None or dtype not in NATIVE:
+        return Costs(1, 0.05, 0.4, 0, 70 / max(1, numel))
+    if dtype == torch.bfloat16:  # whose whole product is as fast as a survey
+        return Costs(1, 0.2, 1.1, 0.3, 35 / max(1, numel))
+    return Costs(1, 0.05, 0.25, 0.04, 14 / max(1, numel))
+
+
+def _measures() -> bool:
+    """Whether this process decides by what it has measured."""
+    said = os.environ.get("SPARSIFY_COSTS", "")
+    if said not in ("", "fixed", "measured"):
+        raise SparsifyError(
+            f"the environment says SPARSIFY_COSTS={said!r}; expected 'fixed' or 'measured', or nothing."
+        )
+    return said == "measured" or (not said and num_ranks() == 1 and not torch.are_deterministic_algorithms_enabled())
+
+
+@cache
+def _measured(dtype: torch.dtype, n: int, rows: int, cols: int, threads: int) -> Costs:
+    """The costs of a kind, from the machine's file or measured."""
+    kind = f"{str(dtype).removeprefix('torch.')} {n}x{rows}x{cols} {threads} threads"
+    path = _file()
+    found = _read(path).get(kind)
+    if found is None:
+        found = _remember(path, kind, _measure(dtype, n, rows, cols))
+    logger.debug("costs of %s: %s", kind, found)
+    return found
+
+
+@torch.no_grad()
+def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
+    """Times the ways on random factors: some of the tokens, and a part of the product, stand for all."""
+    tokens = min(n, TOKENS_MEASURED)
+    shrunk = min(1.0, math.sqrt(WORK_MEASURED / (rows * cols * tokens)))
+    some_rows, some_cols = max(1, int(rows * shrunk)), max(1, int(cols * shrunk))
+    generator = torch.Generator().manual_seed(0)
+    with torch.autocast("cpu", enabled=False):
+        left = torch.randn(tokens, rows, generator=generator).to(dtype)
+        right = torch.randn(tokens, cols, generator=generator).to(dtype)
+        rows_part, cols_part = left[:, :some_rows].contiguous(), right[:, :some_cols].contiguous()
+        values, least = rows_part.t() @ cols_part, torch.full((some_rows,), torch.inf)
+        indices = torch.randint(rows * cols, (MANY,), generator=generator)
+        nothing = indices[:0]
+        product = _seconds(lambda: rows_part.t() @ cols_part)
+        scan = _seconds(lambda: reaching(values, least))
+        surveyed = math.inf
+        if dtype in NATIVE and has_bfloat16_units():
+            surveyed = _seconds(lambda: survey(rows_part, cols_part, nothing, nothing, least, room=1))
+        few = _seconds(lambda: sample(left, right, indices[:FEW]))
+        many = _seconds(lambda: sample(left, right, indices))
+    share, longer = rows * cols / values.numel(), n / tokens
+    whole = product * share * longer
+    entry = max((many - few) / (MANY - FEW) * longer, CHEAPEST_ENTRY * whole / (rows * cols))
+    return Costs(whole, scan * share, surveyed * share * longer, few * longer, entry)
+
+
+def _seconds(way: Callable[[], object]) -> float:
+    """How long a way takes when nothing disturbs it."""
+    times = []
+    for _ in range(REPETITIONS):
+        start = time.perf_counter()
+        way()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+# ------------------------------------------------------------------------------------ one file per machine
+
+
+def _file() -> Path:
+    """Where this machine's costs are kept; another processor, torch or library has another file."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    native = library()
+    parts = [line for line in lines if line.startswith("model name")][:1] or lines[:1]
+    parts += [platform.machine(), torch.__version__, "plain" if native is None else Path(native._name).stem]
+    return cache_folder() / f"costs-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path) -> dict[str, Costs]:
+    """The costs in a file, by kind; whatever is damaged is left out, and so measured anew."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = found.items()
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {kind: Costs(*numbers) for kind, numbers in entries if _are_costs(numbers)}
+
+
+def _are_costs(numbers: object) -> bool:
+    return (
+        isinstance(numbers, list)
+        and len(numbers) == len(Costs._fields)
+        and all(isinstance(number, float) and number > 0 for number in numbers)
+    )
+
+
+def _remember(path: Path, kind: str, costs: Costs) -> Costs:
+    """Adds a kind's costs to the file, where it can be written, and returns those that hold: the first that came."""
+    known = _read(path)  # again: another process may have written since
+    costs = known.setdefault(kind, costs)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            temporary = Path(file.name)
+            json.dump(known, file, indent=1)
+        temporary.replace(path)
+    except OSError as error:
+        logger.info("measured costs are not kept for the next process: %s", error)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+    return costs
