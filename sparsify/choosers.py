@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparsify.bound import can_bound, offer_bounded
 from sparsify.counters import Work
 from sparsify.importance import GradientImportance
 from sparsify.masked.product import Product
@@ -106,7 +107,7 @@ class Offered(NamedTuple):
 def offer_masked(
     pool: Pool, importance: GradientImportance, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, work: Work
 ) -> Offered:
-    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, or by the whole gradient.
+    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, bounded, or all of them.
 
     ``work`` is added to.
     """
@@ -115,6 +116,11 @@ def offer_masked(
         unmasked = offer_screened(pool, importance, tensor, gradient, excluded, work)
         if unmasked is not None:
             return Offered(unmasked, gradient, torch.ones_like(pool.floor, dtype=torch.bool))
+    elif can_bound(gradient, importance, pool):
+        assert isinstance(gradient, Product)
+        unmasked = offer_bounded(pool, importance, tensor, gradient, excluded, work)
+        if unmasked is not None:
+            return Offered(unmasked, gradient, unmasked.isfinite().all().to(pool.floor.device))
     work.multiplied += gradient.numel
     gradient = gradient.dense()
     unmasked = gradient.take(tensor.indices)

@@ -19,12 +19,14 @@ class Work:
         verified: of these, computed in float32 since they could.
         multiplied: with the gradient of all of their tensor at hand, because it is small, because it comes that way, or
             because it was multiplied out.
-        vain: of these, screened before, which found too many, or numbers that are not finite.
+        skipped: in no way, since the norms of a product's factors say that none of them could be among the best.
+        vain: of those multiplied, screened before, which found too many, or numbers that are not finite.
     """
 
     screened: int = 0
     verified: int = 0
     multiplied: int = 0
+    skipped: int = 0
     vain: int = 0
 
     def __iadd__(self, other: Work) -> Work:
@@ -42,8 +44,10 @@ class Work:
         parts = [f"{_short(self.screened)} entries screened, {self.verified:,} verified"] if self.screened else []
         if self.multiplied:
             parts.append(f"{_short(self.multiplied)}{'' if parts else ' entries'} multiplied out")
+        if self.skipped:
+            parts.append(f"{_short(self.skipped)} skipped")
         if self.vain:
-            parts.append(f"{_short(self.vain)} of them after a screen in vain")
+            parts.append(f"{_short(self.vain)} screened in vain")
         return ", ".join(parts) or "nothing was looked at"
 
 

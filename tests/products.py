@@ -1,4 +1,4 @@
-"""Factors of products left^T right that are hard to survey, their entries in float64, and costs that favour a survey."""
+"""Factors of products left^T right that are hard to survey, their entries in float64, and costs that favour it."""
 
 import torch
 from hypothesis import strategies as st

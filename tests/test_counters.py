@@ -56,7 +56,7 @@ def test_a_screen_that_found_too_many_is_in_vain(model, screened, monkeypatch):
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.4))
     found = train(sparsify(model, 30, steps=3))
     assert found.last_work == Work(multiplied=sum(SIZES.values()) + BIASES, vain=SIZES["first"] + SIZES["second"])
-    assert str(found.last_work) == "8,352 entries multiplied out, 6,144 of them after a screen in vain"
+    assert str(found.last_work) == "8,352 entries multiplied out, 6,144 screened in vain"
 
 
 def test_steps_add_up_and_one_that_chooses_nothing_looks_at_nothing(model):
