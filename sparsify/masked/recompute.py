@@ -58,6 +58,7 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     What it makes is good until the next one is made.
 
     Example:
+        >>> from torch.nn import functional as F
         >>> h = torch.randn(3, requires_grad=True)
         >>> torch.equal(recomputable(F.gelu(h))(), F.gelu(h))
         True
