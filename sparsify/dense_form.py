@@ -25,6 +25,7 @@ from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection import Winners
 
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
+WAYS = {"the bfloat16 screen": "screened", "the bound of the norms": "skipped", "the whole gradient": "multiplied"}
 FEW_TOKENS = 64  # whose sum is off by no more than that; errors grow with the root of the number of terms
 
 
@@ -72,8 +73,8 @@ class CheckedChooser:
         self._scored[tensor] = self._score(tensor, gradient)
         before = replace(self._work)
         taken = self._chooser.offer(tensor, gradient)
-        screened = self._work.multiplied == before.multiplied
-        self._ways[tensor] = "the bfloat16 screen" if screened else "the whole gradient"
+        grown = [way for way, counter in WAYS.items() if getattr(self._work, counter) > getattr(before, counter)]
+        self._ways[tensor] = " and ".join(grown) or "no look at all"
         return taken
 
     def skip(self, tensor: MaskedTensor) -> None:

@@ -14,6 +14,7 @@ from sparsify import (
     Repeat,
     SparsifyError,
     Strategy,
+    bound,
     get_unmasker,
     register_importance,
     screen,
@@ -127,6 +128,16 @@ def test_a_bound_that_is_too_low_is_caught(monkeypatch):
     monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(most=found.most * 0.5)))
     with pytest.raises(SparsifyError, match="the bfloat16 screen, was not unmasked; by the dense form its score is"):
         train(*checked("bert"))
+
+
+def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: False)
+    monkeypatch.setattr(bound, "SMALLEST_BOUNDED", 1)
+    monkeypatch.setattr(bound, "costs_of", lambda *_: FREE)
+    nothing = torch.empty(0, dtype=torch.int64)
+    monkeypatch.setattr(bound, "part_that_reaches", lambda *_: bound.Part(nothing, nothing))
+    with pytest.raises(SparsifyError, match="found or not by the bound of the norms, was not unmasked"):
+        train(*checked("mlp"))
 
 
 def test_a_wrong_gradient_is_caught(monkeypatch):
