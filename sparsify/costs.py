@@ -27,8 +27,9 @@ from torch import Tensor
 
 from sparsify.errors import SparsifyError
 from sparsify.kernels.native import cache_folder, library
+from sparsify.kernels.native_sddmm import LOOPS
 from sparsify.kernels.reach import reaching
-from sparsify.kernels.sample import NATIVE, sample
+from sparsify.kernels.sddmm import sddmm
 from sparsify.kernels.survey import has_bfloat16_units, survey
 from sparsify.ranks import num_ranks
 
@@ -99,7 +100,7 @@ def costs_of(left: Tensor, right: Tensor) -> Costs:
 
 def fixed(dtype: torch.dtype, numel: int) -> Costs:
     """Costs that depend on nothing but the form of the loops: as measured on an AVX-512 CPU with units for bfloat16."""
-    if library() is None or dtype not in NATIVE:
+    if library() is None or dtype not in LOOPS:
         return Costs(1, 0.05, 0.4, 0, 70 / max(1, numel))
     if dtype == torch.bfloat16:  # whose whole product is as fast as a survey
         return Costs(1, 0.2, 1.1, 0.3, 35 / max(1, numel))
@@ -145,10 +146,10 @@ def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
         product = _seconds(lambda: rows_part.t() @ cols_part)
         scan = _seconds(lambda: reaching(values, least))
         surveyed = math.inf
-        if dtype in NATIVE and has_bfloat16_units():
+        if dtype in LOOPS and has_bfloat16_units():
             surveyed = _seconds(lambda: survey(rows_part, cols_part, nothing, nothing, least, room=1))
-        few = _seconds(lambda: sample(left, right, indices[:FEW]))
-        many = _seconds(lambda: sample(left, right, indices))
+        few = _seconds(lambda: sddmm(left, right, indices[:FEW]))
+        many = _seconds(lambda: sddmm(left, right, indices))
     share, longer = rows * cols / values.numel(), n / tokens
     whole = product * share * longer
     entry = max((many - few) / (MANY - FEW) * longer, CHEAPEST_ENTRY * whole / (rows * cols))

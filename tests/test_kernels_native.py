@@ -13,7 +13,7 @@ from torch import nn
 from sparsify import sparsify
 from sparsify.kernels import native
 from sparsify.kernels.reach import reaching
-from sparsify.kernels.sample import sample
+from sparsify.kernels.sddmm import sddmm
 from sparsify.kernels.survey import survey
 
 IS_THERE = "from sparsify.kernels.native import library; print(library() is not None)"
@@ -86,7 +86,7 @@ def test_without_a_library_the_plain_forms_run(monkeypatch, fresh, way):
     way(monkeypatch, fresh)
     assert native.library() is None
     left, right, nothing = torch.ones(3, 2), torch.ones(3, 4), torch.empty(0, dtype=torch.int64)
-    assert sample(left, right, torch.tensor([7])).tolist() == [3.0]
+    assert sddmm(left, right, torch.tensor([7])).tolist() == [3.0]
     assert reaching(right, torch.tensor([1.0, 2.0, 2.0])).indices.tolist() == [0, 1, 2, 3]
     found = survey(left, right, torch.tensor([7]), nothing, torch.tensor([4.0, 2.0]), room=9)
     assert found.indices.tolist() == [4, 5, 6, 7]
@@ -120,7 +120,7 @@ def test_training_unmasks_the_same_with_and_without_the_library(monkeypatch):
     if native.library() is None:
         pytest.skip("needs a compiler")
     compiled = trained_indices()
-    for module in ("sample", "reach", "survey"):
+    for module in ("sddmm", "reach", "survey"):
         monkeypatch.setattr(f"sparsify.kernels.{module}.library", lambda: None)
     assert trained_indices() == compiled
     assert any(compiled.values())

@@ -42,9 +42,9 @@ class SparsifyCallback(TrainerCallback):
 
     - It finds ``steps``, where ``sparsify`` was not given them.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
-      loss, with what the last step looked at to choose (``entries_screened``, ``entries_verified`` and
-      ``entries_multiplied``), and to ``trainer.state.log_history``. Reporters that ``report_to`` brings come before it
-      in the list of callbacks and do not see them; list those after it, in
+      loss, with what the last step looked at to choose (``entries_screened``, ``entries_verified``,
+      ``entries_multiplied``, ``entries_skipped``), and to ``trainer.state.log_history``. Reporters that ``report_to``
+      brings come before it in the list of callbacks and do not see them; list those after it, in
       ``callbacks=[SparsifyCallback(), TensorBoardCallback()]``.
     - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
@@ -111,6 +111,7 @@ class SparsifyCallback(TrainerCallback):
             "entries_screened": now.last_work.screened,
             "entries_verified": now.last_work.verified,
             "entries_multiplied": now.last_work.multiplied,
+            "entries_skipped": now.last_work.skipped,
         }
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)

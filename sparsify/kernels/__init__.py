@@ -1,12 +1,10 @@
 """The hot loops. Each file has a loop in plain torch, its specification; its faster forms are beside it.
 
-                                                                                    GPU (Triton)           CPU (C++)
-    select   score, compare and keep the entries that reach a floor, in one pass    triton_select.py
-    sddmm    single entries of a matrix product                                     triton_sddmm.py
-    sync     base + delta into all weights at once                                  triton_sync.py
-    sample   single entries of a matrix product                                                            sample.cpp
-    survey   a product's entries that could reach a threshold, in bfloat16                                 survey.cpp
-    reach    a matrix's entries that reach a threshold                                                     reach.cpp
+    select   score, compare and keep the entries that reach a floor, in one pass     triton_select.py
+    sddmm    single entries of a matrix product                                      triton_sddmm.py, native_sddmm.py
+    sync     base + delta into all weights at once                                   triton_sync.py
+    survey   the entries of a product that could reach a threshold, in bfloat16      C++, called from its own file
+    reach    the entries of a matrix that reach a threshold                          likewise
 
 Nothing waits for a GPU: how many entries there are is known on the device only. Triton is imported, and
 ``native.py`` compiles the C++, where a loop first runs; where that cannot be, or in float64, the plain form runs.

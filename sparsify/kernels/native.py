@@ -26,8 +26,8 @@ FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 COMPILERS = ("c++", "g++", "clang++")
 RESULTS = {
-    "sample_float32": None,
-    "sample_bfloat16": None,
+    "sddmm_float32": None,
+    "sddmm_bfloat16": None,
     "reach_float32": ctypes.c_int64,
     "reach_bfloat16": ctypes.c_int64,
     "survey_float32": ctypes.c_int64,

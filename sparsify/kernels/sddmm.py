@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels import has_triton
+from sparsify.kernels import has_triton, native_sddmm, runs_ahead
+from sparsify.kernels.native import library
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
-AT_ONCE = 1 << 20  # factors that the plain form gathers at a time
+TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
@@ -26,7 +27,10 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
         >>> sddmm(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), torch.tensor([0, 5]))
         tensor([ 3., 10.])
     """
-    if has_triton(left.device) and left.dtype in SHORT and right.dtype in SHORT and left.shape[0] and indices.numel():
+    if left.device.type == "cpu" and not runs_ahead(left.device):
+        if left.dtype in native_sddmm.LOOPS and left.dtype == right.dtype and library() is not None:
+            return native_sddmm.sddmm(left, right, indices)
+    elif has_triton(left.device) and left.dtype in SHORT and right.dtype in SHORT and left.shape[0] and indices.numel():
         from sparsify.kernels.triton_sddmm import sddmm as fused
 
         return fused(left, right, indices)
@@ -35,10 +39,9 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
 
 def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     """The plain torch form of :func:`sddmm`."""
+    row, column = indices.div(right.shape[1], rounding_mode="floor"), indices % right.shape[1]
     dtype = torch.promote_types(left.dtype, torch.float32)
-    cols = right.shape[1]
-    parts = [
-        (left[:, part // cols].to(dtype) * right[:, part % cols].to(dtype)).sum(0)
-        for part in indices.split(max(1, AT_ONCE // max(1, left.shape[0])))
-    ]
-    return torch.cat(parts)
+    total = torch.zeros(indices.numel(), dtype=dtype, device=left.device)
+    for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):
+        total += some_left.index_select(1, row).to(dtype).mul_(some_right.index_select(1, column)).sum(0)
+    return total

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparsify.kernels.native import Address, Size, library
 from sparsify.kernels.reach import Errors, reaching
-from sparsify.kernels.sample import sample
+from sparsify.kernels.sddmm import sddmm
 
 ROUNDING = 1.02 * 2.0**-8  # of one number, and what is of a higher order
 SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it
@@ -102,7 +102,7 @@ def plain_survey(
         return None
     row, column = found.div(right.shape[1], rounding_mode="floor"), found % right.shape[1]
     most = rounded.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
-    return Survey(sample(left, right, wanted), found, most)
+    return Survey(sddmm(left, right, wanted), found, most)
 
 
 def _rounding(factor: Tensor, *, result: bool) -> float:

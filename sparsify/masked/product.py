@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sparsify.costs import costs_of
 from sparsify.kernels import runs_ahead
-from sparsify.kernels.sample import sample
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.tensor import Gradient
 
@@ -48,4 +47,4 @@ class Product(Gradient):
             return sddmm(self.left, self.right, indices)
         if self.left.device.type != "cpu" or not costs_of(self.left, self.right).samples(indices.numel()):
             return self.dense().take(indices)
-        return sample(self.left, self.right, indices)
+        return sddmm(self.left, self.right, indices)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors
 
 from sparsify.kernels.native import library
-from sparsify.kernels.sample import plain_sample, sample
+from sparsify.kernels.sddmm import plain_sddmm, sddmm
 
 
 @pytest.fixture(params=["compiled", "plain"], scope="module")
@@ -15,7 +15,7 @@ def form(request):
     """Both forms; the compiled one where the machine has it."""
     if request.param == "compiled" and library() is None:
         pytest.skip("needs a compiler")
-    return sample if request.param == "compiled" else plain_sample
+    return sddmm if request.param == "compiled" else plain_sddmm
 
 
 @settings(max_examples=80, deadline=None)
@@ -81,5 +81,5 @@ def test_the_same_bits_come_twice_from_any_number_of_threads(form, number):
 
 def test_float64_keeps_its_precision():
     left, right = (factor.double() for factor in factors("random", 50, 4, 4))
-    taken = sample(left, right, torch.arange(16))
+    taken = sddmm(left, right, torch.arange(16))
     torch.testing.assert_close(taken, exact(left, right).view(-1), rtol=1e-14, atol=1e-14)

@@ -1,4 +1,4 @@
-// Single entries of a product as dot products: see sample.py.
+// Single entries of a product as dot products: see native_sddmm.py.
 
 #include "columns.h"
 
@@ -7,7 +7,7 @@ namespace {
 constexpr int64_t FEW = 16;  // entries that are read where they lie: transposing for them would cost more
 
 template <class T>
-void sample_few(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k,
+void sddmm_few(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k,
                 float* out) {
 #pragma omp parallel for schedule(static)
   for (int64_t e = 0; e < k; ++e) {
@@ -23,8 +23,8 @@ void sample_few(const Factor<T>& left, const Factor<T>& right, int64_t n, const 
 }
 
 template <class T>
-void sample(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k, float* out) {
-  if (k <= FEW) return sample_few(left, right, n, indices, k, out);
+void sddmm(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k, float* out) {
+  if (k <= FEW) return sddmm_few(left, right, n, indices, k, out);
   const auto places = places_of(indices, k, right.width);
   ThreadSums sums(k);
 #pragma omp parallel
@@ -48,13 +48,13 @@ void sample(const Factor<T>& left, const Factor<T>& right, int64_t n, const int6
 
 extern "C" {
 
-void sample_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
+void sddmm_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
                     const int64_t* indices, int64_t k, float* out) {
-  sample(Factor<float>{left, rows}, Factor<float>{right, cols}, n, indices, k, out);
+  sddmm(Factor<float>{left, rows}, Factor<float>{right, cols}, n, indices, k, out);
 }
 
-void sample_bfloat16(const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows, int64_t cols,
+void sddmm_bfloat16(const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows, int64_t cols,
                      const int64_t* indices, int64_t k, float* out) {
-  sample(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, indices, k, out);
+  sddmm(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, indices, k, out);
 }
 }
