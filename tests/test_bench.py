@@ -52,6 +52,7 @@ def test_each_method_is_measured_in_every_round():
     assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
 
 
+@pytest.mark.slow
 def test_a_method_may_start_anew_at_each_turn():
     seen = []
     (result,) = measure([Settings("floor", **TINY)], rounds=2, steps=1, progress=seen.append, together=False)

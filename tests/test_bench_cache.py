@@ -89,6 +89,7 @@ def test_all_methods_that_let_id3_choose_share_a_state():
     assert len(paths) == 1
 
 
+@pytest.mark.slow
 def test_buffers_are_filled_once_and_again_where_the_file_is_damaged():
     settings, seen = Settings("id3", shape="tiny", budget=300, batch=1, length=8, threads=1), []
     for _ in range(2):

@@ -38,6 +38,7 @@ print("all compiled")
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_gpus_that_are_not_there(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,10 +1,8 @@
-// A product's candidates from its factors in bfloat16, on the matrix units (AMX), and some of its entries: see
-// survey.py.
+// A product's candidates from its factors in bfloat16, on the matrix units (AMX), and some of its entries: see survey.py.
 //
-//   pack       each thread takes blocks of tokens: the wanted entries' dot products, the columns' norms, and both
-//   factors
-//              rounded into tiles as the units read them
-//   multiply   tile by tile; a tile that is done is compared while it is in the cache, and never written anywhere
+// pack:      each thread takes blocks of tokens, for the wanted entries' dot products, the columns' norms, and both
+//            factors rounded into tiles as the units read them;
+// multiply:  tile by tile; a tile that is done is compared while it is in the cache, and never written anywhere.
 
 #include "columns.h"
 
