@@ -25,7 +25,6 @@ from sparsify.selection import Pool, offer_entries
 SMALLEST_BOUNDED = 1 << 16  # entries; below, the full product costs as little as its norms
 BLOCK_NUMBERS = 1 << 16  # of a factor, that stay in a core's cache
 LARGEST_PART = 0.5  # of the product: with more left, gathering the factors' columns eats up what is saved
-SMALLEST_FLOOR = 1e-20  # far from where the floor's own bound underflows
 
 
 class Part(NamedTuple):
@@ -59,7 +58,7 @@ def can_bound(gradient: Gradient, importance: GradientImportance, pool: Pool) ->
         and gradient.left.dtype in (torch.float32, torch.float64)
         and importance.monotone
         and gradient.numel >= SMALLEST_BOUNDED
-        and float(pool.floor) > SMALLEST_FLOOR
+        and pool.has_floor
     )
 
 

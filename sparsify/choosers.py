@@ -80,7 +80,7 @@ class StreamingChooser:
         return offered.unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
-        pass
+        """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
         self._finite += self._small.offer(self._pool, self._importance)
@@ -157,7 +157,7 @@ class RankedChooser:
         return gradient.take(tensor.indices)
 
     def skip(self, tensor: MaskedTensor) -> None:
-        pass
+        """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
         back = self._order.argsort()

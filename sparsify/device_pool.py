@@ -111,7 +111,7 @@ class DeviceChooser:
         return unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
-        pass
+        """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
         best = [[part.to(self._device) for part in pool.best()] for pool in self._pools.values()]

@@ -19,7 +19,6 @@ from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection import Pool, offer_entries
 
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
-SMALLEST_FLOOR = 1e-20  # a lower floor is too near the numbers that bfloat16 units flush to zero
 
 
 def can_screen(gradient: Gradient, importance: GradientImportance, pool: Pool) -> bool:
@@ -37,7 +36,7 @@ def can_screen(gradient: Gradient, importance: GradientImportance, pool: Pool) -
         and importance.monotone
         and gradient.numel >= SMALLEST_SCREENED
         and has_bfloat16_units()
-        and float(pool.floor) > SMALLEST_FLOOR
+        and pool.has_floor
         and costs_of(gradient.left, gradient.right).room() > 0
     )
 

@@ -19,6 +19,7 @@ from sparsify.importance import GradientImportance
 from sparsify.kernels.reach import reaching
 
 BLOCK_ENTRIES = 1 << 18  # scored at once: small enough for a cache, large enough for a kernel launch
+SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
 SMALLEST_CUT = 1 << 12  # cutting the pool for fewer newcomers costs more than comparing with an older floor
 
 
@@ -61,6 +62,11 @@ class Pool:
         self._grads = torch.empty(0, dtype=dtype, device=device)
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self._num_waiting = 0
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether its floor tells what cannot be among the best, and is far from where numbers underflow."""
+        return float(self.floor) > SMALLEST_FLOOR
 
     def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""

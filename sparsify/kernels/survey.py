@@ -90,7 +90,7 @@ def plain_survey(
     left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least: Tensor, *, room: int
 ) -> Survey | None:
     """What :func:`survey` says, in torch."""
-    row_norm, column_norm = (torch.linalg.vector_norm(factor.float(), dim=0) for factor in (left, right))
+    row_norm, column_norm = (factor.float().square().sum(0).sqrt() for factor in (left, right))
     if not (row_norm.max() * column_norm.max()).isfinite():
         return None
     rounded = left.bfloat16().t() @ right.bfloat16()  # (rows, cols)

@@ -33,7 +33,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Tensor], Tensor]]] 
 
 
 class _Memory(threading.local):
-    """What inputs are made in, one after the other: getting it from the system anew takes longer than the operation."""
+    """What inputs are made in, one after the other, so that the system is asked for memory once in a backward pass."""
 
     buffer: Tensor | None = None
 
