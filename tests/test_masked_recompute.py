@@ -5,6 +5,7 @@ import torch
 from recorder import mask
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparsify.masked.recompute import recomputable
@@ -102,3 +103,60 @@ def test_a_second_backward_over_a_retained_graph_gets_the_input_again(h):
     recorder.gradients.clear()
     loss.backward()
     assert torch.equal(recorder.dense(tensors["weight"]), first)
+
+
+def two_layers_behind(norm, *, masked):
+    """Two linear layers that read a norm's output; with what they and the norm hand over if they are masked."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(IN, OUT), nn.Linear(IN, OUT)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return (norm, first, second), [mask(module) for module in (norm, first, second) if masked]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_behind_a_masked_layer_norm_the_gradients_are_the_plain_modules(h, dtype):
+    plain, _ = two_layers_behind(nn.LayerNorm(IN, eps=0.1), masked=False)
+    ours, masks = two_layers_behind(nn.LayerNorm(IN, eps=0.1), masked=True)
+    for norm, first, second in (plain, ours):
+        x = norm.to(dtype)(h.to(dtype))
+        (first.to(dtype)(x) * second.to(dtype)(x)).sum().backward()
+    for module, (recorder, tensors) in zip(plain, masks, strict=True):
+        for name, parameter in module.named_parameters():
+            assert torch.equal(recorder.dense(tensors[name]), parameter.grad), name
+
+
+class OwnNorm(nn.LayerNorm):
+    def forward(self, input):
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, eps=0.5)
+
+
+def test_behind_a_layer_norm_the_input_is_kept_only_where_its_eps_is_not_known(h):
+    known, own, frozen = nn.LayerNorm(IN), OwnNorm(IN), nn.LayerNorm(IN)
+    mask(known)
+    mask(own)
+    assert recomputable(known(h)) is not None
+    assert recomputable(own(h)) is None
+    assert recomputable(frozen(h)) is None
+
+
+class CountedNorms(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten.native_layer_norm.out
+        return function(*args, **kwargs or {})
+
+
+def test_layers_with_one_input_share_what_is_made_again(h):
+    norm = nn.LayerNorm(IN)
+    mask(norm)
+    x, other = norm(h), F.gelu(h)
+    first, second, between = recomputable(x), recomputable(x), recomputable(other)
+    with CountedNorms() as norms:
+        assert torch.equal(first(), x)
+        assert torch.equal(second(), x)
+        assert norms.number == 1
+        assert torch.equal(between(), other)
+        assert torch.equal(second(), x)
+        assert norms.number == 2

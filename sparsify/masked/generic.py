@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.masked.module import announce_use, frozen_if_masked, masked_tensors
+from sparsify.masked.recompute import announce_layer_norm
 from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
 
 PLAIN = "_plain_parameters"  # attribute of a module in its forward: what the taps stand for
@@ -108,6 +109,8 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
+    if isinstance(output, Tensor) and not torch.compiler.is_dynamo_compiling():
+        announce_layer_norm(module, output)
     waiting = module.__dict__.get(PLAIN)
     if waiting:  # none where another pre-hook failed before the taps were placed, or no tap was
         module._parameters.update(waiting.pop())

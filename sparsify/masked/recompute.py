@@ -3,8 +3,9 @@
     h --> activation --> x --> linear layer
 
 The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be asked
-for, so x is computed a second time in backward, by the same operation on the same numbers, and never kept. Half of what
-a transformer's feed-forward block would keep goes that way; a frozen layer keeps no input either.
+for, so x is computed a second time in backward, by the same operation on the same numbers, and never kept. Likewise
+behind a layer norm. Of what a transformer's block would keep for its weights' gradients, next to nothing is left; a
+frozen layer keeps no input either.
 """
 
 from __future__ import annotations
@@ -14,9 +15,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ATEN = torch.ops.aten
+_EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not keep it
+_MARK = "sparsify_mark"  # in the metadata of any node: what stands for it, and does not keep its graph alive
+
+
+def _layer_norm(node: Any, out: Tensor) -> Tensor:
+    mean, rstd = torch.empty_like(node._saved_result1), torch.empty_like(node._saved_result2)
+    values: Tensor = _ATEN.native_layer_norm.out(
+        node._saved_input,
+        node._saved_normalized_shape,
+        node._saved_weight,
+        node._saved_bias,
+        node.metadata[_EPS],
+        out0=out,
+        out1=mean,
+        out2=rstd,
+    )[0]
+    return values
+
+
 # autograd's node of an operation -> the operation's inputs that the node keeps, and the operation itself
 _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Tensor], Tensor]]] = {
     "GeluBackward0": (
@@ -29,6 +49,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Tensor], Tensor]]] 
         ("_saved_self", "_saved_other"),
         lambda node, out: _ATEN.mul.out(node._saved_self, node._saved_other, out=out),
     ),
+    "NativeLayerNormBackward0": (("_saved_input",), _layer_norm),
 }
 
 
@@ -36,6 +57,8 @@ class _Memory(threading.local):
     """What inputs are made in, one after the other, so that the system is asked for memory once in a backward pass."""
 
     buffer: Tensor | None = None
+    made: Tensor | None = None  # what is in there
+    made_by: object = None  # the mark of its node: queries, keys and values have one input
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         nbytes = shape.numel() * dtype.itemsize
@@ -49,7 +72,14 @@ _MEMORY = _Memory()
 
 def release_memory() -> None:
     """Nothing more will be made again for now."""
-    _MEMORY.buffer = None
+    _MEMORY.buffer = _MEMORY.made = _MEMORY.made_by = None
+
+
+def announce_layer_norm(module: nn.Module, output: Tensor) -> None:
+    """Leaves word of how an ``nn.LayerNorm`` made its output, so that it can be made again; not of other modules."""
+    node: Any = output.grad_fn
+    if node is not None and getattr(type(module), "forward", None) is nn.LayerNorm.forward:
+        node.metadata[_EPS] = module.eps
 
 
 def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
@@ -65,18 +95,22 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         >>> recomputable(h) is None
         True
     """
-    node = x.grad_fn
+    node: Any = x.grad_fn
     inputs, operation = _OPERATIONS.get(node.name() if node is not None else "", ((), None))
     # Where hooks pack what is saved (checkpointing, offloading), saved tensors may be asked for only once.
     if operation is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    if any(getattr(node, name) is None for name in inputs):
+    if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
         return None
 
-    shape, dtype, device = x.shape, x.dtype, x.device
+    shape, dtype, device, mark = x.shape, x.dtype, x.device, node.metadata.setdefault(_MARK, object())
 
     def again() -> Tensor:
-        with torch.no_grad():
-            return operation(node, _MEMORY.empty(shape, dtype, device))
+        if _MEMORY.made is None or _MEMORY.made_by is not mark:
+            _MEMORY.made_by = None
+            with torch.no_grad():
+                _MEMORY.made = operation(node, _MEMORY.empty(shape, dtype, device))
+            _MEMORY.made_by = mark
+        return _MEMORY.made
 
     return again
