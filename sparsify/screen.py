@@ -55,8 +55,8 @@ def offer_screened(
         work: is added to.
 
     Returns:
-        The gradient (k,) of the tensor's unmasked entries; ``None`` where a screen would be slower than the full
-        product, or found too many to verify, or numbers that are not finite: nothing was offered then.
+        The gradient (k,) of the tensor's unmasked entries, finite; ``None`` where a screen would be slower than the
+        full product, or found too many to verify, or where not everything might be finite: nothing was offered then.
     """
     room = costs_of(product.left, product.right).room(tensor.count)
     if not room:
@@ -67,13 +67,13 @@ def offer_screened(
     if found is None:
         work.vain += product.numel
         return None
-    scores = importance.score(weight.take(found.indices).float(), found.most) * ROUNDING_SLACK
-    candidates = found.indices[scores >= pool.floor]
-    grads = product.take(candidates)
-    if not grads.isfinite().all() or not found.taken.isfinite().all():
-        work.vain += product.numel
-        return None
-    work.screened += product.numel
-    work.verified += candidates.numel()
-    offer_entries(pool, importance, candidates + tensor.offset, weight.take(candidates), grads)
+    multiplied = min(found.multiplied, product.numel)  # whole tiles, beyond the product's edge
+    work.screened += multiplied
+    work.skipped += product.numel - multiplied
+    if found.indices.numel():
+        scores = importance.score(weight.take(found.indices).float(), found.most) * ROUNDING_SLACK
+        candidates = found.indices[scores >= pool.floor]
+        work.verified += candidates.numel()
+        grads = product.take(candidates)
+        offer_entries(pool, importance, candidates + tensor.offset, weight.take(candidates), grads)
     return found.taken

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 
@@ -111,6 +112,23 @@ def trained_indices():
         model(torch.randn(16, 32)).square().mean().backward()
         optimizer.step()
     return {name: sorted(buffer.tolist()) for name, buffer in model.named_buffers() if "indices" in name}
+
+
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, processor):
+    if native._compiler() is None or platform.machine() != "x86_64":
+        pytest.skip("needs a compiler for x86-64")
+    if processor == "x86-64-v4" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs a CPU with AVX-512")
+    flags = [f"-march={processor}" if flag.startswith("-march") else flag for flag in native.FLAGS]
+    monkeypatch.setattr(native, "FLAGS", tuple(flags))
+    library = native.library()
+    assert library is not None
+    assert not library.can_survey()  # which asks for matrix units
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(70, 40, generator=generator), torch.randn(70, 50, generator=generator)
+    indices = torch.arange(0, 2000, 7)
+    torch.testing.assert_close(sddmm(left, right, indices), (left.t() @ right).take(indices))
 
 
 def test_training_unmasks_the_same_with_and_without_the_library(monkeypatch):

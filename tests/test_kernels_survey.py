@@ -97,6 +97,21 @@ def test_more_than_there_is_room_for_is_none(form):
     assert form(left, right, NOTHING, NOTHING, torch.full((20,), torch.inf), room=0).indices.numel() == 0
 
 
+def test_what_the_norms_rule_out_is_not_multiplied():
+    if library() is None or not library().can_survey():
+        pytest.skip("needs a compiler and a CPU with matrix units (AMX)")
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.ones(200).index_fill_(0, torch.randperm(200, generator=generator)[:30], 100.0)  # some outliers
+    left, right = (torch.randn(64, 200, generator=generator) * scales for _ in range(2))
+    size = exact(left, right).abs()
+    norms = left.norm(dim=0)[:, None] * right.norm(dim=0)
+    for least in (1e3, 1e4, 1e5, 1e9):
+        found = all_of(left, right, survey, least=least)
+        assert set((size >= least).view(-1).nonzero().view(-1).tolist()) <= set(found.indices.tolist())
+        rows, columns = ((norms >= least).any(dim).sum().item() for dim in (1, 0))
+        assert (norms >= least).sum() <= found.multiplied <= (rows + 32) * (columns + 32) * (rows > 0)
+
+
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan, 3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", [0, 1])

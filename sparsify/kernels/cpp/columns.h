@@ -14,7 +14,13 @@
 #include <memory>
 #include <vector>
 
+#ifdef __AVX512F__
+#include "transpose.h"
+#endif
+
+constexpr int64_t LINE = 16;    // float32 numbers in a line of the cache, and in one of AVX-512's registers
 constexpr int64_t TOKENS = 32;  // in a block: its columns stay in a core's own cache
+constexpr int64_t FEW = 16;     // entries that are read where they lie: transposing for them would cost more
 
 using bfloat16 = uint16_t;  // the 16 bits of one
 
@@ -33,13 +39,6 @@ inline float widen(bfloat16 x) {
   return wide;
 }
 
-inline uint32_t nearest(float x) {  // bfloat16, ties to even
-  const uint32_t bits = bits_of(x);
-  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-inline uint32_t nearest(bfloat16 x) { return x; }
-
 template <class T>
 struct Factor {
   const T* values;
@@ -49,9 +48,14 @@ struct Factor {
 // Writes a block of tokens as (width, TOKENS); what tokens a last block lacks is left as it was.
 template <class T>
 void transpose(const Factor<T>& factor, int64_t first, int64_t tokens, float* out) {
-  constexpr int64_t LINE = 16;
   const T* rows = factor.values + first * factor.width;
   int64_t c = 0;
+#ifdef __AVX512F__
+  if (tokens == TOKENS)
+    for (; c + LINE <= factor.width; c += LINE)
+      for (int64_t t = 0; t < TOKENS; t += LINE)
+        transpose_square(rows + t * factor.width + c, factor.width, out + c * TOKENS + t, TOKENS);
+#endif
   for (; c + LINE <= factor.width; c += LINE)
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t i = 0; i < LINE; ++i) out[(c + i) * TOKENS + t] = widen(rows[t * factor.width + c + i]);
@@ -64,6 +68,19 @@ inline float dot(const float* a, const float* b) {
 #pragma omp simd reduction(+ : total)
   for (int64_t t = 0; t < TOKENS; ++t) total += a[t] * b[t];
   return total;
+}
+
+// An entry, read where its columns lie.
+template <class T>
+float strided_dot(const Factor<T>& left, const Factor<T>& right, int64_t n, int64_t index) {
+  const T* l = left.values + index / right.width;
+  const T* r = right.values + index % right.width;
+  float parts[4] = {0};
+  int64_t t = 0;
+  for (; t + 4 <= n; t += 4)
+    for (int64_t i = 0; i < 4; ++i) parts[i] += widen(l[(t + i) * left.width]) * widen(r[(t + i) * right.width]);
+  for (; t < n; ++t) parts[0] += widen(l[t * left.width]) * widen(r[t * right.width]);
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
 // Where the columns of an entry lie in the transposed blocks of left and right.

@@ -4,27 +4,13 @@
 
 namespace {
 
-constexpr int64_t FEW = 16;  // entries that are read where they lie: transposing for them would cost more
-
-template <class T>
-void sddmm_few(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k,
-                float* out) {
-#pragma omp parallel for schedule(static)
-  for (int64_t e = 0; e < k; ++e) {
-    const T* l = left.values + indices[e] / right.width;
-    const T* r = right.values + indices[e] % right.width;
-    float parts[4] = {0};
-    int64_t t = 0;
-    for (; t + 4 <= n; t += 4)
-      for (int64_t i = 0; i < 4; ++i) parts[i] += widen(l[(t + i) * left.width]) * widen(r[(t + i) * right.width]);
-    for (; t < n; ++t) parts[0] += widen(l[t * left.width]) * widen(r[t * right.width]);
-    out[e] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-  }
-}
-
 template <class T>
 void sddmm(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* indices, int64_t k, float* out) {
-  if (k <= FEW) return sddmm_few(left, right, n, indices, k, out);
+  if (k <= FEW) {
+#pragma omp parallel for schedule(static)
+    for (int64_t e = 0; e < k; ++e) out[e] = strided_dot(left, right, n, indices[e]);
+    return;
+  }
   const auto places = places_of(indices, k, right.width);
   ThreadSums sums(k);
 #pragma omp parallel
@@ -48,13 +34,13 @@ void sddmm(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64
 
 extern "C" {
 
-void sddmm_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
-                    const int64_t* indices, int64_t k, float* out) {
+void sddmm_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols, const int64_t* indices,
+                   int64_t k, float* out) {
   sddmm(Factor<float>{left, rows}, Factor<float>{right, cols}, n, indices, k, out);
 }
 
 void sddmm_bfloat16(const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows, int64_t cols,
-                     const int64_t* indices, int64_t k, float* out) {
+                    const int64_t* indices, int64_t k, float* out) {
   sddmm(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, indices, k, out);
 }
 }

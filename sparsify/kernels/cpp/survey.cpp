@@ -1,14 +1,17 @@
-// A product's candidates from its factors in bfloat16, on the matrix units (AMX), and some of its entries: see survey.py.
+// A product's candidates from its factors in bfloat16, on the matrix units (AMX), and some of its entries: see
+// survey.py.
 //
-// pack:      each thread takes blocks of tokens, for the wanted entries' dot products, the columns' norms, and both
-//            factors rounded into tiles as the units read them;
-// multiply:  tile by tile; a tile that is done is compared while it is in the cache, and never written anywhere.
+// measure:   each thread takes blocks of tokens, for the wanted entries' dot products and the columns' norms;
+// rank:      an entry is at most the product of two norms, so rows and columns that cannot reach the threshold drop
+//            out, and the others are ordered by how far they can reach;
+// pack:      what is left of both factors, rounded, into tiles as the units read them;
+// multiply:  tile by tile, as far as tiles can reach; one that is done is compared while it is in the cache, and never
+//            written anywhere.
 
 #include "columns.h"
 
 #ifdef __AMX_BF16__
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,12 +20,12 @@
 
 namespace {
 
-constexpr int64_t PANEL = 16;             // rows, or columns, of a tile of the product
-constexpr int64_t TILE = PANEL * TOKENS;  // numbers in a tile of a factor
-constexpr int64_t DEPTH = 8;              // tiles that are multiplied before the next pair of panels has its turn
-constexpr int64_t PANELS_AT_ONCE = 16;    // of the right factor: they, and their sums, stay in a core's own cache
-constexpr int64_t PANEL_PAIR = 4 * PANEL * PANEL;  // entries of the product of two panels with two
-constexpr float SQUARES_UNDERFLOW = 0x1p-63f;      // of numbers below it: what a norm may lack for each
+constexpr int64_t PANEL = 16;                  // rows, or columns, of a tile of the product
+constexpr int64_t PAIR = 2 * PANEL;            // two panels, which are multiplied together
+constexpr int64_t TILE = PANEL * TOKENS;       // numbers in a tile of a factor
+constexpr int64_t DEPTH = 8;                   // tiles that are multiplied before the next pair of panels has its turn
+constexpr int64_t PAIRS_AT_ONCE = 8;           // of the right factor: they, and their sums, stay in a core's own cache
+constexpr float SQUARES_UNDERFLOW = 0x1p-63f;  // of numbers below it: what a norm may lack for each
 
 bool may_use_tiles() {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -74,53 +77,130 @@ class Workspace {
 };
 
 template <class T>
+void read_ahead(const T* numbers, int64_t width) {
+  for (int64_t c = 0; c < width; c += 64 / sizeof(T))
+    _mm_prefetch(reinterpret_cast<const char*>(numbers + c), _MM_HINT_T1);
+}
+
+template <class T>
 void add_squares(const Factor<T>& factor, int64_t first, int64_t tokens, float* squares) {
   for (int64_t t = first; t < first + tokens; ++t) {
     const T* row = factor.values + t * factor.width;
-    for (int64_t c = 0; c < factor.width; c += 64 / sizeof(T))
-      _mm_prefetch(reinterpret_cast<const char*>(row + factor.width + c), _MM_HINT_T1);
+    read_ahead(row + factor.width, factor.width);
 #pragma omp simd
     for (int64_t c = 0; c < factor.width; ++c) squares[c] += widen(row[c]) * widen(row[c]);
   }
 }
 
-// Tiles of the left factor: 16 columns of it by 32 tokens.
-void pack_left(const float* columns, int64_t panels, int64_t block, int64_t blocks, bfloat16* packed) {
-  for (int64_t c = 0; c < panels * PANEL; ++c) {
-    const float* column = columns + c * TOKENS;
-    bfloat16* out = packed + (c / PANEL * blocks + block) * TILE + c % PANEL * TOKENS;
-#pragma omp simd
-    for (int64_t t = 0; t < TOKENS; ++t) out[t] = bfloat16(nearest(column[t]));
+struct Norms {
+  std::vector<float> rows, cols;
+};
+
+template <class T>
+Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k,
+              float* taken) {
+  const int64_t rows = left.width, cols = right.width, many = k > FEW ? k : 0;
+  const auto places = places_of(wanted, many, cols);
+  const float underflow = std::sqrt(float(std::max(n, int64_t(1)))) * SQUARES_UNDERFLOW;
+  Norms norms{std::vector<float>(rows), std::vector<float>(cols)};
+  ThreadSums sums(many + rows + cols);
+#pragma omp parallel
+  {
+    std::unique_ptr<float[]> columns(new float[many ? (rows + cols) * TOKENS : 0]);
+    float *of_left = columns.get(), *of_right = of_left + rows * TOKENS, *own = sums.own();
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < n; first += TOKENS) {
+      const int64_t tokens = std::min(TOKENS, n - first);
+      add_squares(left, first, tokens, own + many);  // reads ahead, row by row, for those that go across the rows
+      add_squares(right, first, tokens, own + many + rows);
+      if (!many) continue;
+      if (tokens < TOKENS) std::fill_n(of_left, (rows + cols) * TOKENS, 0.f);
+      transpose(left, first, tokens, of_left);
+      transpose(right, first, tokens, of_right);
+      add_dots(places, of_left, of_right, own);
+    }
+#pragma omp for schedule(static) nowait
+    for (int64_t e = 0; e < k; ++e) taken[e] = many ? sums.total(e) : strided_dot(left, right, n, wanted[e]);
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < rows; ++i) norms.rows[i] = std::sqrt(sums.total(many + i)) + underflow;
+#pragma omp for schedule(static) nowait
+    for (int64_t j = 0; j < cols; ++j) norms.cols[j] = std::sqrt(sums.total(many + rows + j)) + underflow;
+  }
+  return norms;
+}
+
+// Rows, or columns, of the product that can reach what they have to: about in the order of how far.
+struct Ranked {
+  int64_t number = 0;
+  std::vector<int32_t> places;    // in the factor; filled up to whole pairs of panels
+  std::vector<float> pair_reach;  // of two panels, the largest
+
+  int64_t pairs() const { return pair_reach.size(); }
+  int64_t panels() const { return 2 * pairs(); }
+};
+
+Ranked rank(const std::vector<float>& reach, float other) {
+  constexpr int SHIFT = 18;  // of a float's bits, which order as it does: one key for what differs by 3 %
+  constexpr int64_t KEYS = int64_t(0x7f800000 >> SHIFT) + 1;
+  std::vector<int32_t> ends(KEYS + 1);
+  const auto key = [](float x) { return KEYS - 1 - (bits_of(x) >> SHIFT); };
+  Ranked ranked;
+  for (float x : reach)
+    if (x * other >= 1) ++ends[key(x) + 1], ++ranked.number;
+  for (int64_t i = 1; i <= KEYS; ++i) ends[i] += ends[i - 1];
+  const int64_t pairs = (ranked.number + PAIR - 1) / PAIR;
+  ranked.places.resize(pairs * PAIR);
+  ranked.pair_reach.resize(pairs);
+  for (size_t i = 0; i < reach.size(); ++i)
+    if (reach[i] * other >= 1) {
+      const int64_t at = ends[key(reach[i])]++;
+      ranked.places[at] = i;
+      ranked.pair_reach[at / PAIR] = std::max(ranked.pair_reach[at / PAIR], reach[i]);
+    }
+  return ranked;
+}
+
+// A panel of the left factor's columns, 32 tokens each, as a tile: each is a row of it, in bfloat16.
+void pack_left(const float* columns, const int32_t* places, bfloat16* tile) {
+  for (int64_t c = 0; c < PANEL; ++c) {
+    const float* column = columns + places[c] * TOKENS;
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(column + LINE), _mm512_loadu_ps(column));
+    _mm512_storeu_si512(tile + c * TOKENS, reinterpret_cast<__m512i>(rounded));
   }
 }
 
-// Tiles of the right one: 16 pairs of tokens by 16 columns, the two of a pair side by side.
+// One of the right factor's: 16 pairs of tokens by 16 columns, the two of a pair side by side.
+void pack_right(const float* columns, const int32_t* places, bfloat16* tile) {
+  alignas(64) float pairs[PANEL * PANEL];
+  pack_left(columns, places, reinterpret_cast<bfloat16*>(pairs));
+  transpose_square(pairs, PANEL, reinterpret_cast<float*>(tile), PANEL);
+}
+
+// Both factors' ranked columns as the units read them.
 template <class T>
-void pack_right(const Factor<T>& factor, const float* columns, int64_t panels, int64_t block, int64_t blocks,
-                int64_t tokens, bfloat16* packed) {
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    const bool whole = tokens == TOKENS && (panel + 1) * PANEL <= factor.width;
-    for (int64_t pair = 0; pair < TOKENS / 2; ++pair) {
-      uint32_t pairs[PANEL];
-      if (whole) {
-        const T* first = factor.values + (block * TOKENS + 2 * pair) * factor.width + panel * PANEL;
-        const T* second = first + factor.width;
-#pragma omp simd
-        for (int64_t j = 0; j < PANEL; ++j) pairs[j] = nearest(first[j]) | nearest(second[j]) << 16;
-      } else {
-        const float* first = columns + panel * PANEL * TOKENS + 2 * pair;
-        for (int64_t j = 0; j < PANEL; ++j)
-          pairs[j] = nearest(first[j * TOKENS]) | nearest(first[j * TOKENS + 1]) << 16;
-      }
-      std::memcpy(packed + (panel * blocks + block) * TILE + pair * PANEL * 2, pairs, sizeof pairs);
-    }
+void pack(const Factor<T>& left, const Factor<T>& right, int64_t n, const Ranked& rows, const Ranked& cols,
+          bfloat16* packed_left, bfloat16* packed_right) {
+  const int64_t blocks = (n + TOKENS - 1) / TOKENS;
+  std::unique_ptr<float[]> columns(new float[std::max(left.width, right.width) * TOKENS]());
+  const auto pack_factor = [&](const auto& factor, const Ranked& ranked, auto pack_panel, int64_t block,
+                               bfloat16* packed) {
+    const int64_t first = block * TOKENS, tokens = std::min(TOKENS, n - first);
+    if (tokens < TOKENS) std::fill_n(columns.get(), factor.width * TOKENS, 0.f);
+    transpose(factor, first, tokens, columns.get());
+    for (int64_t panel = 0; panel < ranked.panels(); ++panel)
+      pack_panel(columns.get(), &ranked.places[panel * PANEL], packed + (panel * blocks + block) * TILE);
+  };
+#pragma omp for schedule(static)
+  for (int64_t block = 0; block < blocks; ++block) {
+    pack_factor(left, rows, pack_left, block, packed_left);
+    pack_factor(right, cols, pack_right, block, packed_right);
   }
 }
 
 // Adds the products of two panels of left with two of right, over some blocks of tokens, to `sums`.
 void multiply(const bfloat16* left, const bfloat16* right, int64_t blocks, int64_t first, int64_t last, float* sums) {
   const bfloat16 *l0 = left, *l1 = left + blocks * TILE, *r0 = right, *r1 = right + blocks * TILE;
-  constexpr int64_t QUARTER = PANEL_PAIR / 4;
+  constexpr int64_t QUARTER = PANEL * PANEL;
   if (first == 0) {
     _tile_zero(0);
     _tile_zero(1);
@@ -148,16 +228,6 @@ void multiply(const bfloat16* left, const bfloat16* right, int64_t blocks, int64
   _tile_stored(3, sums + 3 * QUARTER, 64);
 }
 
-// Part of what the next multiplications need of two panels: `turn` of `turns` calls, two at a time, fetch it all.
-void read_ahead(const bfloat16* panel, int64_t blocks, int64_t turn, int64_t turns) {
-  constexpr int64_t LINE = 64 / sizeof(bfloat16), LINES = DEPTH * TILE / LINE;
-  const int64_t share = (2 * LINES + turns - 1) / turns, first = turn / 2 * share;
-  for (int64_t line = first; line < std::min(first + share, LINES); ++line) {
-    _mm_prefetch(reinterpret_cast<const char*>(panel + line * LINE), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(panel + blocks * TILE + line * LINE), _MM_HINT_T1);
-  }
-}
-
 struct Found {
   int64_t* indices;
   float* most;
@@ -174,28 +244,33 @@ struct Found {
 
 // How far entries may be off, what they have to reach, and which are no candidates.
 struct Bounds {
-  int64_t rows, cols;
-  const float* least;                  // (rows,)
-  std::vector<float> row_error, norm;  // an entry is off by row_error[i] * norm[j] at most
+  Ranked rows, cols;
+  int64_t width;                              // columns of the whole product
+  std::vector<float> least, row_error, norm;  // as ranked; an entry is off by row_error[i] * norm[j] at most
   std::vector<float> panel_least, panel_error, panel_norm;
   std::vector<bool> excluded;  // (rows * cols,)
 
-  bool finite() const {
-    const auto is_finite = [](float x) { return std::isfinite(x); };
-    return std::all_of(row_error.begin(), row_error.end(), is_finite) &&
-           std::all_of(norm.begin(), norm.end(), is_finite) &&
-           is_finite(*std::max_element(row_error.begin(), row_error.end()) *
-                     *std::max_element(norm.begin(), norm.end()));
+  Bounds(Ranked of_rows, Ranked of_cols, const Norms& norms, const float* whole_least, float rounding)
+      : rows(std::move(of_rows)), cols(std::move(of_cols)), width(norms.cols.size()) {
+    for (int32_t place : rows.places) {
+      least.push_back(whole_least[place]);
+      row_error.push_back(norms.rows[place] * rounding);
+    }
+    for (int32_t place : cols.places) norm.push_back(norms.cols[place]);
+    const auto begin = [](auto& numbers, size_t panel) { return numbers.begin() + panel * PANEL; };
+    for (size_t p = 0; p < rows.places.size() / PANEL; ++p) {
+      panel_least.push_back(*std::min_element(begin(least, p), begin(least, p + 1)));
+      panel_error.push_back(*std::max_element(begin(row_error, p), begin(row_error, p + 1)));
+    }
+    for (size_t p = 0; p < cols.places.size() / PANEL; ++p)
+      panel_norm.push_back(*std::max_element(begin(norm, p), begin(norm, p + 1)));
   }
 
-  void of_panels(int64_t row_panels, int64_t col_panels) {
-    for (int64_t p = 0; p < row_panels; ++p) {
-      const int64_t first = std::min(rows, p * PANEL), last = std::min(rows, first + PANEL);
-      panel_least[p] = first < last ? *std::min_element(least + first, least + last) : HUGE_VALF;
-      panel_error[p] = *std::max_element(&row_error[p * PANEL], &row_error[p * PANEL] + PANEL);
-    }
-    for (int64_t p = 0; p < col_panels; ++p)
-      panel_norm[p] = *std::max_element(&norm[p * PANEL], &norm[p * PANEL] + PANEL);
+  // Of a pair of panels of rows: how many pairs of panels of columns can reach with it.
+  int64_t pairs_that_reach(int64_t row_pair) const {
+    int64_t pairs = cols.pairs();
+    while (pairs && rows.pair_reach[row_pair] * cols.pair_reach[pairs - 1] < 1) --pairs;
+    return pairs;
   }
 };
 
@@ -204,82 +279,70 @@ void compare(const float* tile, int64_t row_panel, int64_t col_panel, const Boun
 #pragma omp simd reduction(max : largest)
   for (int64_t e = 0; e < PANEL * PANEL; ++e) largest = std::max(largest, std::abs(tile[e]));
   if (largest + bounds.panel_error[row_panel] * bounds.panel_norm[col_panel] < bounds.panel_least[row_panel]) return;
-  const int64_t first = col_panel * PANEL, last = std::min(bounds.cols, first + PANEL);
-  for (int64_t row = row_panel * PANEL; row < std::min(bounds.rows, (row_panel + 1) * PANEL); ++row, tile += PANEL)
-    for (int64_t col = first; col < last; ++col) {
-      const float most = std::abs(tile[col - first]) + bounds.row_error[row] * bounds.norm[col];
-      if (most >= bounds.least[row] && !bounds.excluded[row * bounds.cols + col])
-        found.add(row * bounds.cols + col, most);
+  const int64_t first = col_panel * PANEL, last = std::min(bounds.cols.number, first + PANEL);
+  for (int64_t i = row_panel * PANEL; i < std::min(bounds.rows.number, (row_panel + 1) * PANEL); ++i, tile += PANEL)
+    for (int64_t j = first; j < last; ++j) {
+      const float most = std::abs(tile[j - first]) + bounds.row_error[i] * bounds.norm[j];
+      const int64_t index = bounds.rows.places[i] * bounds.width + bounds.cols.places[j];
+      if (most >= bounds.least[i] && !bounds.excluded[index]) found.add(index, most);
     }
 }
 
 template <class T>
-int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k, float* taken,
-               const int64_t* excluded, int64_t num_excluded, const float* least, float rounding, Found found) {
+int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int64_t n, const Bounds& bounds,
+                             Found& found) {
   static thread_local Workspace workspace;
-  const int64_t blocks = (n + TOKENS - 1) / TOKENS, rows = left.width, cols = right.width;
-  const int64_t row_panels = (rows + 31) / 32 * 2, col_panels = (cols + 31) / 32 * 2;
-  bfloat16* packed_left = workspace.get((row_panels + col_panels) * blocks * TILE);
-  bfloat16* packed_right = packed_left + row_panels * blocks * TILE;
-  const auto places = places_of(wanted, k, cols);
-  ThreadSums sums(k + rows + cols);
-  Bounds bounds{rows,
-                cols,
-                least,
-                std::vector<float>(row_panels * PANEL),
-                std::vector<float>(col_panels * PANEL),
-                std::vector<float>(row_panels),
-                std::vector<float>(row_panels),
-                std::vector<float>(col_panels),
-                std::vector<bool>(rows * cols)};
-  for (int64_t e = 0; e < num_excluded; ++e) bounds.excluded[excluded[e]] = true;
-  const float underflow = std::sqrt(float(n)) * SQUARES_UNDERFLOW;
-#pragma omp parallel
+  const int64_t blocks = (n + TOKENS - 1) / TOKENS, pitch = 2 * blocks * TILE;  // of a pair of panels
+  const int64_t row_pairs = bounds.rows.pairs(), col_pairs = bounds.cols.pairs();
+  bfloat16* packed_left = workspace.get((row_pairs + col_pairs) * pitch);
+  bfloat16* packed_right = packed_left + row_pairs * pitch;
+  int64_t multiplied = 0;
+#pragma omp parallel reduction(+ : multiplied)
   {
-    std::unique_ptr<float[]> columns(new float[(row_panels + col_panels) * PANEL * TOKENS]());
-    float *of_left = columns.get(), *of_right = of_left + row_panels * PANEL * TOKENS, *own = sums.own();
-#pragma omp for schedule(static)
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = block * TOKENS, tokens = std::min(TOKENS, n - first);
-      if (tokens < TOKENS) std::fill_n(of_left, (row_panels + col_panels) * PANEL * TOKENS, 0.f);
-      add_squares(left, first, tokens, own + k);  // reads ahead, row by row, for those that go across the rows
-      add_squares(right, first, tokens, own + k + rows);
-      transpose(left, first, tokens, of_left);
-      transpose(right, first, tokens, of_right);
-      pack_left(of_left, row_panels, block, blocks, packed_left);
-      pack_right(right, of_right, col_panels, block, blocks, tokens, packed_right);
-      add_dots(places, of_left, of_right, own);
-    }
-#pragma omp for schedule(static) nowait
-    for (int64_t e = 0; e < k; ++e) taken[e] = sums.total(e);
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < rows; ++i) bounds.row_error[i] = std::sqrt(sums.total(k + i)) * rounding + underflow;
-#pragma omp for schedule(static)
-    for (int64_t j = 0; j < cols; ++j) bounds.norm[j] = std::sqrt(sums.total(k + rows + j)) + underflow;
-#pragma omp single
-    bounds.of_panels(row_panels, col_panels);
-
+    pack(left, right, n, bounds.rows, bounds.cols, packed_left, packed_right);
     const TileShapes shapes;
-    alignas(64) float products[PANELS_AT_ONCE / 2][PANEL_PAIR] = {};
-    for (int64_t chunk = 0; chunk < col_panels; chunk += PANELS_AT_ONCE) {
-      const int64_t end = std::min(chunk + PANELS_AT_ONCE, col_panels);
-#pragma omp for schedule(static) nowait
-      for (int64_t i = 0; i < row_panels; i += 2) {
+    alignas(64) float products[PAIRS_AT_ONCE][PAIR * PAIR] = {};
+    for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE) {
+#pragma omp for schedule(static, 1) nowait
+      for (int64_t i = 0; i < row_pairs; ++i) {
+        const int64_t end = std::min(chunk + PAIRS_AT_ONCE, bounds.pairs_that_reach(i));
         for (int64_t b = 0; b < blocks; b += DEPTH)
-          for (int64_t j = chunk; j < end; j += 2) {
-            const bool same = b + DEPTH < blocks;  // panels, or the next ones?
-            const int64_t panel = same ? i : std::min(i + 2, row_panels - 2), block = same ? b + DEPTH : 0;
-            read_ahead(packed_left + (panel * blocks + block) * TILE, blocks, j - chunk, end - chunk);
-            multiply(packed_left + i * blocks * TILE, packed_right + j * blocks * TILE, blocks, b,
-                     std::min(b + DEPTH, blocks), products[(j - chunk) / 2]);
-          }
-        for (int64_t j = chunk; j < end; j += 2)
+          for (int64_t j = chunk; j < end; ++j)
+            multiply(packed_left + i * pitch, packed_right + j * pitch, blocks, b, std::min(b + DEPTH, blocks),
+                     products[j - chunk]);
+        for (int64_t j = chunk; j < end; ++j)
           for (int64_t q = 0; q < 4; ++q)
-            compare(products[(j - chunk) / 2] + q * PANEL * PANEL, i + q / 2, j + q % 2, bounds, found);
+            compare(products[j - chunk] + q * PANEL * PANEL, 2 * i + q / 2, 2 * j + q % 2, bounds, found);
+        multiplied += std::max(int64_t(0), end - chunk) * PAIR * PAIR;
       }
     }
   }
-  return bounds.finite() ? found.number : -1;
+  return multiplied;
+}
+
+template <class T>
+int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k, float* taken,
+               const int64_t* excluded, int64_t num_excluded, const float* least, float rounding, Found found,
+               int64_t* multiplied) {
+  const Norms norms = measure(left, right, n, wanted, k, taken);
+  const auto largest = [](const std::vector<float>& numbers) {
+    return *std::max_element(numbers.begin(), numbers.end());
+  };
+  const auto is_finite = [](float x) { return std::isfinite(x); };
+  if (!std::all_of(norms.rows.begin(), norms.rows.end(), is_finite) ||
+      !std::all_of(norms.cols.begin(), norms.cols.end(), is_finite) ||
+      !is_finite(2 * largest(norms.rows) * largest(norms.cols)))
+    return -1;
+
+  const float slack = 1 + (n + 8) * 0x1p-22f;  // for the rounding of the norms, and of an entry
+  std::vector<float> reach(left.width);
+  for (int64_t i = 0; i < left.width; ++i) reach[i] = norms.rows[i] * slack / least[i];
+  Bounds bounds(rank(reach, largest(norms.cols)), rank(norms.cols, largest(reach)), norms, least, rounding);
+  if (!bounds.rows.number || !bounds.cols.number) return 0;
+  bounds.excluded.resize(left.width * right.width);
+  for (int64_t e = 0; e < num_excluded; ++e) bounds.excluded[excluded[e]] = true;
+  *multiplied = multiply_and_compare(left, right, n, bounds, found);
+  return found.number;
 }
 
 }  // namespace
@@ -290,16 +353,18 @@ bool can_survey() { return may_use_tiles(); }
 
 int64_t survey_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
                        const int64_t* wanted, int64_t k, float* taken, const int64_t* excluded, int64_t num_excluded,
-                       const float* least, float rounding, int64_t* found, float* most, int64_t room) {
+                       const float* least, float rounding, int64_t* found, float* most, int64_t room,
+                       int64_t* multiplied) {
   return survey(Factor<float>{left, rows}, Factor<float>{right, cols}, n, wanted, k, taken, excluded, num_excluded,
-                least, rounding, Found{found, most, room});
+                least, rounding, Found{found, most, room}, multiplied);
 }
 
 int64_t survey_bfloat16(const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows, int64_t cols,
                         const int64_t* wanted, int64_t k, float* taken, const int64_t* excluded, int64_t num_excluded,
-                        const float* least, float rounding, int64_t* found, float* most, int64_t room) {
+                        const float* least, float rounding, int64_t* found, float* most, int64_t room,
+                        int64_t* multiplied) {
   return survey(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, wanted, k, taken, excluded,
-                num_excluded, least, rounding, Found{found, most, room});
+                num_excluded, least, rounding, Found{found, most, room}, multiplied);
 }
 }
 
