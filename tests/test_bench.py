@@ -28,7 +28,7 @@ def own_cache(monkeypatch, tmp_path):
 
 def measured(method, seconds=1.0, peak=2**30, **settings):
     return Measurement(
-        Settings(method, **settings), 10**6, 10, 5, [0.5], [0.75 * seconds] * 3, [0.25 * seconds] * 3, 2**28, peak
+        Settings(method, **settings), 10**6, 10, 5, [0.5], [0.75 * seconds] * 3, [0.25 * seconds] * 3, 2**28, peak, peak
     )
 
 
@@ -40,13 +40,15 @@ def test_each_method_is_measured_in_every_round():
     seen = []
     results = measure([Settings("full", **TINY), Settings("id3", **TINY)], rounds=2, steps=2, progress=seen.append)
     assert seen == [
-        "ID3 fills the index buffers to 50 % of 400", "full: preparing", "id3: preparing",
+        "ID3 fills the index buffers to 50 % of 400",
+        "full: memory", "id3: memory", "full: preparing", "id3: preparing",
         "round 1 of 2: full", "round 1 of 2: id3", "round 2 of 2: full", "round 2 of 2: id3",
     ]  # fmt: skip
     full, id3 = results
     assert [len(one.forward_backward) for one in results] == [len(one.updates) for one in results] == [4, 4]
     assert all(one.step_seconds > one.update_seconds > 0 for one in results)
     assert all(one.library_bytes > 2**20 for one in results)
+    assert all(one.held_bytes > 0 for one in results)
     assert (full.trained, full.unmasked) == (full.parameters, 0)
     assert (id3.trained, id3.unmasked) == (400, 200)
     assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
@@ -56,7 +58,13 @@ def test_each_method_is_measured_in_every_round():
 def test_a_method_may_start_anew_at_each_turn():
     seen = []
     (result,) = measure([Settings("floor", **TINY)], rounds=2, steps=1, progress=seen.append, together=False)
-    assert seen == ["floor: preparing", "round 1 of 2: floor", "floor: preparing", "round 2 of 2: floor"]
+    assert seen == [
+        "floor: memory",
+        "floor: preparing",
+        "round 1 of 2: floor",
+        "floor: preparing",
+        "round 2 of 2: floor",
+    ]
     assert len(result.initialisations) == len(result.updates) == 2
 
 
@@ -100,7 +108,7 @@ def test_ratios_are_to_full_and_floor_by_name_and_not_to_the_first():
     table = make_table(results)
     assert [column.header for column in table.columns].count("/ full") == 2
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    assert rows[0] == ("id3", "10", "5", "256", "0.25", "2.00", "0.50", "0.250", "1.000", "0.50", "2.00")
+    assert rows[0] == ("id3", "10", "5", "256", "0.25", "2.00", "256", "0.50", "0.250", "1.000", "0.50", "2.00")
     assert rows[1][4:6] == ("1.00", "8.00")
 
 
@@ -112,7 +120,7 @@ def test_the_headline_says_what_is_not_as_published():
     said = headline([measured("id3", shape="llama-7b", checkpointing=True)], 5, 2, "random tokens")
     assert "on a CPU one layer of 32, and a vocabulary of 256" in said
     assert "activation checkpointing" in said
-    assert "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of the libraries" in said
+    assert "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of libraries" in said
     assert "means of 10 steps" in headline([measured("id3-every-10")], 5, 2, "random tokens")
     assert "tensors on the GPU" in headline([measured("id3", device="cuda", shape="llama-7b")], 5, 2, "random tokens")
 
@@ -158,7 +166,7 @@ def test_every_budget_of_every_shape_is_measured(monkeypatch, tmp_path):
 
     def fake(settings, rounds, steps, progress, together):
         seen.extend((one.method, one.shape, one.budget, one.ahead) for one in settings)
-        return [Measurement(one, 1, 1, 1, [1.0], SECOND, SECOND, 1, 1) for one in settings]
+        return [Measurement(one, 1, 1, 1, [1.0], SECOND, SECOND, 1, 1, 1) for one in settings]
 
     monkeypatch.setattr("sparsify.bench.command.measure", fake)
     invoke("--shapes", "tiny,bert-base", "--budgets", "10,1_000", "--methods", "id3", "--json", str(tmp_path / "raw"))
@@ -172,7 +180,7 @@ def test_a_large_model_gets_one_process_at_a_time(monkeypatch):
 
     def fake(settings, rounds, steps, progress, together):
         seen.append(together)
-        return [Measurement(one, 1, 1, 1, [1.0], SECOND, SECOND, 1, 1) for one in settings]
+        return [Measurement(one, 1, 1, 1, [1.0], SECOND, SECOND, 1, 1, 1) for one in settings]
 
     monkeypatch.setattr("sparsify.bench.command.measure", fake)
     monkeypatch.setattr("sparsify.bench.room.memory_of", lambda settings: 16 * 2**30)

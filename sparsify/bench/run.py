@@ -8,8 +8,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,11 @@ from sparsify.bench.methods import starts_filled, window_of
 from sparsify.bench.settings import WARM_UP, Settings
 
 Progress = Callable[[str], None]
+# glibc gives freed memory back to the system, or keeps it in holes of its heap, by luck more or less of it, and what
+# was given back comes again page by page: up to a tenth of a step. So times are taken where it keeps all, up to the
+# largest blocks that it may keep, and memory in a process of its own where it gives all back.
+KEEP_ALL = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 AHEAD_UNIT = 50  # steps ahead are rounded up to it, so that a few steps more do not ask for other filled buffers
 
 
@@ -37,6 +42,7 @@ class Measurement:
         updates: likewise, seconds of the update: the optimizer's step with all that the method does about it.
         library_bytes: the resident set after the imports, before there is a model; 0 on a GPU.
         peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
+        held_bytes: likewise, of a process in which freed memory goes back to the system at once.
     """
 
     settings: Settings
@@ -48,6 +54,7 @@ class Measurement:
     updates: list[float] = field(default_factory=list)
     library_bytes: int = 0
     peak_bytes: int = 0
+    held_bytes: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -97,12 +104,14 @@ def measure(
     """
     fill_buffers(methods, progress)
     results = [Measurement(settings) for settings in methods]
+    for result in results:
+        _measure_memory(result, progress)
     with ExitStack() as stack:
-        workers = [stack.enter_context(_ready(result, progress)) for result in results] if together else []
+        workers = [stack.enter_context(_prepared(result, progress)) for result in results] if together else []
         for number in range(1, rounds + 1):
             for place, result in enumerate(results):
                 with ExitStack() as turn:
-                    worker = workers[place] if together else turn.enter_context(_ready(result, progress))
+                    worker = workers[place] if together else turn.enter_context(_prepared(result, progress))
                     progress(f"round {number} of {rounds}: {result.settings.method}")
                     _take_turn(worker, result, steps)
     return results
@@ -126,11 +135,25 @@ def fill_buffers(methods: Sequence[Settings], progress: Progress = lambda text: 
                 _ask(process, settings.to_json())
 
 
-@contextmanager
-def _ready(result: Measurement, progress: Progress) -> Iterator[subprocess.Popen[str]]:
-    """A worker that has said that it is ready; it ends with the block."""
+def _measure_memory(result: Measurement, progress: Progress) -> None:
+    """What the method holds in memory, in a process of its own that takes its time."""
+    if result.settings.is_cuda:
+        return  # where tensors are counted
+    progress(f"{result.settings.method}: memory")
+    with _ready(result, GIVE_BACK) as worker:
+        result.held_bytes = _ask(worker, "1")["peak_bytes"]
+    result.initialisations.clear()
+
+
+def _prepared(result: Measurement, progress: Progress) -> AbstractContextManager[subprocess.Popen[str]]:
     progress(f"{result.settings.method}: preparing")
-    with _start("sparsify.bench.worker") as worker:
+    return _ready(result, KEEP_ALL)
+
+
+@contextmanager
+def _ready(result: Measurement, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A worker that has said that it is ready; it ends with the block."""
+    with _start("sparsify.bench.worker", **environment) as worker:
         try:
             ready = _ask(worker, result.settings.to_json())
             result.initialisations.append(ready.pop("initialisation"))
@@ -156,10 +179,11 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def _start(module: str) -> subprocess.Popen[str]:
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}  # of other libraries; they would run into the progress
+def _start(module: str, **more: str) -> subprocess.Popen[str]:
+    # warnings of other libraries would run into the progress
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", **more}
     return subprocess.Popen(
-        [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet
+        [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
 
 

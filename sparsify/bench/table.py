@@ -24,7 +24,7 @@ def headline(results: Sequence[Measurement], rounds: int, steps: int, text: str)
     memory = (
         "memory of tensors on the GPU"
         if settings.is_cuda
-        else f"memory beyond the {results[0].library_bytes / MB:,.0f} MB of the libraries"
+        else f"memory beyond the {results[0].library_bytes / MB:,.0f} MB of libraries; resident: with the heap's holes"
     )
     windows = (
         "; id3-every-10 by means of 10 steps" if any(window_of(one.settings.method) > 1 for one in results) else ""
@@ -40,7 +40,8 @@ def make_table(results: Sequence[Measurement]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     bases = [(name, one) for name in (FULL, FLOOR) for one in results if one.settings.method == name]
     ratios = [f"/ {name}" for name, _ in bases]
-    columns = ["trained", "unmasked", "memory (MB)", *ratios, "init (s)", "update (s)", "step (s)", *ratios]
+    columns = ["trained", "unmasked", "memory (MB)", *ratios, "resident (MB)"]
+    columns += ["init (s)", "update (s)", "step (s)", *ratios]
     table.add_column("method", no_wrap=True)
     for column in columns:
         table.add_column(column.replace(" (", "\n("), justify="right", no_wrap=True)
@@ -49,8 +50,9 @@ def make_table(results: Sequence[Measurement]) -> Table:
             one.settings.method,
             f"{one.trained:,}" if one.trained else "-",
             f"{one.unmasked:,}" if one.unmasked else "-",
-            f"{one.peak_bytes / MB:,.0f}",
+            f"{memory_of(one) / MB:,.0f}",
             *(f"{ratio_to(base, one, memory_of):.2f}" for _, base in bases),
+            f"{one.peak_bytes / MB:,.0f}",
             f"{one.initialisation:.2f}",
             f"{one.update_seconds:.3f}",
             f"{one.step_seconds:.3f}",
@@ -60,8 +62,8 @@ def make_table(results: Sequence[Measurement]) -> Table:
 
 
 def memory_of(one: Measurement) -> float:
-    """Peak memory in bytes."""
-    return one.peak_bytes
+    """The most that is held in memory, in bytes."""
+    return one.held_bytes or one.peak_bytes
 
 
 def seconds_of(one: Measurement) -> float:

@@ -54,12 +54,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Tensor], Tensor]]] 
 
 
 class _Memory(threading.local):
-    """What inputs are made in, one after the other, so that memory is asked for once.
-
-    On a CPU it stays for the next backward pass. Memory that is asked for as the pass begins lies above all others':
-    were it given back, the C library would give back what is below too, and forward would get it from the system again,
-    page by page, which was seen to take up to a tenth of a step.
-    """
+    """What inputs are made in, one after the other, so that the system is asked for memory once in a backward pass."""
 
     buffer: Tensor | None = None
     made: Tensor | None = None  # what is in there
@@ -77,9 +72,7 @@ _MEMORY = _Memory()
 
 def release_memory() -> None:
     """Nothing more will be made again for now."""
-    _MEMORY.made = _MEMORY.made_by = None
-    if _MEMORY.buffer is not None and _MEMORY.buffer.device.type != "cpu":
-        _MEMORY.buffer = None
+    _MEMORY.buffer = _MEMORY.made = _MEMORY.made_by = None
 
 
 def announce_layer_norm(module: nn.Module, output: Tensor) -> None:
