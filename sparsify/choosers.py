@@ -72,7 +72,8 @@ class StreamingChooser:
             self._work.multiplied += gradient.numel
             gradient = gradient.dense()
             unmasked = gradient.take(tensor.indices)
-            gradient.clear(excluded)  # an entry whose gradient is zero is never offered
+            if excluded.numel():
+                gradient.clear(excluded)  # an entry whose gradient is zero is never offered
             self._small.add(tensor, gradient)
             return unmasked
         offered = offer_masked(self._pool, self._importance, tensor, gradient, excluded, self._work)

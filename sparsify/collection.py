@@ -90,8 +90,8 @@ class Collection:
             if whole and tensor not in current.held and not self.compiled.waits(tensor):
                 current.settle(tensor, gradient)
                 return
-            held, gradient = current.held, gradient.dense()
-            held[tensor] = held[tensor].add(gradient) if tensor in held else gradient
+            held = current.held
+            held[tensor] = held[tensor].add(gradient) if tensor in held else gradient.held()
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""

@@ -103,7 +103,7 @@ class D3:
     def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
         floor = _with_slack(floor)
         if self.exp >= 0:  # the denominator is smallest where the weight is 0: no pass over the weights is needed
-            return _or_any(floor * self.eps**self.exp).expand(weight.shape[0])
+            return (floor * self.eps**self.exp).expand(weight.shape[0])
         return _or_any(floor * (_largest(weight, floor) + self.eps) ** self.exp)
 
 

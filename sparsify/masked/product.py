@@ -5,6 +5,7 @@ Whoever collects it decides how much of the product to compute: all of it, or si
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sparsify.costs import costs_of
@@ -15,6 +16,7 @@ from sparsify.masked.tensor import Gradient
 # one entry as a dot product takes about as long as this many entries of the whole product on a GPU, by its data sheet:
 # two 32-byte sectors a token at 3 TB/s, against 2 operations at 400 TFLOP/s
 GPU_DOT_COST = 4096
+LARGEST_HELD = 4  # times the product's memory, that factors may take which wait for another use of their weight
 
 
 class Product(Gradient):
@@ -40,6 +42,25 @@ class Product(Gradient):
 
     def dense(self) -> Gradient:
         return Gradient(self.left.t() @ self.right)
+
+    def held(self) -> Gradient:
+        if self._may_wait(self.left.shape[0]):
+            return Product(self.left.clone(), self.right.clone())  # either's memory may be another's soon
+        return self.dense()
+
+    def add(self, other: Gradient) -> Gradient:
+        if (
+            isinstance(other, Product)
+            and other.left.dtype == self.left.dtype
+            and self._may_wait(self.left.shape[0] + other.left.shape[0])
+        ):  # two sums over tokens are one over all of them
+            return Product(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]))
+        return self.dense().add(other.dense())
+
+    def _may_wait(self, tokens: int) -> bool:
+        """Whether factors of so many tokens take little enough memory to be held in the product's place."""
+        rows, cols = self.shape
+        return tokens * (rows + cols) <= LARGEST_HELD * rows * cols
 
     def take(self, indices: Tensor) -> Tensor:
         """The entries (k,) at flat indices (k,), each as a dot product over the tokens where that is faster."""

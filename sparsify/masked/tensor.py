@@ -77,8 +77,13 @@ class Gradient:
         else:
             self.values.view(-1).index_fill_(0, indices, 0)
 
+    def held(self) -> Gradient:
+        """The gradient in a form that outlives the node that saw it."""
+        return self
+
     def add(self, other: Gradient) -> Gradient:
-        """The sum with the gradient of another use of the same weight."""
+        """The sum with the gradient of another use of the same weight; the two are not used afterwards."""
+        other = other.dense()
         dtype = torch.promote_types(self.values.dtype, other.values.dtype)  # autocast's short ones meet others
         if self.rows is None and other.rows is None:
             self.own(dtype)
