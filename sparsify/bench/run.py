@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,7 +167,10 @@ def _ready(result: Measurement, environment: Mapping[str, str]) -> Iterator[subp
 
 def to_json(results: Sequence[Measurement]) -> str:
     """The raw measurements with the conditions they were made under."""
-    return json.dumps({"conditions": conditions(), "results": [asdict(result) for result in results]}, indent=2)
+    rows = [asdict(result) for result in results]
+    for row in rows:
+        row["settings"]["tokens"] = Path(row["settings"]["tokens"]).name  # wherever the cache is
+    return json.dumps({"conditions": conditions(), "results": rows}, indent=2)
 
 
 def conditions() -> dict[str, Any]:
