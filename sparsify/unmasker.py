@@ -156,6 +156,11 @@ class Unmasker:
     # -------------------------------------------------------------------------------- forward
 
     @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has the weights."""
+        return self.weights.sharded
+
+    @property
     def in_forward(self) -> bool:
         """Whether a weight that is read is a weight that is used: in the root's forward, or a recomputed part of it."""
         return self.running or torch._C._current_graph_task_id() != -1

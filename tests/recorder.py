@@ -17,7 +17,7 @@ class Recorder:
         self.gradients = {}
         self.listening = True
         self.wanted = True
-        self.in_forward = False
+        self.in_forward = self.sharded = False
         self.values = torch.empty(0)
         self.buffers = IndexBuffers(nn.Module())
 

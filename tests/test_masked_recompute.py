@@ -94,6 +94,14 @@ def test_under_checkpointing_and_offloading_the_input_is_kept(h):
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_a_checkpointed_block_puts_out_is_kept_by_the_layer_behind_it(h, name):
+    plain, _ = gradient_of_weight(h, AGAIN[name])
+    assert recomputable(checkpoint(AGAIN[name], h, use_reentrant=False)) is None
+    ours, _ = gradient_of_weight(h, lambda h: checkpoint(AGAIN[name], h, use_reentrant=False))
+    assert torch.equal(ours, plain)
+
+
 def test_a_second_backward_over_a_retained_graph_gets_the_input_again(h):
     layer = nn.Linear(IN, OUT)
     recorder, tensors = mask(layer, "weight")

@@ -109,10 +109,15 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
-    if isinstance(output, Tensor) and not torch.compiler.is_dynamo_compiling():
+    # sharded weights are given back as the norm's own node has run, and may not be there when a layer's runs
+    if isinstance(output, Tensor) and not torch.compiler.is_dynamo_compiling() and not _is_sharded(module):
         announce_layer_norm(module, output)
     waiting = module.__dict__.get(PLAIN)
     if waiting:  # none where another pre-hook failed before the taps were placed, or no tap was
         module._parameters.update(waiting.pop())
         if not waiting:
             del module.__dict__[PLAIN]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(tensor.collector.sharded for tensor in masked_tensors(module).values())

@@ -97,8 +97,11 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     """
     node: Any = x.grad_fn
     inputs, operation = _OPERATIONS.get(node.name() if node is not None else "", ((), None))
-    # Where hooks pack what is saved (checkpointing, offloading), saved tensors may be asked for only once.
+    # Where hooks pack what is saved, now or as x was made (checkpointing, offloading), saved tensors may be asked for
+    # only once.
     if operation is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    if any(getattr(node, f"_raw{name}").unpack_hook is not None for name in inputs):
         return None
     if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
         return None

@@ -156,6 +156,10 @@ class Collector(Protocol):
         """The unmasked entries of all tensors."""
 
     @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has the weights."""
+
+    @property
     def in_forward(self) -> bool:
         """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
 
