@@ -38,7 +38,8 @@ def read_within_bounds(path):
     try:
         read(path)
         return "valid"
-    except DeltaFormatError:
+    except DeltaFormatError as error:
+        print(Path(path).name, "is refused:", error, file=sys.stderr, flush=True)
         return "refused"
 
 
@@ -127,6 +128,7 @@ def outcomes():
             [sys.executable, "-c", READ, folder, *paths], capture_output=True, text=True, timeout=400, cwd=ROOT
         )
         assert run.returncode == 0, f"{run.stdout[-300:]}: {run.stderr[-1000:]}"
+        sys.stderr.write(run.stderr)  # why files were refused, for the report of a test that fails
         return dict(line.rsplit(" is ", 1) for line in run.stdout.splitlines())
 
     return read_all
