@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.plots import plot
-from sparsify.bench.run import Measurement, measure, to_json
+from sparsify.bench.run import GIVE_BACK, KEEP_ALL, Measurement, measure, to_json
 from sparsify.bench.settings import Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.table import headline, make_table
@@ -52,6 +52,22 @@ def test_each_method_is_measured_in_every_round():
     assert (full.trained, full.unmasked) == (full.parameters, 0)
     assert (id3.trained, id3.unmasked) == (400, 200)
     assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
+
+
+def test_times_are_taken_where_the_heap_is_kept_and_memory_where_it_is_given_back(monkeypatch):
+    class Ready:
+        def __init__(self, module, **environment):
+            environments.append(environment)
+
+        __enter__, __exit__, kill = (lambda self, *_: self for _ in range(3))
+
+    said = {"initialisation": 1.0, "seconds": [(1.0, 1.0)]}
+    environments = []
+    monkeypatch.setattr("sparsify.bench.run._start", Ready)
+    monkeypatch.setattr("sparsify.bench.run._ask", lambda worker, line: dict(said, peak_bytes=5 + len(environments)))
+    (result,) = measure([Settings("full", **TINY)], rounds=1, steps=1)
+    assert environments == [GIVE_BACK, KEEP_ALL]
+    assert (result.held_bytes, result.peak_bytes, result.initialisations) == (6, 7, [1.0])
 
 
 @pytest.mark.slow

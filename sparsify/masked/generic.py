@@ -109,7 +109,7 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
-    # sharded weights are given back as the norm's own node has run, and may not be there when a layer's runs
+    # a sharded norm's weight need not be at hand when a layer behind it, in another block, would make its input again
     if isinstance(output, Tensor) and not torch.compiler.is_dynamo_compiling() and not _is_sharded(module):
         announce_layer_norm(module, output)
     waiting = module.__dict__.get(PLAIN)

@@ -101,7 +101,7 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     # only once.
     if operation is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    if any(getattr(node, f"_raw{name}").unpack_hook is not None for name in inputs):
+    if any(_is_packed(getattr(node, f"_raw{name}")) for name in inputs):
         return None
     if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
         return None
@@ -117,3 +117,8 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         return _MEMORY.made
 
     return again
+
+
+def _is_packed(saved: Any) -> bool:
+    """Whether hooks have packed a saved tensor; taken to be so where an older torch does not tell."""
+    return getattr(saved, "unpack_hook", "unknown") is not None

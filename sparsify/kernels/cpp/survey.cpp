@@ -93,6 +93,7 @@ void add_squares(const Factor<T>& factor, int64_t first, int64_t tokens, float* 
 }
 
 struct Norms {
+  float underflow;  // what each may lack
   std::vector<float> rows, cols;
 };
 
@@ -102,7 +103,7 @@ Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const in
   const int64_t rows = left.width, cols = right.width, many = k > FEW ? k : 0;
   const auto places = places_of(wanted, many, cols);
   const float underflow = std::sqrt(float(std::max(n, int64_t(1)))) * SQUARES_UNDERFLOW;
-  Norms norms{std::vector<float>(rows), std::vector<float>(cols)};
+  Norms norms{underflow, std::vector<float>(rows), std::vector<float>(cols)};
   ThreadSums sums(many + rows + cols);
 #pragma omp parallel
   {
@@ -254,7 +255,7 @@ struct Bounds {
       : rows(std::move(of_rows)), cols(std::move(of_cols)), width(norms.cols.size()) {
     for (int32_t place : rows.places) {
       least.push_back(whole_least[place]);
-      row_error.push_back(norms.rows[place] * rounding);
+      row_error.push_back(norms.rows[place] * rounding + norms.underflow);
     }
     for (int32_t place : cols.places) norm.push_back(norms.cols[place]);
     const auto begin = [](auto& numbers, size_t panel) { return numbers.begin() + panel * PANEL; };
@@ -330,7 +331,7 @@ int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const i
   };
   const auto is_finite = [](float x) { return std::isfinite(x); };
   if (!std::all_of(norms.rows.begin(), norms.rows.end(), is_finite) ||
-      !std::all_of(norms.cols.begin(), norms.cols.end(), is_finite) ||
+      !std::all_of(norms.cols.begin(), norms.cols.end(), is_finite) || !is_finite(2 * largest(norms.rows)) ||
       !is_finite(2 * largest(norms.rows) * largest(norms.cols)))
     return -1;
 
