@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsify.accumulation import Sums
 from sparsify.choosers import Chooser
 from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.small import SmallGradients, is_small
 
 
 class BackwardPass:
@@ -28,6 +29,8 @@ class BackwardPass:
         self.sums = sums
         self.held: dict[MaskedTensor, Gradient] = {}
         self._settled: set[MaskedTensor] = set()
+        self._small = SmallGradients()
+        self._keeps_small = sums is None and (chooser is None or chooser.offer_small is not None)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
@@ -51,9 +54,22 @@ class BackwardPass:
                 if tensor not in self._settled:
                     self._take(tensor, self.sums.of(tensor))
 
+    def settle_small(self) -> None:
+        """Settles what is small, after all else."""
+        small = self._small
+        if not small.pairs:
+            return
+        slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
+        self.grad[slots] += small.take().to(self.grad)
+        if self.chooser is not None and self.chooser.offer_small is not None:
+            self.chooser.offer_small(small)
+
     def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
         self._settled.add(tensor)
+        if is_small(gradient) and self._keeps_small and not again:
+            self._small.add(tensor, gradient)
+            return
         if self.chooser is not None and not again:
             taken = self.chooser.offer(tensor, gradient)
         else:

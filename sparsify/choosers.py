@@ -6,7 +6,7 @@ Either ends with the winners and their own gradients, and says whether every gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,10 @@ class Chooser(Protocol):
         The gradient may be written to and is not used afterwards.
         """
 
+    @property
+    def offer_small(self) -> Callable[[SmallGradients], None] | None:
+        """Takes the whole gradients of all small tensors, after the others; ``None``: each is offered by itself."""
+
     def skip(self, tensor: MaskedTensor) -> None:
         """The tensor's gradient is empty: no token came by."""
 
@@ -60,7 +64,6 @@ class StreamingChooser:
         self._importance = importance
         self._work = work
         self._masked_only = masked_only
-        self._small = SmallGradients()
         self._finite: list[Tensor] = []
 
     def wants(self, tensor: MaskedTensor) -> bool:
@@ -68,23 +71,18 @@ class StreamingChooser:
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        if self._small.takes(gradient):
-            self._work.multiplied += gradient.numel
-            gradient = gradient.dense()
-            unmasked = gradient.take(tensor.indices)
-            if excluded.numel():
-                gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-            self._small.add(tensor, gradient)
-            return unmasked
         offered = offer_masked(self._pool, self._importance, tensor, gradient, excluded, self._work)
         self._finite.append(offered.finite)
         return offered.unmasked
+
+    def offer_small(self, small: SmallGradients) -> None:
+        self._work.multiplied += sum(gradient.numel for _, gradient in small.pairs)
+        self._finite.append(small.offer(self._pool, self._importance, masked_only=self._masked_only))
 
     def skip(self, tensor: MaskedTensor) -> None:
         """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
-        self._finite += self._small.offer(self._pool, self._importance)
         return self._pool.winners()
 
     def finite(self) -> list[Tensor]:
@@ -139,6 +137,8 @@ class RankedChooser:
         tensors: all masked tensors, by ascending offset.
         like: the flat gradient, for its dtype and device.
     """
+
+    offer_small = None
 
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         self._ids, self._order = ids.to(like.device).sort()

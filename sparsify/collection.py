@@ -107,6 +107,7 @@ class Collection:
         current, self._pass = self._running_pass(), None
         current.settle_held()
         current.settle_earlier()
+        current.settle_small()
         self.compiled.forget_recomputed()
         release_memory()
         grad, chooser = current.grad, current.chooser

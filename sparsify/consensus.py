@@ -80,6 +80,8 @@ class SharedChooser:
             own best, as many as are wanted.
     """
 
+    offer_small = None
+
     def __init__(
         self,
         pool: Pool,

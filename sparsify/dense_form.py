@@ -10,6 +10,7 @@ near at the cut either is right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,9 +24,11 @@ from sparsify.importance import GradientImportance
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection import Winners
+from sparsify.small import SmallGradients
 
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
-WAYS = {"the bfloat16 screen": "screened", "the bound of the norms": "skipped", "the whole gradient": "multiplied"}
+WHOLE = "the whole gradient"
+WAYS = {"the bfloat16 screen": "screened", "the bound of the norms": "skipped", WHOLE: "multiplied"}
 FEW_TOKENS = 64  # whose sum is off by no more than that; errors grow with the root of the number of terms
 
 
@@ -77,6 +80,10 @@ class CheckedChooser:
         self._ways[tensor] = " and ".join(grown) or "no look at all"
         return taken
 
+    @property
+    def offer_small(self) -> Callable[[SmallGradients], None] | None:
+        return None if self._chooser.offer_small is None else self._offer_small
+
     def skip(self, tensor: MaskedTensor) -> None:
         self._chooser.skip(tensor)
 
@@ -93,6 +100,13 @@ class CheckedChooser:
 
     def finite(self) -> list[Tensor]:
         return self._chooser.finite()
+
+    def _offer_small(self, small: SmallGradients) -> None:
+        for tensor, gradient in small.pairs:
+            self._scored[tensor], self._ways[tensor] = self._score(tensor, gradient), WHOLE
+        offer = self._chooser.offer_small
+        assert offer is not None
+        offer(small)
 
     def _score(self, tensor: MaskedTensor, gradient: Gradient) -> Scored:
         """A tensor's entries that can be chosen."""

@@ -81,6 +81,8 @@ class DeviceChooser:
         masked_only: whether entries that are unmasked already are no candidates.
     """
 
+    offer_small = None
+
     def __init__(
         self, size: int, total: int, importance: GradientImportance, like: Tensor, work: Work, *, masked_only: bool
     ) -> None:

@@ -67,6 +67,7 @@ def offer_screened(
     if found is None:
         work.vain += product.numel
         return None
+    product.left_sum = found.left_sum.to(product.left.dtype)
     multiplied = min(found.multiplied, product.numel)  # whole tiles, beyond the product's edge
     work.screened += multiplied
     work.skipped += product.numel - multiplied

@@ -1,11 +1,11 @@
-"""The gradients of small tensors, kept until all are there and offered together.
+"""The gradients of small tensors, kept until all are there and then looked at together.
 
 A bias has a few hundred entries: looking at each by itself would cost more than its entries do.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,33 +18,66 @@ from sparsify.selection import Pool, offer_entries
 LARGEST = 1 << 14  # entries of a tensor that is small
 
 
+def is_small(gradient: Gradient) -> bool:
+    """Whether a gradient is one to be kept; on a CPU only, since a GPU has work enough to hide each by itself."""
+    return gradient.rows is None and gradient.numel <= LARGEST and gradient.device.type == "cpu"
+
+
 class SmallGradients:
-    """What small tensors have to offer; on each device, one vector after the other."""
+    """Whole gradients of small tensors, one after the other.
+
+    Attributes:
+        pairs: each tensor and its gradient, in the order that they came in.
+    """
 
     def __init__(self) -> None:
-        self._parts: defaultdict[torch.device, list[tuple[MaskedTensor, Tensor]]] = defaultdict(list)
+        self.pairs: list[tuple[MaskedTensor, Gradient]] = []
 
-    def takes(self, gradient: Gradient) -> bool:
-        """Whether a gradient is one to be kept."""
-        return gradient.rows is None and gradient.numel <= LARGEST
+    @property
+    def tensors(self) -> list[MaskedTensor]:
+        return [tensor for tensor, _ in self.pairs]
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient, which is zero where an entry is no candidate."""
-        self._parts[gradient.values.device].append((tensor, gradient.values.reshape(-1)))
+        """Keeps a tensor's gradient."""
+        self.pairs.append((tensor, gradient.dense()))
 
-    def offer(self, pool: Pool, importance: GradientImportance) -> list[Tensor]:
-        """Offers them all, and returns bool scalars: whether all were finite."""
-        return [self._offer(pool, importance, *zip(*parts, strict=True)) for parts in self._parts.values()]
+    def take(self) -> Tensor:
+        """(k,) the gradient of the unmasked entries, tensor by tensor."""
+        return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
 
-    @staticmethod
-    def _offer(
-        pool: Pool, importance: GradientImportance, tensors: tuple[MaskedTensor, ...], grads: tuple[Tensor, ...]
-    ) -> Tensor:
-        grad, weight = torch.cat(grads), torch.cat([tensor.weight.reshape(-1) for tensor in tensors])
-        found, finite = reaching(grad[None], importance.least_gradient(pool.floor.to(grad.device), weight[None]))
+    def offer(self, pool: Pool, importance: GradientImportance, *, masked_only: bool) -> Tensor:
+        """Offers the entries to a pool.
+
+        Args:
+            pool: takes the candidates.
+            importance: scores them.
+            masked_only: whether entries that are unmasked already are no candidates.
+
+        Returns:
+            Bool scalar on the pool's device: whether all gradients are finite.
+        """
+        grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
+        finite = grad.isfinite().all()
+        excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
+        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered
+        found, _ = reaching(grad[None], importance.least_gradient(pool.floor.to(grad.device), weight[None]))
         assert found is not None
-        sizes = torch.tensor([tensor.numel for tensor in tensors], device=grad.device)
-        offsets = torch.tensor([tensor.offset for tensor in tensors], device=grad.device) - (sizes.cumsum(0) - sizes)
-        ids = found + offsets[torch.searchsorted(sizes.cumsum(0), found, right=True)]
+        starts = self._starts()
+        of = torch.searchsorted(starts, found, right=True) - 1
+        ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]
         offer_entries(pool, importance, ids, weight[found], grad[found])
         return finite.to(pool.floor.device)
+
+    def _joined(self) -> Tensor:
+        """(n,) all gradients in one vector that is nobody else's."""
+        return torch.cat([gradient.values.reshape(-1) for _, gradient in self.pairs])
+
+    def _starts(self) -> Tensor:
+        """Where each tensor's begins in it."""
+        sizes = torch.tensor([gradient.numel for _, gradient in self.pairs])
+        return sizes.cumsum(0) - sizes
+
+    def _places(self, indices: Sequence[Tensor]) -> Tensor:
+        """Where flat indices, some of each tensor, are in it."""
+        numbers = torch.tensor([some.numel() for some in indices])
+        return torch.cat(list(indices)) + self._starts().repeat_interleave(numbers)

@@ -73,6 +73,15 @@ def test_the_wanted_entries_come_in_the_order_they_were_asked_for(form, dtype):
     assert torch.equal(taken[0], taken[5])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [[], [7, 3], range(30)])
+@pytest.mark.parametrize("tokens", [0, 1, 32, 77])
+def test_the_left_factor_is_summed_on_the_way(form, dtype, wanted, tokens):
+    left, right = factors("random", tokens, 40, 35, dtype)
+    found = all_of(left, right, form, wanted=torch.tensor(wanted, dtype=torch.int64))
+    torch.testing.assert_close(found.left_sum.double(), left.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_excluded_is_never_found(form):
     left, right = factors("random", 33, 20, 50)
     excluded = torch.tensor([999, 0, 5, 5, 500])

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from recorder import mask
+from recorder import RecordedUse, mask
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sparsify import MaskedLinear
 from sparsify.masked.conv1d import MaskedConv1D
+from sparsify.masked.product import Product
 
 IN, OUT = 5, 7
 SHAPES = [(IN,), (4, IN), (2, 3, IN), (2, 2, 2, IN), (0, IN)]
@@ -229,3 +230,20 @@ def test_a_layer_with_a_masked_bias_alone_shows_an_untrained_weight():
     recorder.buffers.append([1], torch.tensor([1]), torch.tensor([0]), torch.zeros(1))
     assert layer.indices.tolist() == layer.delta.tolist() == []
     assert layer.density == 0
+
+
+def test_a_bias_takes_the_sum_of_output_gradients_that_the_weights_gradient_knows(plain, monkeypatch):
+    if plain.bias is None:
+        pytest.skip("no bias")
+    layer, recorder, tensors = masked_copy(plain)
+    collect, sums = RecordedUse.collect, torch.arange(1.0, OUT + 1)
+
+    def look(use, gradient):
+        if isinstance(gradient, Product):
+            gradient.left_sum = sums
+        collect(use, gradient)
+
+    monkeypatch.setattr(RecordedUse, "collect", look)
+    run(layer, torch.randn(5, IN))
+    on_the_left = isinstance(layer, MaskedLinear)  # Conv1D's product has the input there
+    assert torch.equal(recorder.dense(tensors["bias"]), sums if on_the_left else torch.full((OUT,), 5.0))

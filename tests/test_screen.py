@@ -85,6 +85,7 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
     def screened(pool):
         taken = screen.offer_screened(pool, importance, tensor, product, unmasked, Work())
         torch.testing.assert_close(taken, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * gradient.values.abs().max())
+        torch.testing.assert_close(product.left_sum, left.sum(0), rtol=1e-4, atol=1e-5 * left.abs().max())
 
     def dense(pool):
         rest = Gradient(gradient.values.clone())

@@ -38,12 +38,14 @@ class Survey(NamedTuple):
         taken: (k,) float32, the entries that were asked for.
         indices: (m,) int64, flat, in no order: the entries that could reach the threshold.
         most: (m,) float32, what abs(entry) is at most.
+        left_sum: (rows,) float32, the left factor's sum over the tokens.
         multiplied: how many entries the norms did not rule out, so that they were multiplied.
     """
 
     taken: Tensor
     indices: Tensor
     most: Tensor
+    left_sum: Tensor
     multiplied: int
 
 
@@ -71,7 +73,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         return plain_survey(left, right, wanted, excluded, least, room=room)
     left, right, wanted, excluded = (part.contiguous() for part in (left, right, wanted, excluded))
     taken, found, most = torch.empty(wanted.numel()), torch.empty(room, dtype=torch.int64), torch.empty(room)
-    multiplied = Size(0)
+    left_sum, multiplied = torch.empty(left.shape[1]), Size(0)
     number = getattr(native, NATIVE[left.dtype])(
         Address(left),
         Address(right),
@@ -81,6 +83,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         Address(wanted),
         Size(wanted.numel()),
         Address(taken),
+        Address(left_sum),
         Address(excluded),
         Size(excluded.numel()),
         Address(least.contiguous()),
@@ -90,7 +93,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         Size(room),
         ctypes.byref(multiplied),
     )
-    return Survey(taken, found[:number], most[:number], multiplied.value) if 0 <= number <= room else None
+    return Survey(taken, found[:number], most[:number], left_sum, multiplied.value) if 0 <= number <= room else None
 
 
 def plain_survey(
@@ -109,7 +112,7 @@ def plain_survey(
         return None
     row, column = found.div(right.shape[1], rounding_mode="floor"), found % right.shape[1]
     most = rounded.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
-    return Survey(sddmm(left, right, wanted), found, most, rounded.numel())
+    return Survey(sddmm(left, right, wanted), found, most, left.float().sum(0), rounded.numel())
 
 
 def _rounding(factor: Tensor, *, result: bool) -> float:

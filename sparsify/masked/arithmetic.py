@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -48,3 +50,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(device)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Arithmetic in the dtypes of its operands; entering autocast's own context takes longer, and it is seldom on."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

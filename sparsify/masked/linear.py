@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient
+from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, without_autocast
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
@@ -49,7 +49,7 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
         return linear(x, weight, bias, transposed)
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         result: Tensor = _MaskedLinear.apply(
             x,
             weight,
@@ -94,16 +94,17 @@ class _MaskedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()  # (n, out)
-        grad_x = grad_weight = grad_bias = None
-        with torch.autocast(grad_y.device.type, enabled=False):
+        grad_x = grad_weight = grad_bias = product = None
+        with without_autocast(grad_y.device):
             if ctx.needs_input_grad[0]:
                 weight = weight.to(grad_y.dtype)
                 grad_x = grad_rows @ (weight.t() if ctx.transposed else weight)
                 grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
-            if ctx.of_bias is not None:
-                ctx.of_bias.collect(Gradient(grad_rows.sum(0, keepdim=True)) if ctx.of_bias.wanted() else None)
             if ctx.of_weight is not None:
-                ctx.of_weight.collect(_weight_gradient(ctx, x, grad_rows) if ctx.of_weight.wanted() else None)
+                product = _weight_gradient(ctx, x, grad_rows) if ctx.of_weight.wanted() else None
+                ctx.of_weight.collect(product)
+            if ctx.of_bias is not None:
+                ctx.of_bias.collect(_bias_gradient(product, grad_rows) if ctx.of_bias.wanted() else None)
             if ctx.needs_input_grad[1]:
                 grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
@@ -113,3 +114,10 @@ class _MaskedLinear(torch.autograd.Function):
 
 def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:
     return linear_gradient(ctx.again() if x is None else x, grad_rows, ctx.transposed)
+
+
+def _bias_gradient(product: Product | None, grad_rows: Tensor) -> Gradient:
+    """The sum of the output gradients (n, out), which the weight's gradient may know: it has them on its left."""
+    if product is None or product.left is not grad_rows or product.left_sum is None:
+        return Gradient(grad_rows.sum(0, keepdim=True))
+    return Gradient(product.left_sum[None])

@@ -25,12 +25,21 @@ class Product(Gradient):
     Args:
         left: (n, rows), with n the tokens of the batch.
         right: (n, cols).
+
+    Attributes:
+        left_sum: (rows,) the sum of ``left`` over the tokens, where somebody who looked at the product came to know it.
     """
+
+    left_sum: Tensor | None = None
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left = left
         self.right = right
         self.rows = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
 
     @property
     def shape(self) -> tuple[int, int]:

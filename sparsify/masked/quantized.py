@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from sparsify.entries import put
 from sparsify.errors import SparsifyError
-from sparsify.masked.arithmetic import autocast_dtype
+from sparsify.masked.arithmetic import autocast_dtype, without_autocast
 from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked, masked_tensors
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
@@ -159,7 +159,7 @@ def quantized_linear(module: Any, x: Tensor) -> Tensor:
     of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
     bias, recipe = frozen_if_masked(module, "bias"), tensor.recipe()
     dtype, output_dtype = _dtypes(module, x)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         y = _QuantizedLinear.apply(
             x,
             bias,
@@ -200,7 +200,7 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
         grad_x = grad_bias = None
-        with torch.autocast(grad_y.device.type, enabled=False):
+        with without_autocast(grad_y.device):
             if ctx.needs_input_grad[0]:
                 grad_x = (grad_y @ ctx.recipe().to(ctx.dtype)).to(ctx.x_dtype)
             if ctx.of_bias is not None:

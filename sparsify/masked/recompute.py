@@ -22,42 +22,35 @@ _EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not 
 _MARK = "sparsify_mark"  # in the metadata of any node: what stands for it, and does not keep its graph alive
 
 
-def _layer_norm(node: Any, out: Tensor) -> Tensor:
-    mean, rstd = torch.empty_like(node._saved_result1), torch.empty_like(node._saved_result2)
-    values: Tensor = _ATEN.native_layer_norm.out(
-        node._saved_input,
-        node._saved_normalized_shape,
-        node._saved_weight,
-        node._saved_bias,
-        node.metadata[_EPS],
-        out0=out,
-        out1=mean,
-        out2=rstd,
+def _layer_norm(node: Any, _: Callable[[], Tensor]) -> Tensor:
+    # its form that writes into given memory computes it elsewhere, and copies
+    values: Tensor = torch.native_layer_norm(
+        node._saved_input, node._saved_normalized_shape, node._saved_weight, node._saved_bias, node.metadata[_EPS]
     )[0]
     return values
 
 
-# autograd's node of an operation -> the operation's inputs that the node keeps, and the operation itself
-_OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Tensor], Tensor]]] = {
+# autograd's node of an operation -> the operation's inputs that the node keeps, and the operation itself, given memory
+_OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Callable[[], Tensor]], Tensor]]] = {
     "GeluBackward0": (
         ("_saved_self",),
-        lambda node, out: _ATEN.gelu.out(node._saved_self, approximate=node._saved_approximate, out=out),
+        lambda node, empty: _ATEN.gelu.out(node._saved_self, approximate=node._saved_approximate, out=empty()),
     ),
-    "SiluBackward0": (("_saved_self",), lambda node, out: _ATEN.silu.out(node._saved_self, out=out)),
+    "SiluBackward0": (("_saved_self",), lambda node, empty: _ATEN.silu.out(node._saved_self, out=empty())),
     # the product of a gated block, and the last operation of an activation that is written out in Python
     "MulBackward0": (
         ("_saved_self", "_saved_other"),
-        lambda node, out: _ATEN.mul.out(node._saved_self, node._saved_other, out=out),
+        lambda node, empty: _ATEN.mul.out(node._saved_self, node._saved_other, out=empty()),
     ),
     "NativeLayerNormBackward0": (("_saved_input",), _layer_norm),
 }
 
 
 class _Memory(threading.local):
-    """What inputs are made in, one after the other, so that the system is asked for memory once in a backward pass."""
+    """What inputs are made in, one after the other: the system is asked for large memory once in a backward pass."""
 
     buffer: Tensor | None = None
-    made: Tensor | None = None  # what is in there
+    made: Tensor | None = None  # the last that was made
     made_by: object = None  # the mark of its node: queries, keys and values have one input
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,7 +105,7 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         if _MEMORY.made is None or _MEMORY.made_by is not mark:
             _MEMORY.made_by = None
             with torch.no_grad():
-                _MEMORY.made = operation(node, _MEMORY.empty(shape, dtype, device))
+                _MEMORY.made = operation(node, lambda: _MEMORY.empty(shape, dtype, device))
             _MEMORY.made_by = mark
         return _MEMORY.made
 

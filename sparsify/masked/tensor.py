@@ -39,6 +39,10 @@ class Gradient:
         self._owned = owned
 
     @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
     def numel(self) -> int:
         """Number of entries that may have a gradient."""
         return self.values.numel()

@@ -1,7 +1,8 @@
 // A product's candidates from its factors in bfloat16, on the matrix units (AMX), and some of its entries: see
 // survey.py.
 //
-// measure:   each thread takes blocks of tokens, for the wanted entries' dot products and the columns' norms;
+// measure:   each thread takes blocks of tokens, for the wanted entries' dot products, the columns' norms, and the sums
+//            of the left one's;
 // rank:      an entry is at most the product of two norms, so rows and columns that cannot reach the threshold drop
 //            out, and the others are ordered by how far they can reach;
 // pack:      what is left of both factors, rounded, into tiles as the units read them;
@@ -92,28 +93,42 @@ void add_squares(const Factor<T>& factor, int64_t first, int64_t tokens, float* 
   }
 }
 
+// Sums over a block of tokens, by themselves first: a sum over all of them one by one would round more.
+template <class T>
+void add_sums(const Factor<T>& factor, int64_t first, int64_t tokens, float* block, float* sums) {
+  std::fill_n(block, factor.width, 0.f);
+  for (int64_t t = first; t < first + tokens; ++t) {
+    const T* row = factor.values + t * factor.width;
+#pragma omp simd
+    for (int64_t c = 0; c < factor.width; ++c) block[c] += widen(row[c]);
+  }
+#pragma omp simd
+  for (int64_t c = 0; c < factor.width; ++c) sums[c] += block[c];
+}
+
 struct Norms {
   float underflow;  // what each may lack
   std::vector<float> rows, cols;
 };
 
 template <class T>
-Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k,
-              float* taken) {
+Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k, float* taken,
+              float* left_sums) {
   const int64_t rows = left.width, cols = right.width, many = k > FEW ? k : 0;
   const auto places = places_of(wanted, many, cols);
   const float underflow = std::sqrt(float(std::max(n, int64_t(1)))) * SQUARES_UNDERFLOW;
   Norms norms{underflow, std::vector<float>(rows), std::vector<float>(cols)};
-  ThreadSums sums(many + rows + cols);
+  ThreadSums sums(many + rows + cols + rows);
 #pragma omp parallel
   {
-    std::unique_ptr<float[]> columns(new float[many ? (rows + cols) * TOKENS : 0]);
+    std::unique_ptr<float[]> columns(new float[many ? (rows + cols) * TOKENS : rows]);
     float *of_left = columns.get(), *of_right = of_left + rows * TOKENS, *own = sums.own();
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < n; first += TOKENS) {
       const int64_t tokens = std::min(TOKENS, n - first);
       add_squares(left, first, tokens, own + many);  // reads ahead, row by row, for those that go across the rows
       add_squares(right, first, tokens, own + many + rows);
+      add_sums(left, first, tokens, columns.get(), own + many + rows + cols);
       if (!many) continue;
       if (tokens < TOKENS) std::fill_n(of_left, (rows + cols) * TOKENS, 0.f);
       transpose(left, first, tokens, of_left);
@@ -123,7 +138,10 @@ Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const in
 #pragma omp for schedule(static) nowait
     for (int64_t e = 0; e < k; ++e) taken[e] = many ? sums.total(e) : strided_dot(left, right, n, wanted[e]);
 #pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < rows; ++i) norms.rows[i] = std::sqrt(sums.total(many + i)) + underflow;
+    for (int64_t i = 0; i < rows; ++i) {
+      norms.rows[i] = std::sqrt(sums.total(many + i)) + underflow;
+      left_sums[i] = sums.total(many + rows + cols + i);
+    }
 #pragma omp for schedule(static) nowait
     for (int64_t j = 0; j < cols; ++j) norms.cols[j] = std::sqrt(sums.total(many + rows + j)) + underflow;
   }
@@ -323,9 +341,9 @@ int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int6
 
 template <class T>
 int64_t survey(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k, float* taken,
-               const int64_t* excluded, int64_t num_excluded, const float* least, float rounding, Found found,
-               int64_t* multiplied) {
-  const Norms norms = measure(left, right, n, wanted, k, taken);
+               float* left_sums, const int64_t* excluded, int64_t num_excluded, const float* least, float rounding,
+               Found found, int64_t* multiplied) {
+  const Norms norms = measure(left, right, n, wanted, k, taken, left_sums);
   const auto largest = [](const std::vector<float>& numbers) {
     return *std::max_element(numbers.begin(), numbers.end());
   };
@@ -353,18 +371,18 @@ extern "C" {
 bool can_survey() { return may_use_tiles(); }
 
 int64_t survey_float32(const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
-                       const int64_t* wanted, int64_t k, float* taken, const int64_t* excluded, int64_t num_excluded,
-                       const float* least, float rounding, int64_t* found, float* most, int64_t room,
-                       int64_t* multiplied) {
-  return survey(Factor<float>{left, rows}, Factor<float>{right, cols}, n, wanted, k, taken, excluded, num_excluded,
-                least, rounding, Found{found, most, room}, multiplied);
+                       const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
+                       int64_t num_excluded, const float* least, float rounding, int64_t* found, float* most,
+                       int64_t room, int64_t* multiplied) {
+  return survey(Factor<float>{left, rows}, Factor<float>{right, cols}, n, wanted, k, taken, left_sums, excluded,
+                num_excluded, least, rounding, Found{found, most, room}, multiplied);
 }
 
 int64_t survey_bfloat16(const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows, int64_t cols,
-                        const int64_t* wanted, int64_t k, float* taken, const int64_t* excluded, int64_t num_excluded,
-                        const float* least, float rounding, int64_t* found, float* most, int64_t room,
-                        int64_t* multiplied) {
-  return survey(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, wanted, k, taken, excluded,
+                        const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
+                        int64_t num_excluded, const float* least, float rounding, int64_t* found, float* most,
+                        int64_t room, int64_t* multiplied) {
+  return survey(Factor<bfloat16>{left, rows}, Factor<bfloat16>{right, cols}, n, wanted, k, taken, left_sums, excluded,
                 num_excluded, least, rounding, Found{found, most, room}, multiplied);
 }
 }

@@ -1,0 +1,99 @@
+"""Small tensors' gradients, looked at together, show the pool what each by itself would have."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorder import mask
+from torch import nn
+
+from sparsify import D3
+from sparsify.masked.product import Product
+from sparsify.masked.tensor import Gradient
+from sparsify.selection import Pool, offer_gradient
+from sparsify.small import LARGEST, SmallGradients, is_small
+
+
+def small_tensors(unmasked):
+    """A weight (2, 3) with global ids from 100, a bias (5,) from 200 and a table (4, 2) from 300 with a padding row."""
+    modules = [nn.Linear(3, 2, bias=False), nn.BatchNorm1d(5), nn.Embedding(4, 2, padding_idx=1)]
+    tensors = []
+    for module, attribute, offset, indices in zip(
+        modules, ["weight", "bias", "weight"], [100, 200, 300], unmasked, strict=True
+    ):
+        _, masked = mask(module, attribute)
+        tensor = masked[attribute]
+        tensor.offset = offset
+        nothing = torch.zeros(len(indices))
+        tensor.collector.buffers.append([len(indices)], torch.tensor(indices).long(), nothing.long(), nothing)
+        tensors.append(tensor)
+    return tensors
+
+
+def gradients(tensors, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [Gradient(torch.randn(tensor.matrix.shape, generator=generator)) for tensor in tensors]
+
+
+def kept(tensors, grads):
+    small = SmallGradients()
+    for tensor, gradient in zip(tensors, grads, strict=True):
+        small.add(tensor, gradient)
+    return small
+
+
+def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
+    tensors = small_tensors([[5, 0], [], [2]])
+    grads = gradients(tensors)
+    weight, _, table = (gradient.values.reshape(-1) for gradient in grads)
+    assert kept(tensors, grads).take().tolist() == [weight[5], weight[0], table[2]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999), size=st.integers(1, 12), masked_only=st.booleans(),
+    unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),
+)  # fmt: skip
+def test_the_pool_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
+    tensors, alone, together = small_tensors(unmasked), *(Pool(size, torch.float32, "cpu") for _ in range(2))
+    importance = D3(exp=1)
+    finite = kept(tensors, gradients(tensors, seed)).offer(together, importance, masked_only=masked_only)
+    for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
+        gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
+        offer_gradient(alone, importance, tensor.matrix, gradient.values, None, tensor.offset)
+    assert finite
+    assert together.winners().ids.tolist() == alone.winners().ids.tolist()
+    assert torch.equal(together.winners().grads, alone.winners().grads)
+
+
+def test_gradients_are_not_written_to():
+    tensors = small_tensors([[1], [0], [2]])
+    grads = gradients(tensors)
+    kept(tensors, grads).offer(Pool(3, torch.float32, "cpu"), D3(), masked_only=True)
+    for gradient, before in zip(grads, gradients(tensors), strict=True):
+        assert torch.equal(gradient.values, before.values)
+
+
+@pytest.mark.parametrize("entry", [0, 3])
+def test_a_number_that_is_not_finite_is_noticed_unmasked_or_not(entry):
+    tensors = small_tensors([[], [3], []])
+    grads = gradients(tensors)
+    grads[1].values.view(-1)[entry] = torch.nan
+    assert not kept(tensors, grads).offer(Pool(3, torch.float32, "cpu"), D3(), masked_only=True)
+
+
+def test_gradients_in_different_dtypes_are_kept_together():
+    tensors = small_tensors([[5], [4], []])
+    grads = gradients(tensors)
+    grads[1] = Gradient(grads[1].values.bfloat16())
+    taken = kept(tensors, grads).take()
+    assert taken.dtype == torch.float32
+    assert taken.tolist() == [grads[0].values[1, 2], grads[1].values[0, 4]]
+
+
+def test_what_is_small_is_whole_and_has_few_entries():
+    assert is_small(Gradient(torch.zeros(1, LARGEST)))
+    assert is_small(Product(torch.zeros(3, 16), torch.zeros(3, 8)))
+    assert not is_small(Gradient(torch.zeros(1, LARGEST + 1)))
+    assert not is_small(Gradient(torch.zeros(2, 4), torch.tensor([0, 3]))), "rows that a batch used"
+    assert not is_small(Gradient(torch.zeros(1, 4, device="meta"))), "not on a CPU"
