@@ -279,7 +279,7 @@ class Custom:
 
 def _with_slack(floor: Tensor) -> Tensor:
     """A little below the floor, or 0: an entry has to be found however its score was rounded, or flushed to zero."""
-    return ((floor - torch.finfo(floor.dtype).tiny) / ROUNDING_SLACK).clamp(min=0)
+    return (floor - torch.finfo(floor.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)
 
 
 def _or_any(least: Tensor) -> Tensor:

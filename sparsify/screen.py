@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsify.costs import costs_of
 from sparsify.counters import Work
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
+from sparsify.kernels.sddmm import sddmm
 from sparsify.kernels.survey import has_bfloat16_units, survey
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
@@ -72,9 +73,11 @@ def offer_screened(
     work.screened += multiplied
     work.skipped += product.numel - multiplied
     if found.indices.numel():
-        scores = importance.score(weight.take(found.indices).float(), found.most) * ROUNDING_SLACK
-        candidates = found.indices[scores >= pool.floor]
-        work.verified += candidates.numel()
-        grads = product.take(candidates)
-        offer_entries(pool, importance, candidates + tensor.offset, weight.take(candidates), grads)
+        near = weight.take(found.indices)
+        reach = (importance.score(near.float(), found.most) * ROUNDING_SLACK >= pool.floor).nonzero().squeeze(1)
+        if reach.numel():
+            work.verified += reach.numel()
+            candidates = found.indices[reach]
+            grads = sddmm(product.left, product.right, candidates)
+            offer_entries(pool, importance, candidates + tensor.offset, near[reach], grads)
     return found.taken
