@@ -18,7 +18,8 @@ from sparsify.counters import Work
 from sparsify.importance import GradientImportance
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.screen import can_screen, offer_screened
+from sparsify.masked.tied import TiedGradient
+from sparsify.screen import can_screen, offer_screened, offer_tied
 from sparsify.selection import Pool, Winners, offer_gradient
 from sparsify.small import SmallGradients
 
@@ -110,7 +111,12 @@ def offer_masked(
 
     ``work`` is added to.
     """
-    if can_screen(gradient, importance, pool):
+    if isinstance(gradient, TiedGradient):
+        if can_screen(gradient.product, importance, pool):
+            taken = offer_tied(pool, importance, tensor, gradient, excluded, work)
+            if taken is not None:
+                return Offered(taken[0], gradient, taken[1].to(pool.floor.device))
+    elif can_screen(gradient, importance, pool):
         assert isinstance(gradient, Product)
         unmasked = offer_screened(pool, importance, tensor, gradient, excluded, work)
         if unmasked is not None:

@@ -23,6 +23,7 @@ from sparsify.errors import SparsifyError
 from sparsify.importance import GradientImportance
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.tied import TiedGradient
 from sparsify.selection import Winners
 from sparsify.small import SmallGradients
 
@@ -171,6 +172,12 @@ def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, float]:
     Of a product the second counts how errors grow with the tokens. The third is relative: a product of short numbers is
     multiplied out in that type, and its single entries are not.
     """
+    if isinstance(gradient, TiedGradient):
+        grad, largest, rounding = _in_full(gradient.product)
+        rows = gradient.looked_up.dense().values.to(grad)
+        at = gradient.looked_up.rows
+        assert at is not None
+        return grad.index_add(0, at, rows), largest.index_add(0, at, rows.abs()), rounding
     if not isinstance(gradient, Product):
         grad = _at_least_float32(gradient.values)
         return grad, grad, 0.0

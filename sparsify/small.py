@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsify.importance import GradientImportance
+from sparsify.kernels import runs_ahead
 from sparsify.kernels.reach import reaching
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection import Pool, offer_entries
@@ -20,7 +21,8 @@ LARGEST = 1 << 14  # entries of a tensor that is small
 
 def is_small(gradient: Gradient) -> bool:
     """Whether a gradient is one to be kept; on a CPU only, since a GPU has work enough to hide each by itself."""
-    return gradient.rows is None and gradient.numel <= LARGEST and gradient.device.type == "cpu"
+    on_cpu = gradient.device.type == "cpu" and not runs_ahead(gradient.device)
+    return gradient.rows is None and gradient.numel <= LARGEST and on_cpu
 
 
 class SmallGradients:

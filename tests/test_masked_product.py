@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from sparsify import sparsify
 from sparsify.masked.product import Product
+from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.masked.tensor import Gradient
 
 
@@ -41,11 +42,21 @@ def test_sums_with_other_types_and_with_multiplied_gradients_are_multiplied_out(
 
 
 def test_what_is_held_stays_when_the_memory_of_its_factors_is_used_again():
-    one = product(3)
+    h = [torch.randn(3, 10, requires_grad=True) for _ in range(2)]
+    first, second = (recomputable(F.gelu(x)) for x in h)
+    one = Product(torch.randn(3, 12), first())
     expected, held = dense(one), one.held()
-    one.left.zero_()
-    one.right.zero_()
-    torch.testing.assert_close(dense(held), expected)
+    second()
+    assert not torch.equal(dense(one), expected), "made in the same memory"
+    assert torch.equal(dense(held), expected)
+    release_memory()
+
+
+def test_what_is_held_takes_no_memory_of_its_own_otherwise():
+    one = product(3)
+    held = one.held()
+    assert held.left is one.left
+    assert held.right is one.right
 
 
 class Twice(nn.Module):

@@ -11,12 +11,13 @@ from products import FREE
 from recorder import mask
 from torch import nn
 
-from sparsify import D3, SNIP, Increment, Strategy, screen, sparsify
+from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, screen, sparsify
 from sparsify.counters import Work
 from sparsify.kernels.native import library
 from sparsify.kernels.survey import plain_survey
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
+from sparsify.masked.tied import TiedGradient
 from sparsify.selection import Pool, offer_gradient
 
 ROWS, COLS, TOKENS = 48, 40, 24
@@ -245,3 +246,49 @@ def test_dot_products_are_the_entries_of_the_product():
     many = torch.arange(ROWS * COLS)
     assert torch.equal(product.take(many), product.dense().values.flatten())
     assert isinstance(product.dense(), Gradient)
+
+
+class Tied(nn.Module):
+    """A table that is looked up in, twice, and multiplied by."""
+
+    def __init__(self, vocabulary, width):
+        super().__init__()
+        self.table, self.between = nn.Embedding(vocabulary, width, padding_idx=3), nn.Linear(width, width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.output(self.between(self.table(ids)).tanh() + self.table(ids.flip(0)))
+
+
+@pytest.mark.parametrize("masked_only", [True, False])
+def test_a_tied_table_is_chosen_from_as_by_its_whole_gradient(masked_only, monkeypatch):
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
+    torch.manual_seed(0)
+    model, budget = Tied(600, 160), 3_000
+    capacity = None if masked_only else 30_000
+    selection = Increment() if masked_only else Repeat(capacity=capacity)
+    sparsify(model, budget, strategy=Strategy(D3(), selection), steps=5)
+    unmasker = get_unmasker(model)
+    unmasker.check = True  # raises where the dense form chooses others
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(5):
+        ids = torch.randint(600, (48,), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    work = unmasker.counters.total
+    assert work.screened + work.skipped > 3 * 600 * 120, "the table, but for the rows that were looked up"
+    assert work.screened + work.skipped + work.multiplied == 5 * (600 * 160 + 160 * 160 + 160)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
+    left, right = torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS)
+    rows = torch.zeros(2, COLS)
+    rows[1, 5] = number
+    gradient = TiedGradient(Product(left, right), Gradient(rows, torch.tensor([4, 7])))
+    pool, nothing = Pool(1, torch.float32, "cpu", floor=1e-3), torch.empty(0, dtype=torch.int64)
+    tensor = a_tensor(torch.zeros(ROWS, COLS))
+    _, finite = screen.offer_tied(pool, D3(), tensor, gradient, nothing, Work())
+    assert not finite

@@ -11,7 +11,9 @@ from torch import Tensor
 from sparsify.costs import costs_of
 from sparsify.kernels import runs_ahead
 from sparsify.kernels.sddmm import sddmm
+from sparsify.masked.recompute import lasting
 from sparsify.masked.tensor import Gradient
+from sparsify.masked.tied import TiedGradient
 
 # one entry as a dot product takes about as long as this many entries of the whole product on a GPU, by its data sheet:
 # two 32-byte sectors a token at 3 TB/s, against 2 operations at 400 TFLOP/s
@@ -54,10 +56,12 @@ class Product(Gradient):
 
     def held(self) -> Gradient:
         if self._may_wait(self.left.shape[0]):
-            return Product(self.left.clone(), self.right.clone())  # either's memory may be another's soon
+            return Product(lasting(self.left), lasting(self.right))
         return self.dense()
 
     def add(self, other: Gradient) -> Gradient:
+        if other.rows is not None and self._may_wait(self.left.shape[0]):
+            return TiedGradient(self, other)
         if (
             isinstance(other, Product)
             and other.left.dtype == self.left.dtype

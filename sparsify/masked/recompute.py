@@ -68,6 +68,13 @@ def release_memory() -> None:
     _MEMORY.buffer = _MEMORY.made = _MEMORY.made_by = None
 
 
+def lasting(x: Tensor) -> Tensor:
+    """``x`` itself, or a copy where its memory is one that the next input will be made in."""
+    buffer = _MEMORY.buffer
+    shared = buffer is not None and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    return x.clone() if shared else x
+
+
 def announce_layer_norm(module: nn.Module, output: Tensor) -> None:
     """Leaves word of how an ``nn.LayerNorm`` made its output, so that it can be made again; not of other modules."""
     node: Any = output.grad_fn
