@@ -30,6 +30,7 @@ class BackwardPass:
         self.held: dict[MaskedTensor, Gradient] = {}
         self._settled: set[MaskedTensor] = set()
         self._small = SmallGradients()
+        # a sum over micro-batches takes the place of the one before it, and cannot be added later
         self._keeps_small = sums is None and (chooser is None or chooser.offer_small is not None)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:

@@ -24,6 +24,7 @@ from sparsify.counters import Work
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.tied import TiedGradient
 from sparsify.ranks import Ranks, num_ranks
 from sparsify.selection import Pool, Winners, offer_gradient
 
@@ -191,7 +192,7 @@ class SharedChooser:
 
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
-        if isinstance(gradient, Product):
+        if isinstance(gradient, (Product, TiedGradient)):
             self._work.multiplied += gradient.numel
         pool, gradient = self._pool, gradient.dense()
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered

@@ -17,8 +17,8 @@ class Work:
     Attributes:
         screened: in bfloat16, a tensor at a time, to find those that could be among the best.
         verified: of these, computed in float32 since they could.
-        multiplied: with the gradient of all of their tensor at hand, because it is small, because it comes that way, or
-            because it was multiplied out.
+        multiplied: with the gradient at hand of all of their tensor, or of all rows that were looked up, because it is
+            small, because it comes that way, or because it was multiplied out.
         skipped: in no way, since the norms of a product's factors say that none of them could be among the best.
         vain: of those multiplied, screened before, which found too many, or numbers that are not finite.
     """

@@ -77,7 +77,7 @@ def offer_screened(
         numel -= left_out.numel() * weight.shape[1]
     found = survey(product.left, product.right, tensor.indices, excluded, least, room=room)
     if found is None:
-        work.vain += product.numel
+        work.vain += numel
         return None
     product.left_sum = found.left_sum.to(product.left.dtype)
     multiplied = min(found.multiplied, numel)  # whole tiles, beyond the product's edge

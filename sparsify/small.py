@@ -40,8 +40,8 @@ class SmallGradients:
         return [tensor for tensor, _ in self.pairs]
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient."""
-        self.pairs.append((tensor, gradient.dense()))
+        """Keeps a tensor's gradient, in memory of its own: compiled graphs use theirs again."""
+        self.pairs.append((tensor, gradient.dense().own()))
 
     def take(self) -> Tensor:
         """(k,) the gradient of the unmasked entries, tensor by tensor."""

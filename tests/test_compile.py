@@ -98,6 +98,22 @@ def test_the_default_backend_is_the_oracle():
     assert counters["stats"]["unique_graphs"] == PRELUDE + 1
 
 
+@pytest.mark.parametrize("strategy", ["id3", "bitfit"])
+def test_gradients_whose_memory_the_default_backend_uses_again_are_what_they_are_in_eager_mode(strategy):
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3)]
+    eager = sparsify(nn.Sequential(*blocks), 60 if strategy == "id3" else None, strategy, steps=3)
+    model = copy.deepcopy(eager)
+    for each, run in ((eager, eager), (model, torch.compile(model))):
+        optimizer = sgd(each)
+        for step in range(3):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            (run(x) * x.sin()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert unmasked_sets(model) == unmasked_sets(eager)
+    torch.testing.assert_close(model.sparse_values, eager.sparse_values, rtol=1e-4, atol=1e-5)
+
+
 def test_the_mode_with_cuda_graphs_is_what_it_is_without():
     compare(*built("mlp", torch.float32), lambda model: torch.compile(model, mode="reduce-overhead"), tolerance=1e-5)
 

@@ -66,6 +66,19 @@ def test_the_pool_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
     assert torch.equal(together.winners().grads, alone.winners().grads)
 
 
+def test_gradients_are_kept_when_the_memory_they_came_in_is_used_again():
+    tensors = small_tensors([[1], [0], [2]])
+    grads = [Gradient(gradient.values, owned=False) for gradient in gradients(tensors)]
+    small = kept(tensors, grads)
+    expected = small.take()
+    values = [torch.zeros(tensor.matrix.shape) for tensor in tensors]
+    lent = SmallGradients()
+    for tensor, memory, gradient in zip(tensors, values, gradients(tensors), strict=True):
+        lent.add(tensor, Gradient(memory.copy_(gradient.values), owned=False))
+        memory.zero_()
+    assert torch.equal(lent.take(), expected)
+
+
 def test_gradients_are_not_written_to():
     tensors = small_tensors([[1], [0], [2]])
     grads = gradients(tensors)

@@ -61,7 +61,7 @@ class Product(Gradient):
 
     def add(self, other: Gradient) -> Gradient:
         if other.rows is not None and self._may_wait(self.left.shape[0]):
-            return TiedGradient(self, other)
+            return TiedGradient(self, other) if self.numel else other
         if (
             isinstance(other, Product)
             and other.left.dtype == self.left.dtype

@@ -31,7 +31,7 @@ class TiedGradient(Gradient):
 
     @property
     def numel(self) -> int:
-        return max(self.product.numel, self.looked_up.numel)
+        return self.product.numel
 
     def dense(self) -> Gradient:
         return self.product.dense().add(self.looked_up)
