@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from sparsify.costs import costs_of
-from sparsify.counters import Work
-from sparsify.importance import GradientImportance
 from sparsify.kernels.reach import reaching
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection import Pool, offer_entries
+from sparsify.search import Offered, Search
+from sparsify.selection import offer_entries
 
 SMALLEST_BOUNDED = 1 << 16  # entries; below, the full product costs as little as its norms
 BLOCK_NUMBERS = 1 << 16  # of a factor, that stay in a core's cache
@@ -44,59 +43,64 @@ class Part(NamedTuple):
         return self.rows.numel() * self.columns.numel()
 
 
-def can_bound(gradient: Gradient, importance: GradientImportance, pool: Pool) -> bool:
+def can_bound(search: Search, gradient: Gradient) -> bool:
     """Whether a gradient is a product of which a part may be enough, and whose norms cost little beside it.
 
     Args:
+        search: its importance has to grow with abs(grad), its pool has to be full, so that there is a floor.
         gradient: has to be a product, not multiplied out yet; in bfloat16 the norms cost too much.
-        importance: has to grow with abs(grad).
-        pool: has to be full, so that there is a floor.
     """
     return (
         isinstance(gradient, Product)
         and gradient.left.device.type == "cpu"
         and gradient.left.dtype in (torch.float32, torch.float64)
-        and importance.monotone
+        and search.importance.monotone
         and gradient.numel >= SMALLEST_BOUNDED
-        and pool.has_floor
+        and search.pool.has_floor
     )
 
 
-def offer_bounded(
-    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, product: Product, excluded: Tensor, work: Work
-) -> Tensor | None:
+def offer_bounded(search: Search, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> Offered | None:
     """Offers the entries of a product that can reach the pool's floor.
 
     Args:
-        pool: takes the candidates.
-        importance: scores them.
+        search: has the pool.
         tensor: whose gradient it is.
-        product: the gradient.
+        gradient: any.
         excluded: (e,) flat indices that are no candidates.
-        work: is added to.
 
     Returns:
-        The gradient (k,) of the tensor's unmasked entries; ``None`` where the full product is better, or where its
-        entries might not all be finite: nothing was offered then.
+        ``None`` where there is no bound or the full product is better, or where its entries might not all be finite:
+        nothing was offered then.
     """
-    if not costs_of(product.left, product.right).samples(tensor.count):
+    if not can_bound(search, gradient):
         return None
-    weight, cols = tensor.matrix, product.shape[1]
-    least = importance.least_gradient(pool.floor.to(product.left.dtype), weight)
-    part = part_that_reaches(product, least)
-    if part is None or part.numel > LARGEST_PART * product.numel:
+    assert isinstance(gradient, Product)
+    if not costs_of(gradient.left, gradient.right).samples(tensor.count):
         return None
-    work.multiplied += part.numel
-    work.skipped += product.numel - part.numel
+    pool, weight = search.pool, tensor.matrix
+    least = search.importance.least_gradient(pool.floor.to(gradient.left.dtype), weight)
+    part = part_that_reaches(gradient, least)
+    if part is None or part.numel > LARGEST_PART * gradient.numel:
+        return None
+    search.work.multiplied += part.numel
+    search.work.skipped += gradient.numel - part.numel
     if part.numel:
-        values = product.left.index_select(1, part.rows).t() @ product.right.index_select(1, part.columns)
-        values.view(-1).index_fill_(0, _places(part, excluded, product.shape), 0)
-        found, _ = reaching(values, least[part.rows])
-        assert found is not None
-        width = part.columns.numel()
-        indices = part.rows[found.div(width, rounding_mode="floor")] * cols + part.columns[found % width]
-        offer_entries(pool, importance, indices + tensor.offset, weight.take(indices), values.take(found))
-    return product.take(tensor.indices)
+        indices, values = _reaching(gradient, part, least, excluded)
+        offer_entries(pool, search.importance, indices + tensor.offset, weight.take(indices), values)
+    unmasked = gradient.take(tensor.indices)
+    return Offered(unmasked, gradient, unmasked.isfinite().all().to(pool.floor.device))
+
+
+def _reaching(product: Product, part: Part, least: Tensor, excluded: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat indices and values (n,) of a part's entries that reach ``least`` (rows,), but for the excluded ones."""
+    values = product.left.index_select(1, part.rows).t() @ product.right.index_select(1, part.columns)
+    values.view(-1).index_fill_(0, _places(part, excluded, product.shape), 0)
+    found, _ = reaching(values, least[part.rows])
+    assert found is not None
+    width = part.columns.numel()
+    indices = part.rows[found.div(width, rounding_mode="floor")] * product.shape[1] + part.columns[found % width]
+    return indices, values.take(found)
 
 
 def part_that_reaches(product: Product, least: Tensor) -> Part | None:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sparsify.bound import can_bound, offer_bounded
-from sparsify.counters import Work
-from sparsify.importance import GradientImportance
-from sparsify.masked.product import Product
+from sparsify.bound import offer_bounded
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.masked.tied import TiedGradient
-from sparsify.screen import can_screen, offer_screened, offer_tied
-from sparsify.selection import Pool, Winners, offer_gradient
+from sparsify.screen import offer_screened, offer_tied
+from sparsify.search import Offered, Search, offer_whole
+from sparsify.selection import Winners
 from sparsify.small import SmallGradients
 
 
@@ -54,16 +51,12 @@ class StreamingChooser:
     """The best entries by their gradients, in memory for as many as are wanted.
 
     Args:
-        pool: of the size that is wanted.
-        importance: scores the entries.
-        work: is added to.
+        search: its pool is of the size that is wanted.
         masked_only: whether entries that are unmasked already are no candidates.
     """
 
-    def __init__(self, pool: Pool, importance: GradientImportance, work: Work, *, masked_only: bool) -> None:
-        self._pool = pool
-        self._importance = importance
-        self._work = work
+    def __init__(self, search: Search, *, masked_only: bool) -> None:
+        self._search = search
         self._masked_only = masked_only
         self._finite: list[Tensor] = []
 
@@ -72,67 +65,31 @@ class StreamingChooser:
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        offered = offer_masked(self._pool, self._importance, tensor, gradient, excluded, self._work)
+        offered = offer_masked(self._search, tensor, gradient, excluded)
         self._finite.append(offered.finite)
         return offered.unmasked
 
     def offer_small(self, small: SmallGradients) -> None:
-        self._work.multiplied += sum(gradient.numel for _, gradient in small.pairs)
-        self._finite.append(small.offer(self._pool, self._importance, masked_only=self._masked_only))
+        self._finite.append(small.offer(self._search, masked_only=self._masked_only))
 
     def skip(self, tensor: MaskedTensor) -> None:
         """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
-        return self._pool.winners()
+        return self._search.pool.winners()
 
     def finite(self) -> list[Tensor]:
         return self._finite
 
 
-class Offered(NamedTuple):
-    """What is left of a gradient that was offered.
-
-    Attributes:
-        unmasked: (k,) the gradient of the unmasked entries.
-        rest: the gradient in the form that was looked at.
-        finite: bool scalar on the pool's device: whether what was looked at is finite.
-    """
-
-    unmasked: Tensor
-    rest: Gradient
-    finite: Tensor
-
-
-def offer_masked(
-    pool: Pool, importance: GradientImportance, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, work: Work
-) -> Offered:
-    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, bounded, or all of them.
-
-    ``work`` is added to.
-    """
-    if isinstance(gradient, TiedGradient):
-        if can_screen(gradient.product, importance, pool):
-            taken = offer_tied(pool, importance, tensor, gradient, excluded, work)
-            if taken is not None:
-                return Offered(taken[0], gradient, taken[1].to(pool.floor.device))
-    elif can_screen(gradient, importance, pool):
-        assert isinstance(gradient, Product)
-        unmasked = offer_screened(pool, importance, tensor, gradient, excluded, work)
-        if unmasked is not None:
-            return Offered(unmasked, gradient, torch.ones_like(pool.floor, dtype=torch.bool))
-    elif can_bound(gradient, importance, pool):
-        assert isinstance(gradient, Product)
-        unmasked = offer_bounded(pool, importance, tensor, gradient, excluded, work)
-        if unmasked is not None:
-            return Offered(unmasked, gradient, unmasked.isfinite().all().to(pool.floor.device))
-    work.multiplied += gradient.numel
-    gradient = gradient.dense()
-    unmasked = gradient.take(tensor.indices)
-    if excluded.numel():
-        gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-    finite = offer_gradient(pool, importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
-    return Offered(unmasked, gradient, finite.to(pool.floor.device))
+def offer_masked(search: Search, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> Offered:
+    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, bounded, or all of them."""
+    return (
+        offer_screened(search, tensor, gradient, excluded)
+        or offer_tied(search, tensor, gradient, excluded)
+        or offer_bounded(search, tensor, gradient, excluded)
+        or offer_whole(search, tensor, gradient, excluded)
+    )
 
 
 class RankedChooser:

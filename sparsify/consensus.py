@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.choosers import Offered, offer_masked
-from sparsify.counters import Work
+from sparsify.choosers import offer_masked
 from sparsify.importance import ROUNDING_SLACK, GradientImportance
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.masked.tied import TiedGradient
 from sparsify.ranks import Ranks, num_ranks
+from sparsify.search import Offered, Search
 from sparsify.selection import Pool, Winners, offer_gradient
 
 MOST_ROUNDS = 2  # of raising the floor for one tensor, before its whole gradient is averaged
@@ -71,11 +71,9 @@ class SharedChooser:
     """The best entries by the mean of all ranks' gradients.
 
     Args:
-        pool: of the size that is wanted.
-        importance: scores the entries.
+        search: its pool is of the size that is wanted; the work is this rank's.
         ranks: the other ranks.
         tensors: all masked tensors, by number.
-        work: this rank's, is added to.
         masked_only: whether entries that are unmasked already are no candidates.
         mode: ``"exact"``: all entries that could be among the best are proposed; or ``"candidates"``: only each rank's
             own best, as many as are wanted.
@@ -84,25 +82,17 @@ class SharedChooser:
     offer_small = None
 
     def __init__(
-        self,
-        pool: Pool,
-        importance: GradientImportance,
-        ranks: Ranks,
-        tensors: Sequence[MaskedTensor],
-        work: Work,
-        *,
-        masked_only: bool,
-        mode: str,
+        self, search: Search, ranks: Ranks, tensors: Sequence[MaskedTensor], *, masked_only: bool, mode: str
     ) -> None:
-        self._pool = pool
-        self._importance = importance
-        self._generous = Generous(importance, num_ranks())
+        self._pool = search.pool
+        self._importance = search.importance
+        self._generous = Generous(search.importance, num_ranks())
         self._ranks = ranks
-        self._work = work
+        self._work = search.work
         self._names = [tensor.name for tensor in tensors]
         self._masked_only = masked_only
-        self._exact, self._few = mode == "exact", pool.size * RAISING[mode]
-        self._proposes = importance.monotone or not self._exact
+        self._exact, self._few = mode == "exact", search.pool.size * RAISING[mode]
+        self._proposes = search.importance.monotone or not self._exact
         self._finite: list[Tensor] = []
 
     def wants(self, tensor: MaskedTensor) -> bool:
@@ -150,15 +140,12 @@ class SharedChooser:
             self._work.multiplied += gradient.numel
             gradient = gradient.dense()
             nothing = excluded[:0].to(shared.floor.device)
-            return (
-                nothing,
-                False,
-                Offered(gradient.take(tensor.indices), gradient, nothing.new_ones((), dtype=torch.bool)),
-            )
+            finite = torch.ones_like(shared.floor, dtype=torch.bool)
+            return nothing, False, Offered(gradient.take(tensor.indices), gradient, finite)
         if self._exact:  # more of them would take more bytes than the gradient
             most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
         own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
-        offered = offer_masked(own, self._generous, tensor, gradient, excluded, self._work)
+        offered = offer_masked(Search(own, self._generous, self._work), tensor, gradient, excluded)
         self._finite.append(offered.finite)
         ids = own.winners().ids
         return ids - tensor.offset, ids.numel() < most, offered

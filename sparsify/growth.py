@@ -26,6 +26,7 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranking import rank_by_weight
 from sparsify.ranks import Ranks, num_ranks
 from sparsify.schedules import Schedule
+from sparsify.search import Search
 from sparsify.selection import Pool, Winners
 from sparsify.strategies import Increment, Repeat, Strategy
 
@@ -90,31 +91,27 @@ class Growth:
         if not number or importance is None:
             return None
         if isinstance(importance, GradientImportance) and importance.uses_gradient:
-            work = engine.counters.current
-            if num_ranks() == 1 and runs_ahead(values.device):
-                last = engine.tensors[-1]
-                device = DeviceChooser(
-                    number, last.offset + last.numel, importance, values, work, masked_only=self._masked_only
-                )
-                return self._checked(device, number)
-            pool = Pool(number, values.dtype, values.device)
-            if num_ranks() == 1:
-                return self._checked(StreamingChooser(pool, importance, work, masked_only=self._masked_only), number)
-            if engine.check:
-                raise SparsifyError(
-                    "get_unmasker(model).check is set, and several ranks train together; one process alone can compare "
-                    "its selection with the dense form: unset it, or train without ranks."
-                )
-            return SharedChooser(
-                pool,
-                importance,
-                engine.ranks,
-                engine.tensors,
-                work,
-                masked_only=self._masked_only,
-                mode=engine.sync_mode,
-            )
+            return self._by_gradients(importance, number)
         return RankedChooser(self._rank(cast(WeightImportance, importance), number), engine.tensors, values)
+
+    def _by_gradients(self, importance: GradientImportance, number: int) -> Chooser:
+        """Who finds so many entries while the gradients come by: on a GPU, on a CPU, or together with other ranks."""
+        engine, masked_only = self.engine, self._masked_only
+        work, values = engine.counters.current, engine.values.detach()
+        if num_ranks() == 1 and runs_ahead(values.device):
+            last = engine.tensors[-1]
+            total = last.offset + last.numel
+            device = DeviceChooser(number, total, importance, values, work, masked_only=masked_only)
+            return self._checked(device, number)
+        search = Search(Pool(number, values.dtype, values.device), importance, work)
+        if num_ranks() == 1:
+            return self._checked(StreamingChooser(search, masked_only=masked_only), number)
+        if engine.check:
+            raise SparsifyError(
+                "get_unmasker(model).check is set, and several ranks train together; one process alone can compare "
+                "its selection with the dense form: unset it, or train without ranks."
+            )
+        return SharedChooser(search, engine.ranks, engine.tensors, masked_only=masked_only, mode=engine.sync_mode)
 
     def _checked(self, chooser: Chooser, number: int) -> Chooser:
         """Who chooses as many by the gradients, compared with the dense form where that is asked for."""

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsify.importance import GradientImportance
 from sparsify.kernels import runs_ahead
 from sparsify.kernels.reach import reaching
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection import Pool, offer_entries
+from sparsify.search import Search
+from sparsify.selection import offer_entries
 
 LARGEST = 1 << 14  # entries of a tensor that is small
 
@@ -47,18 +47,19 @@ class SmallGradients:
         """(k,) the gradient of the unmasked entries, tensor by tensor."""
         return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
 
-    def offer(self, pool: Pool, importance: GradientImportance, *, masked_only: bool) -> Tensor:
+    def offer(self, search: Search, *, masked_only: bool) -> Tensor:
         """Offers the entries to a pool.
 
         Args:
-            pool: takes the candidates.
-            importance: scores them.
+            search: has the pool.
             masked_only: whether entries that are unmasked already are no candidates.
 
         Returns:
             Bool scalar on the pool's device: whether all gradients are finite.
         """
+        pool, importance = search.pool, search.importance
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
+        search.work.multiplied += grad.numel()
         finite = grad.isfinite().all()
         excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
         grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered

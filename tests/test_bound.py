@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import unmasked_sets
-from test_screen import a_tensor, winners
+from test_screen import a_tensor, searching, winners
 from torch import nn
 
 from sparsify import D3, SNIP, bound, sparsify
 from sparsify.costs import Costs
-from sparsify.counters import Work
 from sparsify.masked.product import Product
 from sparsify.selection import Pool, offer_gradient
 
@@ -24,6 +23,7 @@ CHEAP_SAMPLES = Costs(product=1, scan=0, survey=1, base=0, entry=0)
 def always_worth_it(monkeypatch):
     monkeypatch.setattr(bound, "costs_of", lambda *_: CHEAP_SAMPLES)
     monkeypatch.setattr(bound, "LARGEST_PART", 1)
+    monkeypatch.setattr(bound, "SMALLEST_BOUNDED", 1)
 
 
 def factors(seed, shape, scale, dtype):
@@ -40,7 +40,7 @@ def factors(seed, shape, scale, dtype):
     if shape == "aligned":  # the norms' product is the entry: nothing is to spare
         left, right = (
             left[:, :1] * torch.rand(ROWS, generator=generator),
-            left[:, :1] * torch.rand(COLS, generator=generator),
+            left[:, :1] / scale * torch.rand(COLS, generator=generator),
         )
     return left, right
 
@@ -68,8 +68,10 @@ def test_the_part_has_the_winners_of_the_full_product(seed, importance, scale, s
     others = torch.full((20,), scores.topk(rank).values[-1].item())
 
     def bounded(pool):
-        taken = bound.offer_bounded(pool, importance, tensor, product, unmasked, Work())
-        torch.testing.assert_close(taken, unmasked_grads, rtol=1e-4, atol=1e-5 * full.values.abs().max().item())
+        taken = bound.offer_bounded(searching(pool, importance), tensor, product, unmasked)
+        torch.testing.assert_close(
+            taken.unmasked, unmasked_grads, rtol=1e-4, atol=1e-5 * full.values.abs().max().item()
+        )
 
     def dense(pool):
         offer_gradient(pool, importance, weight, full.values, None, 100)
@@ -105,7 +107,7 @@ def test_an_overflow_is_left_to_the_full_product(value):
     nothing = torch.empty(0, dtype=torch.int64)
     right[0, 0] = 1e3
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert bound.offer_bounded(pool, D3(), tensor, Product(left, right), nothing, Work()) is None
+    assert bound.offer_bounded(searching(pool), tensor, Product(left, right), nothing) is None
     assert pool.winners().ids.tolist() == [0]
 
 
@@ -115,7 +117,7 @@ def test_a_large_part_is_left_to_the_full_product(monkeypatch):
     pool.add(torch.tensor([0]), torch.tensor([1e-3]), torch.tensor([1e-3]))
     product = Product(torch.ones(2, ROWS), torch.ones(2, COLS))
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert bound.offer_bounded(pool, D3(), tensor, product, torch.empty(0, dtype=torch.int64), Work()) is None
+    assert bound.offer_bounded(searching(pool), tensor, product, torch.empty(0, dtype=torch.int64)) is None
 
 
 def test_the_engine_unmasks_the_same_with_and_without_the_bound(monkeypatch):
@@ -145,13 +147,14 @@ def test_the_engine_unmasks_the_same_with_and_without_the_bound(monkeypatch):
     assert sum(taken is not None for taken in offered) >= 6
 
 
-def test_what_can_be_bounded():
+def test_what_can_be_bounded(monkeypatch):
+    monkeypatch.setattr(bound, "SMALLEST_BOUNDED", 1 << 16)
     pool = Pool(1, torch.float32, "cpu")
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert not bound.can_bound(product, D3(), pool), "an empty pool has no floor"
+    assert not bound.can_bound(searching(pool), product), "an empty pool has no floor"
     pool.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
-    assert bound.can_bound(product, D3(), pool)
-    assert bound.can_bound(Product(product.left.double(), product.right.double()), D3(), pool)
-    assert not bound.can_bound(Product(product.left.bfloat16(), product.right.bfloat16()), D3(), pool)
-    assert not bound.can_bound(product.dense(), D3(), pool)
-    assert not bound.can_bound(Product(torch.randn(4, 200), torch.randn(4, 300)), D3(), pool)
+    assert bound.can_bound(searching(pool), product)
+    assert bound.can_bound(searching(pool), Product(product.left.double(), product.right.double()))
+    assert not bound.can_bound(searching(pool), Product(product.left.bfloat16(), product.right.bfloat16()))
+    assert not bound.can_bound(searching(pool), product.dense())
+    assert not bound.can_bound(searching(pool), Product(torch.randn(4, 200), torch.randn(4, 300)))

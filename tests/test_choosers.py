@@ -8,6 +8,7 @@ from sparsify import D3
 from sparsify.choosers import RankedChooser, StreamingChooser
 from sparsify.counters import Work
 from sparsify.masked.tensor import Gradient
+from sparsify.search import Search
 from sparsify.selection import Pool
 
 
@@ -51,7 +52,7 @@ def test_streaming_leaves_out_what_is_unmasked_only_where_it_is_told_to():
         weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[3, 7]] = torch.tensor([1.0, 2.0])
-        chooser = StreamingChooser(Pool(1, torch.float32, "cpu"), D3(exp=0), Work(), masked_only=masked_only)
+        chooser = StreamingChooser(Search(Pool(1, torch.float32, "cpu"), D3(exp=0), Work()), masked_only=masked_only)
         assert chooser.wants(bias)
         assert chooser.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
         assert chooser.winners().ids.tolist() == expected

@@ -21,7 +21,7 @@ from sparsify import (
     sparsify,
     summary,
 )  # fmt: skip
-from sparsify.selection import Winners
+from sparsify.selection import Pool, Winners
 
 
 @register_importance("against the weight")
@@ -148,19 +148,19 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
 
 
 def test_too_few_winners_are_caught(monkeypatch):
-    winners = screen.Pool.winners
+    winners = Pool.winners
 
     def all_but_one(pool):
         found = winners(pool)
         return Winners(found.ids[:-1], found.grads[:-1])
 
-    monkeypatch.setattr(screen.Pool, "winners", all_but_one)
+    monkeypatch.setattr(Pool, "winners", all_but_one)
     with pytest.raises(SparsifyError, match="was not unmasked"):
         train(*checked("mlp"))
 
 
 def test_an_entry_that_was_no_candidate_is_caught(monkeypatch):
-    winners = screen.Pool.winners
+    winners = Pool.winners
 
     def with_one_again(pool):
         found = winners(pool)
@@ -168,7 +168,7 @@ def test_an_entry_that_was_no_candidate_is_caught(monkeypatch):
         return Winners(ids, found.grads) if get_unmasker(model).tensors[0].count else found
 
     model, batches = checked("mlp", Strategy(D3(exp=0), Increment()))
-    monkeypatch.setattr(screen.Pool, "winners", with_one_again)
+    monkeypatch.setattr(Pool, "winners", with_one_again)
     with pytest.raises(
         SparsifyError, match=r"entry .* was unmasked with a score of .*; by the dense form its score is 0,"
     ):

@@ -37,6 +37,7 @@ from sparsify.counters import Work
 from sparsify.integrations.distributed import check_ranks
 from sparsify.masked.tensor import Gradient
 from sparsify.ranks import Ranks, num_ranks
+from sparsify.search import Search
 from sparsify.selection import Pool, offer_gradient
 
 STEPS, BUDGET, BATCH = 6, 60, 8
@@ -361,7 +362,7 @@ def winners_of_random_tensors(rank):
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         pool, expected = Pool(size, torch.float32, "cpu"), Pool(size, torch.float32, "cpu")
-        chooser = SharedChooser(pool, importance, Ranks(), tensors, Work(), masked_only=True, mode="exact")
+        chooser = SharedChooser(Search(pool, importance, Work()), Ranks(), tensors, masked_only=True, mode="exact")
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)

@@ -18,6 +18,7 @@ from sparsify.kernels.survey import plain_survey
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
 from sparsify.masked.tied import TiedGradient
+from sparsify.search import Search
 from sparsify.selection import Pool, offer_gradient
 
 ROWS, COLS, TOKENS = 48, 40, 24
@@ -35,6 +36,10 @@ def a_tensor(weight, unmasked=()):
         [indices.numel()], indices, torch.arange(indices.numel()), torch.zeros(len(indices))
     )
     return tensor
+
+
+def searching(pool, importance=D3()):  # noqa: B008 - frozen
+    return Search(pool, importance, Work())
 
 
 def winners(offer, size, seed_scores):
@@ -84,8 +89,10 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
     others = torch.full((20,), scores.kthvalue(scores.numel() - 12).values.item())
 
     def screened(pool):
-        taken = screen.offer_screened(pool, importance, tensor, product, unmasked, Work())
-        torch.testing.assert_close(taken, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * gradient.values.abs().max())
+        taken = screen.offer_screened(searching(pool, importance), tensor, product, unmasked)
+        torch.testing.assert_close(
+            taken.unmasked, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * gradient.values.abs().max()
+        )
         torch.testing.assert_close(product.left_sum, left.sum(0), rtol=1e-4, atol=1e-5 * left.abs().max())
 
     def dense(pool):
@@ -108,25 +115,27 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
+    monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
 
 
 def test_an_overflow_is_left_to_the_full_product():
     left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
     left[0, 0] = torch.inf
-    pool = Pool(1, torch.float32, "cpu")
+    pool = Pool(1, torch.float32, "cpu", floor=1e-3)
     nothing = torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screen.offer_screened(pool, D3(), tensor, Product(left, right), nothing, Work()) is None
+    assert screen.offer_screened(searching(pool), tensor, Product(left, right), nothing) is None
     assert pool.winners().ids.numel() == 0
 
 
 def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.1))
     left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
-    pool = Pool(1, torch.float32, "cpu")
+    pool = Pool(1, torch.float32, "cpu", floor=1e-3)
     nothing = torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screen.offer_screened(pool, D3(), tensor, Product(left, right), nothing, Work()) is None
+    assert screen.offer_screened(searching(pool), tensor, Product(left, right), nothing) is None
 
 
 @pytest.mark.parametrize("units", [True, False])
@@ -135,9 +144,9 @@ def test_only_a_cpu_with_bfloat16_units_screens(monkeypatch, units):
     pool = Pool(1, torch.float32, "cpu")
     pool.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert screen.can_screen(product, D3(), pool) is units
-    assert not screen.can_screen(Product(product.left.double(), product.right.double()), D3(), pool)
-    assert not screen.can_screen(product, D3(), Pool(1, torch.float32, "cpu")), "an empty pool has no floor"
+    assert screen.can_screen(searching(pool), product) is units
+    assert not screen.can_screen(searching(pool), Product(product.left.double(), product.right.double()))
+    assert not screen.can_screen(searching(Pool(1, torch.float32, "cpu")), product), "an empty pool has no floor"
 
 
 def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch):
@@ -145,9 +154,9 @@ def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeyp
     pool = Pool(1, torch.float32, "cpu")
     pool.add(torch.tensor([0]), torch.tensor([1e3]), torch.tensor([1e3]))
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert screen.can_screen(product, D3(), pool)
+    assert screen.can_screen(searching(pool), product)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(survey=1.1))
-    assert not screen.can_screen(product, D3(), pool)
+    assert not screen.can_screen(searching(pool), product)
 
 
 def test_no_screen_where_sampling_the_unmasked_entries_makes_it_too_slow(monkeypatch):
@@ -157,9 +166,9 @@ def test_no_screen_where_sampling_the_unmasked_entries_makes_it_too_slow(monkeyp
     tensor = a_tensor(torch.zeros(ROWS, COLS), unmasked)
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=1 / 20))
-    assert screen.offer_screened(pool, D3(), tensor, product, unmasked, Work()) is not None
+    assert screen.offer_screened(searching(pool), tensor, product, unmasked) is not None
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=1 / 14))
-    assert screen.offer_screened(pool, D3(), tensor, product, unmasked, Work()) is None
+    assert screen.offer_screened(searching(pool), tensor, product, unmasked) is None
 
 
 def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
@@ -290,5 +299,4 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     gradient = TiedGradient(Product(left, right), Gradient(rows, torch.tensor([4, 7])))
     pool, nothing = Pool(1, torch.float32, "cpu", floor=1e-3), torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    _, finite = screen.offer_tied(pool, D3(), tensor, gradient, nothing, Work())
-    assert not finite
+    assert not screen.offer_tied(searching(pool), tensor, gradient, nothing).finite
