@@ -138,3 +138,30 @@ def test_the_norm_that_is_clipped_is_that_of_the_trained_entries(name):
     weights = dict(sparse.named_parameters())
     for parameter_name, parameter in dense.named_parameters():
         torch.testing.assert_close(weights[parameter_name], parameter, rtol=1e-9, atol=1e-9)
+
+
+class UsedTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.linear = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.linear(self.linear(self.table(ids)).tanh()))
+
+
+@pytest.mark.parametrize("strategy", ["id3", "random"])
+def test_a_backward_called_in_autocast_computes_in_the_dtypes_of_the_forward_pass(strategy):
+    torch.manual_seed(0)
+    plain, ids, grads, sets = UsedTwice(), torch.arange(20), [], []
+    for autocast in (True, False):
+        model = sparsify(copy.deepcopy(plain), 100, strategy, steps=1)
+        loss = model(ids).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss.backward()
+        grads.append(model.sparse_values.grad)
+        sets.append(unmasked_sets(model))
+    assert sets[0] == sets[1]
+    assert torch.equal(*grads)
