@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.plots import plot
-from sparsify.bench.run import GIVE_BACK, KEEP_ALL, Measurement, measure, to_json
+from sparsify.bench.run import GIVE_BACK, HEAP, Measurement, measure, to_json
 from sparsify.bench.settings import Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.table import headline, make_table
@@ -54,7 +54,8 @@ def test_each_method_is_measured_in_every_round():
     assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
 
 
-def test_times_are_taken_where_the_heap_is_kept_and_memory_where_it_is_given_back(monkeypatch):
+@pytest.mark.parametrize("heap", ["keep", "system"])
+def test_times_are_taken_where_the_heap_is_as_told_and_memory_where_it_is_given_back(monkeypatch, heap):
     class Ready:
         def __init__(self, module, **environment):
             environments.append(environment)
@@ -72,8 +73,8 @@ def test_times_are_taken_where_the_heap_is_kept_and_memory_where_it_is_given_bac
     environments = []
     monkeypatch.setattr("sparsify.bench.run._start", Ready)
     monkeypatch.setattr("sparsify.bench.run._ask", lambda worker, line: dict(said, peak_bytes=5 + len(environments)))
-    (result,) = measure([Settings("full", **TINY)], rounds=1, steps=1)
-    assert environments == [GIVE_BACK, KEEP_ALL]
+    (result,) = measure([Settings("full", heap=heap, **TINY)], rounds=1, steps=1)
+    assert environments == [GIVE_BACK, HEAP[heap]]
     assert (result.held_bytes, result.peak_bytes, result.initialisations) == (6, 7, [1.0])
 
 
@@ -144,6 +145,8 @@ def test_the_headline_says_what_is_not_as_published():
     assert "on a CPU one layer of 32, and a vocabulary of 256" in said
     assert "activation checkpointing" in said
     assert "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of libraries" in said
+    assert "heap as it comes" not in said
+    assert "heap as it comes" in headline([measured("id3", heap="system")], 5, 2, "random tokens")
     assert "means of 10 steps" in headline([measured("id3-every-10")], 5, 2, "random tokens")
     assert "tensors on the GPU" in headline([measured("id3", device="cuda", shape="llama-7b")], 5, 2, "random tokens")
 
@@ -155,6 +158,7 @@ def test_the_headline_says_what_is_not_as_published():
         (("--methods", "pafi"), "unknown method 'pafi'; expected one of floor, full, static"),
         (("--shapes", "tiny,deberta"), "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
         (("--dtype", "float31"), "unknown dtype 'float31'; expected one of float32, bfloat16"),
+        (("--heap", "drop"), "unknown heap 'drop'; expected one of keep, system"),
         (("--device", "tpu"), "unknown device 'tpu'; expected one of cpu, cuda"),
         (("--budget", "0.1"), "--budget '0.1'; expected numbers of entries"),
         (("--budget", "0"), "budget=0; expected an int of at least 1"),

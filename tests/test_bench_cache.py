@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,10 @@ def test_other_settings_have_another_state(other):
 
 
 def test_all_methods_that_let_id3_choose_share_a_state():
-    paths = {state_path(Settings(method, threads=threads)) for method in ("id3", "dense-id3") for threads in (0, 1)}
+    paths = {
+        state_path(Settings(method, threads=threads, heap=heap))
+        for method, threads, heap in product(("id3", "dense-id3"), (0, 1), ("keep", "system"))
+    }
     assert len(paths) == 1
 
 

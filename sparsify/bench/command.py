@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,9 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
     steps: Annotated[int, typer.Option(help="Training steps a turn.")] = 2,
     threads: Annotated[int, typer.Option(help="Of each process; 0 for torch's default.")] = 0,
+    heap: Annotated[
+        str, typer.Option(help="What becomes of freed memory while times are taken: keep, or system (as glibc likes).")
+    ] = "keep",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in backward.")] = False,
     one_at_a_time: Annotated[
         bool, typer.Option("--one-at-a-time", help="One process at a time, started anew at each turn; so they are "
@@ -66,12 +70,11 @@ def bench(
     for one_shape in shapes:
         tokens, text = prepare_tokens(one_shape, seq, _find_data(data))
         for entries in budgets:
-            settings = [
-                Settings(
-                    name, one_shape, entries, fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead
-                )
-                for name in names
-            ]
+            common = Settings(
+                names[0], one_shape, entries, fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead,
+                heap=heap,
+            )  # fmt: skip
+            settings = [replace(common, method=name) for name in names]
             together = not one_at_a_time and fit_together(settings)
             with console.status("starting") as status:
                 results = measure(settings, rounds, steps, progress=status.update, together=together)

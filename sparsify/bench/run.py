@@ -24,7 +24,7 @@ Progress = Callable[[str], None]
 # glibc gives freed memory back to the system, or keeps it in holes of its heap, by luck more or less of it, and what
 # was given back comes again page by page: up to a tenth of a step. So times are taken where it keeps all, up to the
 # largest blocks that it may keep, and memory in a process of its own where it gives all back.
-KEEP_ALL = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+HEAP = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "system": {}}
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 AHEAD_UNIT = 50  # steps ahead are rounded up to it, so that a few steps more do not ask for other filled buffers
 
@@ -148,7 +148,7 @@ def _measure_memory(result: Measurement, progress: Progress) -> None:
 
 def _prepared(result: Measurement, progress: Progress) -> AbstractContextManager[subprocess.Popen[str]]:
     progress(f"{result.settings.method}: preparing")
-    return _ready(result, KEEP_ALL)
+    return _ready(result, HEAP[result.settings.heap])
 
 
 @contextmanager

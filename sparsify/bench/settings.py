@@ -11,6 +11,7 @@ from sparsify.errors import SparsifyError
 
 PLANNED_STEPS = 1000  # optimizer steps of the run that the measured ones belong to
 WARM_UP = 2  # steps before the first measured one
+HEAPS = ("keep", "system")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -33,6 +34,8 @@ class Settings:
         ahead: steps that the process may do; ID3 unmasks in all of them, so that a buffer filled to the whole budget
             is filled to the budget less what these steps unmask.
         seed: of the weights and the batches.
+        heap: while times are taken on Linux, memory that was freed is kept (``"keep"``), or given back to the system
+            when glibc sees fit (``"system"``).
     """
 
     method: str
@@ -48,6 +51,7 @@ class Settings:
     tokens: str = ""
     ahead: int = 50
     seed: int = 0
+    heap: str = "keep"
 
     def __post_init__(self) -> None:
         if not 0 <= self.fill <= 1:
@@ -59,8 +63,9 @@ class Settings:
         for name in ("budget", "batch", "length"):
             if getattr(self, name) < 1:
                 raise SparsifyError(f"{name}={getattr(self, name)!r}; expected an int of at least 1.")
-        if self.dtype not in DTYPES:
-            raise SparsifyError(f"unknown dtype {self.dtype!r}; expected one of {', '.join(DTYPES)}.")
+        for name, known in (("dtype", tuple(DTYPES)), ("heap", HEAPS)):
+            if getattr(self, name) not in known:
+                raise SparsifyError(f"unknown {name} {getattr(self, name)!r}; expected one of {', '.join(known)}.")
 
     @property
     def start(self) -> int:

@@ -20,6 +20,7 @@ def headline(results: Sequence[Measurement], rounds: int, steps: int, text: str)
     parts = [f"{settings.shape} ({results[0].parameters:,} parameters)", note(settings), text]
     parts += [settings.dtype, settings.device, f"batch {settings.batch} x {settings.length}"]
     parts += ["activation checkpointing"] if settings.checkpointing else []
+    parts += ["heap as it comes"] if settings.heap == "system" else []
     parts += [f"budget {settings.budget:,}", f"buffers filled to {settings.start / 10:g} %"]
     memory = (
         "memory of tensors on the GPU"
