@@ -28,7 +28,7 @@ from torch import Tensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels.native import cache_folder, library
 from sparsify.kernels.native_sddmm import LOOPS
-from sparsify.kernels.reach import reaching
+from sparsify.kernels.reach import BLOCK_ENTRIES, reaching
 from sparsify.kernels.sddmm import sddmm
 from sparsify.kernels.survey import has_bfloat16_units, survey
 from sparsify.ranks import num_ranks
@@ -36,8 +36,8 @@ from sparsify.ranks import num_ranks
 logger = logging.getLogger(__name__)
 
 SMALLEST_MEASURED = 1 << 16  # entries of a product; a smaller one takes less time than deciding about it is worth
-TOKENS_MEASURED = 256  # at most: more take longer in proportion
-WORK_MEASURED = 1 << 28  # multiplications of a measured product, at most
+TOKENS_MEASURED = 1024  # at most: more take longer in proportion
+WORK_MEASURED = 1 << 30  # multiplications of a measured product, at most
 FEW, MANY = 32, 4096  # entries that are sampled, to tell what one costs
 REPETITIONS = 3  # the least of which is what it takes
 CHEAPEST_ENTRY = 4  # a sampled entry costs at least this many of the whole product, whatever a disturbed clock says
@@ -48,14 +48,14 @@ class Costs(NamedTuple):
 
     Attributes:
         product: multiplying everything out.
-        scan: comparing every entry with a threshold.
-        survey: multiplying and comparing in bfloat16; infinite where no unit does.
+        whole: that, and comparing every entry with a threshold.
+        survey: multiplying and comparing in bfloat16, where norms rule out half; infinite where no unit does.
         base: single entries as dot products, before the first one.
         entry: one of them.
     """
 
     product: float
-    scan: float
+    whole: float
     survey: float
     base: float
     entry: float
@@ -73,7 +73,7 @@ class Costs(NamedTuple):
         Returns:
             0 where it is not worth it.
         """
-        left = self.product + self.scan - self.survey - self.base - number * self.entry
+        left = self.whole - self.survey - self.base - number * self.entry
         return int(left / (2 * self.entry)) if left > 0 else 0
 
 
@@ -101,10 +101,10 @@ def costs_of(left: Tensor, right: Tensor) -> Costs:
 def fixed(dtype: torch.dtype, numel: int) -> Costs:
     """Costs that depend on nothing but the form of the loops: as measured on an AVX-512 CPU with units for bfloat16."""
     if library() is None or dtype not in LOOPS:
-        return Costs(1, 0.05, 0.4, 0, 70 / max(1, numel))
-    if dtype == torch.bfloat16:  # whose whole product is as fast as a survey
-        return Costs(1, 0.2, 1.1, 0.3, 35 / max(1, numel))
-    return Costs(1, 0.05, 0.25, 0.04, 14 / max(1, numel))
+        return Costs(1, 1.05, 0.4, 0, 70 / max(1, numel))
+    if dtype == torch.bfloat16:
+        return Costs(1, 1.2, 0.8, 0.15, 35 / max(1, numel))
+    return Costs(1, 1.05, 0.25, 0.04, 14 / max(1, numel))
 
 
 def _measures() -> bool:
@@ -140,22 +140,47 @@ def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
         left = torch.randn(tokens, rows, generator=generator).to(dtype)
         right = torch.randn(tokens, cols, generator=generator).to(dtype)
         rows_part, cols_part = left[:, :some_rows].contiguous(), right[:, :some_cols].contiguous()
-        values = rows_part.t() @ cols_part
-        # what no entry comes near, and no norm rules out: a norm is about sqrt(tokens) here
-        least = torch.full((some_rows,), tokens / 2)
+        least = torch.full((some_rows,), math.inf)
         indices = torch.randint(rows * cols, (MANY,), generator=generator)
         nothing = indices[:0]
         product = _seconds(lambda: rows_part.t() @ cols_part)
-        scan = _seconds(lambda: reaching(values, least))
+        whole = _seconds(lambda: _scan(rows_part.t() @ cols_part, least))
         surveyed = math.inf
         if dtype in LOOPS and has_bfloat16_units():
-            surveyed = _seconds(lambda: survey(rows_part, cols_part, nothing, nothing, least, room=1))
+            halved = _with_norms_apart(rows_part, cols_part, generator)
+            surveyed = _seconds(lambda: survey(*halved.factors, nothing, nothing, halved.least, room=1))
         few = _seconds(lambda: sddmm(left, right, indices[:FEW]))
         many = _seconds(lambda: sddmm(left, right, indices))
-    share, longer = rows * cols / values.numel(), n / tokens
-    whole = product * share * longer
-    entry = max((many - few) / (MANY - FEW) * longer, CHEAPEST_ENTRY * whole / (rows * cols))
-    return Costs(whole, scan * share, surveyed * share * longer, few * longer, entry)
+    longer = n / tokens  # than what was measured
+    larger = rows * cols / (some_rows * some_cols) * longer
+    entry = max((many - few) / (MANY - FEW) * longer, CHEAPEST_ENTRY * product * larger / (rows * cols))
+    return Costs(product * larger, whole * larger, surveyed * larger, few * longer, entry)
+
+
+def _scan(values: Tensor, least: Tensor) -> None:
+    """Looks at all entries as a selection does: block by block."""
+    lines = max(1, BLOCK_ENTRIES // values.shape[1])
+    for block, reach in zip(values.split(lines), least.split(lines), strict=True):
+        reaching(block, reach)
+
+
+class _Halved(NamedTuple):
+    """Factors (tokens, ...) of which norms rule out half of the product, and what an entry has to reach (rows,)."""
+
+    factors: tuple[Tensor, Tensor]
+    least: Tensor
+
+
+def _with_norms_apart(left: Tensor, right: Tensor, generator: torch.Generator) -> _Halved:
+    """As large factors as these, with norms as uneven as a model's; of the other half no entry reaches anything.
+
+    Norms rule out as much of the gradients of random weights, and more of a trained model's on text.
+    """
+    tokens, half = left.shape[0], left.shape[0] // 2
+    left, right = (factor * torch.rand(factor.shape[1], generator=generator).to(factor) for factor in (left, right))
+    left[half:], right[:half] = 0, 0  # norms in different tokens: all entries of the product are zero
+    # norms are sqrt(tokens / 2) times what is uniform in [0, 1], and half of the products of two such are below 0.187
+    return _Halved((left, right), torch.full((left.shape[1],), 0.187 * tokens / 2))
 
 
 def _seconds(way: Callable[[], object]) -> float:
@@ -178,6 +203,7 @@ def _file() -> Path:
     native = library()
     parts = [line for line in lines if line.startswith("model name")][:1] or lines[:1]
     parts += [platform.machine(), torch.__version__, "plain" if native is None else Path(native._name).stem]
+    parts += Costs._fields
     return cache_folder() / f"costs-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
 
 

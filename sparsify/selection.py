@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsify.importance import GradientImportance
-from sparsify.kernels.reach import reaching
+from sparsify.kernels.reach import BLOCK_ENTRIES, reaching
 
-BLOCK_ENTRIES = 1 << 18  # scored at once: small enough for a cache, large enough for a kernel launch
 SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
 SMALLEST_CUT = 1 << 12  # cutting the pool for fewer newcomers costs more than comparing with an older floor
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from sparsify.costs import Costs
 
-FREE = Costs(product=1, scan=0, survey=0, base=0, entry=0.5 / 4096)  # any number of candidates may be verified
+FREE = Costs(product=1, whole=1, survey=0, base=0, entry=0.5 / 4096)  # any number of candidates may be verified
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 100])
 KINDS = {
     "random": lambda left, right: (left, right),

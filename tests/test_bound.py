@@ -16,7 +16,7 @@ from sparsify.masked.product import Product
 from sparsify.selection import Pool, offer_gradient
 
 ROWS, COLS, TOKENS = 48, 40, 24
-CHEAP_SAMPLES = Costs(product=1, scan=0, survey=1, base=0, entry=0)
+CHEAP_SAMPLES = Costs(product=1, whole=1, survey=1, base=0, entry=0)
 
 
 @pytest.fixture(autouse=True)

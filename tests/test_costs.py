@@ -11,7 +11,7 @@ from sparsify.costs import Costs, costs_of, fixed
 from sparsify.masked import product as products
 from sparsify.masked.product import Product
 
-SOME = Costs(product=1.0, scan=0.1, survey=0.5, base=0.2, entry=0.001)
+SOME = Costs(product=1.0, whole=1.1, survey=0.5, base=0.2, entry=0.001)
 KIND = "float32 8x256x256"
 TOKENS, SIZE = 5, 256  # the smallest product that is measured
 DAMAGES = ["", "{", "[]", "null", "\udc80", '{"KIND": 1.0}', '{"KIND": [1.0]}', '{"KIND": [1.0, 1.0, 1.0, 1.0, "1"]}']
@@ -55,7 +55,7 @@ def test_entries_are_sampled_as_long_as_that_is_faster():
 
 
 def test_a_survey_leaves_room_for_what_the_product_would_cost_beyond_it():
-    assert SOME.room() == 200  # (1 + 0.1 - 0.5 - 0.2) / (2 x 0.001)
+    assert SOME.room() == 200  # (1.1 - 0.5 - 0.2) / (2 x 0.001)
     assert SOME.room(200) == 100
     assert SOME.room(1000) == 0
     assert SOME._replace(survey=0.95).room() == 0

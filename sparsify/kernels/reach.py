@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsify.kernels.native import Address, Size, library
 
+BLOCK_ENTRIES = 1 << 18  # looked at together: small enough for a cache, large enough for a kernel launch
 NATIVE = {torch.float32: "reach_float32", torch.bfloat16: "reach_bfloat16"}
 
 
