@@ -1,7 +1,7 @@
 """What the ways to a product's entries cost on this machine: measured once for each kind of product, then remembered.
 
 A kind is the factors' dtype and sizes, the tokens rounded up to a power of two, and torch's threads. A product of a
-kind that was not met before is timed on random factors for some tens of milliseconds; what was found stays in memory,
+kind that was not met before is timed on random factors for a fraction of a second; what was found stays in memory,
 and in one small file per machine, so that a run that is resumed decides as it began. Ways differ in the last bits of
 what they compute. So constants decide instead where results are to be the same again elsewhere: under
 ``torch.use_deterministic_algorithms``, on several ranks, or with ``SPARSIFY_COSTS=fixed`` in the environment.
@@ -40,6 +40,7 @@ TOKENS_MEASURED = 1024  # at most: more take longer in proportion
 WORK_MEASURED = 1 << 30  # multiplications of a measured product, at most
 FEW, MANY = 32, 4096  # entries that are sampled, to tell what one costs
 REPETITIONS = 3  # the least of which is what it takes
+EVICTING = 1 << 25  # bytes that take the place of all else in a core's cache
 CHEAPEST_ENTRY = 4  # a sampled entry costs at least this many of the whole product, whatever a disturbed clock says
 
 
@@ -73,7 +74,7 @@ class Costs(NamedTuple):
         Returns:
             0 where it is not worth it.
         """
-        left = self.whole - self.survey - self.base - number * self.entry
+        left = self.whole - self.survey - number * self.entry
         return int(left / (2 * self.entry)) if left > 0 else 0
 
 
@@ -103,8 +104,8 @@ def fixed(dtype: torch.dtype, numel: int) -> Costs:
     if library() is None or dtype not in LOOPS:
         return Costs(1, 1.05, 0.4, 0, 70 / max(1, numel))
     if dtype == torch.bfloat16:
-        return Costs(1, 1.2, 0.8, 0.15, 35 / max(1, numel))
-    return Costs(1, 1.05, 0.25, 0.04, 14 / max(1, numel))
+        return Costs(1, 1.3, 0.8, 0.15, 35 / max(1, numel))
+    return Costs(1, 1.05, 0.2, 0.04, 14 / max(1, numel))
 
 
 def _measures() -> bool:
@@ -184,9 +185,10 @@ def _with_norms_apart(left: Tensor, right: Tensor, generator: torch.Generator) -
 
 
 def _seconds(way: Callable[[], object]) -> float:
-    """How long a way takes when nothing disturbs it."""
-    times = []
+    """How long a way takes when nothing disturbs it, its operands in no core's cache: so it is in training."""
+    times, elsewhere = [], torch.zeros(EVICTING, dtype=torch.uint8)
     for _ in range(REPETITIONS):
+        elsewhere += 1
         start = time.perf_counter()
         way()
         times.append(time.perf_counter() - start)

@@ -24,7 +24,7 @@ SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
 
 
 def can_screen(search: Search, gradient: Gradient) -> bool:
-    """Whether a gradient can be screened, and a screen is likely to be faster than the full product.
+    """Whether a gradient can be screened.
 
     Args:
         search: its importance has to grow with abs(grad), its pool has to be full, so that there is a floor.
@@ -38,7 +38,6 @@ def can_screen(search: Search, gradient: Gradient) -> bool:
         and gradient.numel >= SMALLEST_SCREENED
         and has_bfloat16_units()
         and search.pool.has_floor
-        and costs_of(gradient.left, gradient.right).room() > 0
     )
 
 

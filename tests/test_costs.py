@@ -55,10 +55,10 @@ def test_entries_are_sampled_as_long_as_that_is_faster():
 
 
 def test_a_survey_leaves_room_for_what_the_product_would_cost_beyond_it():
-    assert SOME.room() == 200  # (1.1 - 0.5 - 0.2) / (2 x 0.001)
-    assert SOME.room(200) == 100
+    assert SOME.room() == 300  # (1.1 - 0.5) / (2 x 0.001)
+    assert SOME.room(200) == 200
     assert SOME.room(1000) == 0
-    assert SOME._replace(survey=0.95).room() == 0
+    assert SOME._replace(survey=1.1).room() == 0
     assert SOME._replace(survey=math.inf).room() == 0
 
 
@@ -173,3 +173,11 @@ def test_what_is_measured_is_of_the_right_size(monkeypatch, dtype):
     assert found.room() < 512 * 256
     assert all(number > 0 for number in found)
     assert (found.survey == math.inf) or (dtype != torch.float64 and costs.has_bfloat16_units())
+
+
+def test_norms_rule_out_half_of_what_a_survey_is_timed_on():
+    generator = torch.Generator().manual_seed(0)
+    (left, right), least = costs._with_norms_apart(torch.randn(64, 512), torch.randn(64, 384), generator)
+    reached = left.norm(dim=0)[:, None] * right.norm(dim=0) >= least[:, None]
+    assert 0.4 < reached.double().mean() < 0.6
+    assert not (left.t() @ right).any()

@@ -150,13 +150,12 @@ def test_only_a_cpu_with_bfloat16_units_screens(monkeypatch, units):
 
 
 def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch):
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
-    pool = Pool(1, torch.float32, "cpu")
-    pool.add(torch.tensor([0]), torch.tensor([1e3]), torch.tensor([1e3]))
-    product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert screen.can_screen(searching(pool), product)
+    pool, nothing = Pool(1, torch.float32, "cpu", floor=1e3), torch.empty(0, dtype=torch.int64)
+    tensor = a_tensor(torch.zeros(ROWS, COLS))
+    product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
+    assert screen.offer_screened(searching(pool), tensor, product, nothing) is not None
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(survey=1.1))
-    assert not screen.can_screen(searching(pool), product)
+    assert screen.offer_screened(searching(pool), tensor, product, nothing) is None
 
 
 def test_no_screen_where_sampling_the_unmasked_entries_makes_it_too_slow(monkeypatch):
