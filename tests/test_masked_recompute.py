@@ -11,6 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from sparsify.masked.recompute import recomputable
 
 ROWS, IN, OUT = 6, 5, 4
+
+
+def dropout(x):
+    torch.manual_seed(1)
+    return F.dropout(x, 0.3)
+
+
 AGAIN = {
     "gelu": F.gelu,
     "gelu, tanh form": lambda h: F.gelu(h, approximate="tanh"),
@@ -18,11 +25,19 @@ AGAIN = {
     "gated": lambda h: F.silu(h) * h.sin(),
     "broadcast product": lambda h: h * h.sum(0),
     "squared": lambda h: h * h,
+    "dropout": lambda h: dropout(F.gelu(h)),
+    "dropout after a kept output": lambda h: dropout(F.relu(h)),
+    "dropout of a gated block": lambda h: dropout(F.silu(h) * h.sin()),
 }
 KEPT = {
     "relu, whose output is kept anyway": F.relu,
     "scaled": lambda h: 2 * h,
     "masked by a constant": lambda h: h * torch.ones(IN),
+    "dropout of what was not made": lambda h: dropout(h),
+    "dropout of what cannot be made again": lambda h: dropout(h.sin()),
+    "features dropped": lambda h: F.gelu(h) * torch.ones(IN),
+    "widened": lambda h: F.gelu(h[:1]) * torch.ones(ROWS, IN),
+    "promoted": lambda h: F.gelu(h) * torch.ones(ROWS, IN, dtype=torch.float64),
     "view": lambda h: F.gelu(h).view(2, ROWS // 2, IN),
     "changed in place": lambda h: F.gelu(h).add_(1),
     "detached": lambda h: F.gelu(h).detach(),
@@ -60,7 +75,7 @@ def saved_bytes(layer, activation):
 def test_a_layer_behind_an_activation_keeps_no_input():
     layer = nn.Linear(IN, OUT)
     mask(layer)
-    assert saved_bytes(layer, F.gelu) == 0
+    assert saved_bytes(layer, F.gelu) == saved_bytes(layer, lambda h: dropout(F.relu(h))) == 0
     assert saved_bytes(layer, torch.sin) == 64 * IN * 4
 
 

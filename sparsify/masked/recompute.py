@@ -4,8 +4,9 @@
 
 The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be asked
 for, so x is computed a second time in backward, by the same operation on the same numbers, and never kept. Likewise
-behind a layer norm. Of what a transformer's block would keep for its weights' gradients, next to nothing is left; a
-frozen layer keeps no input either.
+behind a layer norm, and behind dropout after any of these, which on a CPU is a product with numbers that are kept. Of
+what a transformer's block would keep for its weights' gradients, next to nothing is left; a frozen layer keeps no input
+either.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 _ATEN = torch.ops.aten
+Maker = Callable[[Callable[[], Tensor]], Tensor]  # makes a tensor, if it likes in the memory that it may ask for
 _EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not keep it
 _MARK = "sparsify_mark"  # in the metadata of any node: what stands for it, and does not keep its graph alive
 
@@ -96,14 +98,12 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         True
     """
     node: Any = x.grad_fn
-    inputs, operation = _OPERATIONS.get(node.name() if node is not None else "", ((), None))
     # Where hooks pack what is saved, now or as x was made (checkpointing, offloading), saved tensors may be asked for
     # only once.
-    if operation is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if node is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    if any(_is_packed(getattr(node, f"_raw{name}")) for name in inputs):
-        return None
-    if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
+    make = _operation(node) or _dropout(node)
+    if make is None:
         return None
 
     shape, dtype, device, mark = x.shape, x.dtype, x.device, node.metadata.setdefault(_MARK, object())
@@ -112,11 +112,42 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         if _MEMORY.made is None or _MEMORY.made_by is not mark:
             _MEMORY.made_by = None
             with torch.no_grad():
-                _MEMORY.made = operation(node, lambda: _MEMORY.empty(shape, dtype, device))
+                _MEMORY.made = make(lambda: _MEMORY.empty(shape, dtype, device))
             _MEMORY.made_by = mark
         return _MEMORY.made
 
     return again
+
+
+def _operation(node: Any) -> Maker | None:
+    """How the output of an operation is made again whose inputs its node keeps."""
+    inputs, operation = _OPERATIONS.get(node.name(), ((), None))
+    if operation is None or any(_is_packed(getattr(node, f"_raw{name}")) for name in inputs):
+        return None
+    if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
+        return None
+    return lambda empty: operation(node, empty)
+
+
+def _dropout(node: Any) -> Maker | None:
+    """Likewise of a product with numbers of its own size that need no gradient, so that its node keeps only these."""
+    source = node.next_functions[0][0] if node.name() == "MulBackward0" else None
+    if source is None or _is_packed(node._raw_saved_other) or node._saved_other is None:
+        return None
+    output, noise = source._input_metadata[0], node._saved_other
+    if torch.Size(output.shape) != noise.shape or output.dtype != noise.dtype:
+        return None
+    dropped = _kept_output(source) or _operation(source)
+    if dropped is None:
+        return None
+    return lambda empty: torch.mul(dropped(empty), node._saved_other, out=empty())
+
+
+def _kept_output(node: Any) -> Maker | None:
+    """The output of an operation itself, where its node keeps that."""
+    if node.name() != "ReluBackward0" or _is_packed(node._raw_saved_result):
+        return None
+    return lambda empty: node._saved_result
 
 
 def _is_packed(saved: Any) -> bool:
