@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.tensor import Gradient, MaskedTensor
 
 REENTRANT = (
@@ -50,7 +49,7 @@ class Sink(Protocol):
 class _RootNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, sink: weakref.ref[Sink]) -> Tensor:
-        ctx.sink, ctx.device = sink, values.device  # the sink weakly, since it holds the root anchor
+        ctx.sink = sink  # weakly: the sink itself holds the root anchor
         return values.new_zeros(1)  # torch.compile takes a float64 scalar for a Python number, and compiles again
 
     @staticmethod
@@ -58,8 +57,7 @@ class _RootNode(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         sink = ctx.sink()
         assert sink is not None  # whatever got here has handed it a gradient
-        with without_autocast(ctx.device):
-            return sink.commit(), None
+        return sink.commit(), None
 
 
 class _TensorNode(torch.autograd.Function):
@@ -71,8 +69,7 @@ class _TensorNode(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, None, None]:
-        with without_autocast(ctx.tensor.parameter.device):
-            ctx.sink.finish(ctx.tensor)
+        ctx.sink.finish(ctx.tensor)
         return None, None, None
 
 

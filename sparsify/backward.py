@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsify.accumulation import Sums
 from sparsify.choosers import Chooser
+from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.small import SmallGradients, is_small
 
@@ -35,13 +36,14 @@ class BackwardPass:
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
-        if self.sums is not None:
-            gradient = self.sums.add(tensor, gradient)
-        elif not gradient.numel:
-            if self.chooser is not None:
-                self.chooser.skip(tensor)
-            return
-        self._take(tensor, gradient)
+        with without_autocast(gradient.device):  # in which the forward pass may have been, or backward is called
+            if self.sums is not None:
+                gradient = self.sums.add(tensor, gradient)
+            elif not gradient.numel:
+                if self.chooser is not None:
+                    self.chooser.skip(tensor)
+                return
+            self._take(tensor, gradient)
 
     def settle_held(self) -> None:
         """Settles what is held still: nothing more will come."""

@@ -66,15 +66,13 @@ def offer_bounded(search: Search, tensor: MaskedTensor, gradient: Gradient, excl
     Args:
         search: has the pool.
         tensor: whose gradient it is.
-        gradient: any.
+        gradient: one that can be bounded.
         excluded: (e,) flat indices that are no candidates.
 
     Returns:
-        ``None`` where there is no bound or the full product is better, or where its entries might not all be finite:
-        nothing was offered then.
+        ``None`` where the full product is better, or where its entries might not all be finite: nothing was offered
+        then.
     """
-    if not can_bound(search, gradient):
-        return None
     assert isinstance(gradient, Product)
     if not costs_of(gradient.left, gradient.right).samples(tensor.count):
         return None

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparsify.bound import offer_bounded
+from sparsify.bound import can_bound, offer_bounded
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.screen import offer_screened, offer_tied
+from sparsify.screen import can_screen, offer_screened
 from sparsify.search import Offered, Search, offer_whole
 from sparsify.selection import Winners
 from sparsify.small import SmallGradients
@@ -84,12 +84,12 @@ class StreamingChooser:
 
 def offer_masked(search: Search, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> Offered:
     """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, bounded, or all of them."""
-    return (
-        offer_screened(search, tensor, gradient, excluded)
-        or offer_tied(search, tensor, gradient, excluded)
-        or offer_bounded(search, tensor, gradient, excluded)
-        or offer_whole(search, tensor, gradient, excluded)
-    )
+    offered = None
+    if can_screen(search, gradient):
+        offered = offer_screened(search, tensor, gradient, excluded)
+    elif can_bound(search, gradient):
+        offered = offer_bounded(search, tensor, gradient, excluded)
+    return offered or offer_whole(search, tensor, gradient, excluded)
 
 
 class RankedChooser:

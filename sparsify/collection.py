@@ -24,6 +24,7 @@ from sparsify.choosers import Chooser
 from sparsify.compiled import CompiledGraphs
 from sparsify.growth import Engine as Growing
 from sparsify.growth import growth_of
+from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
@@ -91,7 +92,8 @@ class Collection:
                 current.settle(tensor, gradient)
                 return
             held = current.held
-            held[tensor] = held[tensor].add(gradient) if tensor in held else gradient.held()
+            with without_autocast(gradient.device):
+                held[tensor] = held[tensor].add(gradient) if tensor in held else gradient.held()
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsify.anchors import REENTRANT, Anchors, Root, Sink, is_reached
 from sparsify.errors import SparsifyError
+from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.weights import EffectiveWeights
 
@@ -138,8 +139,10 @@ class CompiledGraphs:
         if gradient is None:
             return
         whole = alone and waiting > 0 and self._uses[tensor] == 1
-        # what is held on to has to be copied: a compiled graph uses its buffers again
-        self._sink.collect(tensor, gradient if whole else gradient.dense().own(), whole=whole)
+        if not whole:  # what is held on to has to be copied: a compiled graph uses its buffers again
+            with without_autocast(gradient.device):
+                gradient = gradient.dense().own()
+        self._sink.collect(tensor, gradient, whole=whole)
         if alone and waiting == 1:
             self._sink.finish(tensor)
 

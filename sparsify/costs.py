@@ -40,7 +40,8 @@ TOKENS_MEASURED = 1024  # at most: more take longer in proportion
 WORK_MEASURED = 1 << 30  # multiplications of a measured product, at most
 FEW, MANY = 32, 4096  # entries that are sampled, to tell what one costs
 REPETITIONS = 3  # the least of which is what it takes
-EVICTING = 1 << 25  # bytes that take the place of all else in a core's cache
+EVICTING = 1 << 23  # bytes that take the place of all else in a core's cache
+BLOCK_COLUMNS = 1 << 12  # of a factor, drawn once and repeated
 CHEAPEST_ENTRY = 4  # a sampled entry costs at least this many of the whole product, whatever a disturbed clock says
 
 
@@ -50,7 +51,8 @@ class Costs(NamedTuple):
     Attributes:
         product: multiplying everything out.
         whole: that, and comparing every entry with a threshold.
-        survey: multiplying and comparing in bfloat16, where norms rule out half; infinite where no unit does.
+        survey: multiplying and comparing in bfloat16 where norms rule out half, and taking some entries; infinite where
+            no unit does.
         base: single entries as dot products, before the first one.
         entry: one of them.
     """
@@ -138,8 +140,7 @@ def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
     some_rows, some_cols = max(1, int(rows * shrunk)), max(1, int(cols * shrunk))
     generator = torch.Generator().manual_seed(0)
     with torch.autocast("cpu", enabled=False):
-        left = torch.randn(tokens, rows, generator=generator).to(dtype)
-        right = torch.randn(tokens, cols, generator=generator).to(dtype)
+        left, right = _factor(tokens, rows, dtype, generator), _factor(tokens, cols, dtype, generator)
         rows_part, cols_part = left[:, :some_rows].contiguous(), right[:, :some_cols].contiguous()
         least = torch.full((some_rows,), math.inf)
         indices = torch.randint(rows * cols, (MANY,), generator=generator)
@@ -149,13 +150,19 @@ def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
         surveyed = math.inf
         if dtype in LOOPS and has_bfloat16_units():
             halved = _with_norms_apart(rows_part, cols_part, generator)
-            surveyed = _seconds(lambda: survey(*halved.factors, nothing, nothing, halved.least, room=1))
+            taken = indices[:FEW] % (some_rows * some_cols)
+            surveyed = _seconds(lambda: survey(*halved.factors, taken, nothing, halved.least, room=1))
         few = _seconds(lambda: sddmm(left, right, indices[:FEW]))
         many = _seconds(lambda: sddmm(left, right, indices))
     longer = n / tokens  # than what was measured
     larger = rows * cols / (some_rows * some_cols) * longer
     entry = max((many - few) / (MANY - FEW) * longer, CHEAPEST_ENTRY * product * larger / (rows * cols))
     return Costs(product * larger, whole * larger, surveyed * larger, few * longer, entry)
+
+
+def _factor(tokens: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    block = torch.randn(tokens, min(width, BLOCK_COLUMNS), generator=generator).to(dtype)
+    return block.repeat(1, -(-width // BLOCK_COLUMNS))[:, :width].contiguous()
 
 
 def _scan(values: Tensor, least: Tensor) -> None:
@@ -186,7 +193,7 @@ def _with_norms_apart(left: Tensor, right: Tensor, generator: torch.Generator) -
 
 def _seconds(way: Callable[[], object]) -> float:
     """How long a way takes when nothing disturbs it, its operands in no core's cache: so it is in training."""
-    times, elsewhere = [], torch.zeros(EVICTING, dtype=torch.uint8)
+    times, elsewhere = [], torch.zeros(EVICTING * torch.get_num_threads(), dtype=torch.uint8)
     for _ in range(REPETITIONS):
         elsewhere += 1
         start = time.perf_counter()

@@ -28,14 +28,15 @@ def can_screen(search: Search, gradient: Gradient) -> bool:
 
     Args:
         search: its importance has to grow with abs(grad), its pool has to be full, so that there is a floor.
-        gradient: has to be a product, not multiplied out yet.
+        gradient: has to be a product, not multiplied out yet, or to have one.
     """
+    product = gradient.product if isinstance(gradient, TiedGradient) else gradient
     return (
-        isinstance(gradient, Product)
-        and gradient.left.device.type == "cpu"
-        and gradient.left.dtype in (torch.float32, torch.bfloat16)
+        isinstance(product, Product)
+        and product.left.device.type == "cpu"
+        and product.left.dtype in (torch.float32, torch.bfloat16)
         and search.importance.monotone
-        and gradient.numel >= SMALLEST_SCREENED
+        and product.numel >= SMALLEST_SCREENED
         and has_bfloat16_units()
         and search.pool.has_floor
     )
@@ -47,15 +48,15 @@ def offer_screened(search: Search, tensor: MaskedTensor, gradient: Gradient, exc
     Args:
         search: has the pool.
         tensor: whose gradient it is.
-        gradient: any.
+        gradient: one that can be screened.
         excluded: (e,) flat indices that are no candidates.
 
     Returns:
-        ``None`` where a screen is not possible or slower than the full product, found too many to verify, or where not
-        everything might be finite: nothing was offered then.
+        ``None`` where a screen is slower than the full product, found too many to verify, or where not everything might
+        be finite: nothing was offered then.
     """
-    if not can_screen(search, gradient):
-        return None
+    if isinstance(gradient, TiedGradient):
+        return _offer_tied(search, tensor, gradient, excluded)
     assert isinstance(gradient, Product)
     unmasked = _screen(search, tensor, gradient, excluded)
     if unmasked is None:
@@ -63,10 +64,8 @@ def offer_screened(search: Search, tensor: MaskedTensor, gradient: Gradient, exc
     return Offered(unmasked, gradient, torch.ones_like(search.pool.floor, dtype=torch.bool))
 
 
-def offer_tied(search: Search, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> Offered | None:
+def _offer_tied(search: Search, tensor: MaskedTensor, gradient: TiedGradient, excluded: Tensor) -> Offered | None:
     """Likewise for a tied table's gradient: its product is screened where no row was looked up, the others are made."""
-    if not isinstance(gradient, TiedGradient) or not can_screen(search, gradient.product):
-        return None
     product, looked_up = gradient.product, gradient.looked_up
     assert isinstance(product, Product)
     assert looked_up.rows is not None

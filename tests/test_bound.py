@@ -23,7 +23,6 @@ CHEAP_SAMPLES = Costs(product=1, whole=1, survey=1, base=0, entry=0)
 def always_worth_it(monkeypatch):
     monkeypatch.setattr(bound, "costs_of", lambda *_: CHEAP_SAMPLES)
     monkeypatch.setattr(bound, "LARGEST_PART", 1)
-    monkeypatch.setattr(bound, "SMALLEST_BOUNDED", 1)
 
 
 def factors(seed, shape, scale, dtype):
@@ -147,8 +146,7 @@ def test_the_engine_unmasks_the_same_with_and_without_the_bound(monkeypatch):
     assert sum(taken is not None for taken in offered) >= 6
 
 
-def test_what_can_be_bounded(monkeypatch):
-    monkeypatch.setattr(bound, "SMALLEST_BOUNDED", 1 << 16)
+def test_what_can_be_bounded():
     pool = Pool(1, torch.float32, "cpu")
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
     assert not bound.can_bound(searching(pool), product), "an empty pool has no floor"

@@ -13,6 +13,16 @@ from sparsify.masked.recompute import recomputable
 ROWS, IN, OUT = 6, 5, 4
 
 
+def written_into(x):
+    x.detach().zero_()
+    return x
+
+
+def backward_over(x):
+    x.sum().backward()
+    return x
+
+
 def dropout(x):
     torch.manual_seed(1)
     return F.dropout(x, 0.3)
@@ -25,19 +35,22 @@ AGAIN = {
     "gated": lambda h: F.silu(h) * h.sin(),
     "broadcast product": lambda h: h * h.sum(0),
     "squared": lambda h: h * h,
-    "dropout": lambda h: dropout(F.gelu(h)),
-    "dropout after a kept output": lambda h: dropout(F.relu(h)),
-    "dropout of a gated block": lambda h: dropout(F.silu(h) * h.sin()),
+    "dropout of a kept output": lambda h: dropout(F.relu(h)),
 }
 KEPT = {
     "relu, whose output is kept anyway": F.relu,
     "scaled": lambda h: 2 * h,
     "masked by a constant": lambda h: h * torch.ones(IN),
     "dropout of what was not made": lambda h: dropout(h),
-    "dropout of what cannot be made again": lambda h: dropout(h.sin()),
-    "features dropped": lambda h: F.gelu(h) * torch.ones(IN),
-    "widened": lambda h: F.gelu(h[:1]) * torch.ones(ROWS, IN),
-    "promoted": lambda h: F.gelu(h) * torch.ones(ROWS, IN, dtype=torch.float64),
+    "dropout of what is made again": lambda h: dropout(F.gelu(h)),
+    "dropout in place": lambda h: F.dropout(F.gelu(h), 0.3, inplace=True),
+    "features dropped": lambda h: F.relu(h) * torch.ones(IN),
+    "widened": lambda h: F.relu(h[:1]) * torch.ones(ROWS, IN),
+    "promoted": lambda h: F.relu(h) * torch.ones(ROWS, IN, dtype=torch.float64),
+    "of other strides": lambda h: F.gelu(h.t()),
+    "written into, unknown to autograd": lambda h: written_into(F.gelu(h)),
+    "backward is over": lambda h: backward_over(F.gelu(h)),
+    "backward of a dropout is over": lambda h: backward_over(dropout(F.relu(h))),
     "view": lambda h: F.gelu(h).view(2, ROWS // 2, IN),
     "changed in place": lambda h: F.gelu(h).add_(1),
     "detached": lambda h: F.gelu(h).detach(),

@@ -12,6 +12,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, screen, sparsify
+from sparsify.choosers import offer_masked
 from sparsify.counters import Work
 from sparsify.kernels.native import library
 from sparsify.kernels.survey import plain_survey
@@ -115,8 +116,6 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
-    monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
 
 
 def test_an_overflow_is_left_to_the_full_product():
@@ -298,4 +297,15 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     gradient = TiedGradient(Product(left, right), Gradient(rows, torch.tensor([4, 7])))
     pool, nothing = Pool(1, torch.float32, "cpu", floor=1e-3), torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert not screen.offer_tied(searching(pool), tensor, gradient, nothing).finite
+    assert not screen.offer_screened(searching(pool), tensor, gradient, nothing).finite
+
+
+def test_what_was_screened_in_vain_is_multiplied_out_and_bounded_no_more(monkeypatch):
+    monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
+    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.1))
+    monkeypatch.setattr("sparsify.bound.SMALLEST_BOUNDED", 1)
+    tensor, nothing = a_tensor(torch.zeros(ROWS, COLS)), torch.empty(0, dtype=torch.int64)
+    search = searching(Pool(1, torch.float32, "cpu", floor=1e-3))
+    offer_masked(search, tensor, Product(torch.ones(2, ROWS), torch.ones(2, COLS)), nothing)
+    assert search.work == Work(vain=ROWS * COLS, multiplied=ROWS * COLS)

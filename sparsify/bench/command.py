@@ -17,7 +17,7 @@ from sparsify.bench.methods import METHODS, check_installed
 from sparsify.bench.plots import plot as draw
 from sparsify.bench.room import fit_together
 from sparsify.bench.run import Measurement, measure, steps_ahead, to_json
-from sparsify.bench.settings import DTYPES, Settings
+from sparsify.bench.settings import DTYPES, HEAPS, Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.table import headline, make_table
 from sparsify.bench.tokens import has_mrpc, prepare_tokens
@@ -61,7 +61,7 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure training steps side by side: memory, initialisation, update and step, and their ratios."""
     names, shapes, budgets = _listed(methods), _listed(shape), [_parse_budget(text) for text in _listed(budget)]
-    _check(names, shapes, dtype, device, rounds, steps)
+    _check(names, shapes, dtype, heap, device, rounds, steps)
     if plot is not None:
         require("matplotlib", extra="plot")
     ahead = steps_ahead(names, rounds, steps)
@@ -97,10 +97,11 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
             raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
 
 
-def _check(methods: list[str], shapes: list[str], dtype: str, device: str, rounds: int, steps: int) -> None:
+def _check(methods: list[str], shapes: list[str], dtype: str, heap: str, device: str, rounds: int, steps: int) -> None:
     check_names(methods, METHODS, "method")
     check_names(shapes, SHAPES, "shape")
     check_names([dtype], DTYPES, "dtype")
+    check_names([heap], HEAPS, "heap")
     for name, number in (("--rounds", rounds), ("--steps", steps)):
         if number < 1:
             raise SparsifyError(f"{name} {number}; expected at least 1.")

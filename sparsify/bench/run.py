@@ -18,13 +18,10 @@ import torch
 
 from sparsify.bench.filling import load_state, state_path
 from sparsify.bench.methods import starts_filled, window_of
-from sparsify.bench.settings import WARM_UP, Settings
+from sparsify.bench.settings import HEAPS, WARM_UP, Settings
 
 Progress = Callable[[str], None]
-# glibc gives freed memory back to the system, or keeps it in holes of its heap, by luck more or less of it, and what
-# was given back comes again page by page: up to a tenth of a step. So times are taken where it keeps all, up to the
-# largest blocks that it may keep, and memory in a process of its own where it gives all back.
-HEAP = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "system": {}}
+# memory is measured in a process of its own, in which glibc gives back to the system whatever is freed
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 AHEAD_UNIT = 50  # steps ahead are rounded up to it, so that a few steps more do not ask for other filled buffers
 
@@ -148,7 +145,7 @@ def _measure_memory(result: Measurement, progress: Progress) -> None:
 
 def _prepared(result: Measurement, progress: Progress) -> AbstractContextManager[subprocess.Popen[str]]:
     progress(f"{result.settings.method}: preparing")
-    return _ready(result, HEAP[result.settings.heap])
+    return _ready(result, HEAPS[result.settings.heap])
 
 
 @contextmanager
@@ -185,7 +182,8 @@ def conditions() -> dict[str, Any]:
 
 def _start(module: str, **more: str) -> subprocess.Popen[str]:
     # warnings of other libraries would run into the progress
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", **more}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {**inherited, "PYTHONWARNINGS": "ignore", **more}
     return subprocess.Popen(
         [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

@@ -11,8 +11,11 @@ from sparsify.errors import SparsifyError
 
 PLANNED_STEPS = 1000  # optimizer steps of the run that the measured ones belong to
 WARM_UP = 2  # steps before the first measured one
-HEAPS = ("keep", "system")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# By itself glibc gives freed memory back to the system or keeps it in holes of its heap, by luck more or less of it,
+# and what was given back comes again page by page: up to a tenth of a step. To keep all, it has to be told, up to the
+# largest blocks that it may keep.
+HEAPS = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "system": {}}
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Settings:
         for name in ("budget", "batch", "length"):
             if getattr(self, name) < 1:
                 raise SparsifyError(f"{name}={getattr(self, name)!r}; expected an int of at least 1.")
-        for name, known in (("dtype", tuple(DTYPES)), ("heap", HEAPS)):
+        for name, known in (("dtype", DTYPES), ("heap", HEAPS)):
             if getattr(self, name) not in known:
                 raise SparsifyError(f"unknown {name} {getattr(self, name)!r}; expected one of {', '.join(known)}.")
 

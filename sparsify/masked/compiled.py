@@ -141,6 +141,7 @@ def _collect_linear(
     if of_weight is not None:
         assert x is not None
         use = _announced(of_weight)
+        grad_rows = grad_rows.to(x.dtype)  # autocast around backward() reaches into the graph before this
         use.collect(linear_gradient(x, grad_rows, transposed) if use.wanted() else None)
     return torch.zeros_like(root)
 

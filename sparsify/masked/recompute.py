@@ -4,9 +4,8 @@
 
 The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be asked
 for, so x is computed a second time in backward, by the same operation on the same numbers, and never kept. Likewise
-behind a layer norm, and behind dropout after any of these, which on a CPU is a product with numbers that are kept. Of
-what a transformer's block would keep for its weights' gradients, next to nothing is left; a frozen layer keeps no input
-either.
+behind a layer norm, and behind a ReLU's dropout, which on a CPU is a product of two tensors that are kept. Of what a
+transformer's block would keep for its weights' gradients, next to nothing is left; a frozen layer keeps none either.
 """
 
 from __future__ import annotations
@@ -99,10 +98,15 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     """
     node: Any = x.grad_fn
     # Where hooks pack what is saved, now or as x was made (checkpointing, offloading), saved tensors may be asked for
-    # only once.
-    if node is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    # only once. What was written into x since is not known to autograd where it was told not to look.
+    if node is None or x._version or not x.is_contiguous():
         return None
-    make = _operation(node) or _dropout(node)
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    try:
+        make = _operation(node) or _dropout(node)
+    except RuntimeError:  # a backward pass through x is over, and has freed what its node kept
+        return None
     if make is None:
         return None
 
@@ -130,24 +134,19 @@ def _operation(node: Any) -> Maker | None:
 
 
 def _dropout(node: Any) -> Maker | None:
-    """Likewise of a product with numbers of its own size that need no gradient, so that its node keeps only these."""
+    """Likewise of a ReLU's output, which is kept, times numbers of its size, which need no gradient.
+
+    Not of what is made again itself: it may have been written into, unknown to autograd, before it was multiplied.
+    """
     source = node.next_functions[0][0] if node.name() == "MulBackward0" else None
-    if source is None or _is_packed(node._raw_saved_other) or node._saved_other is None:
+    if source is None or source.name() != "ReluBackward0":
         return None
-    output, noise = source._input_metadata[0], node._saved_other
-    if torch.Size(output.shape) != noise.shape or output.dtype != noise.dtype:
+    if _is_packed(node._raw_saved_other) or _is_packed(source._raw_saved_result) or node._saved_other is None:
         return None
-    dropped = _kept_output(source) or _operation(source)
-    if dropped is None:
+    output, noise = source._saved_result, node._saved_other
+    if output.shape != noise.shape or output.dtype != noise.dtype:
         return None
-    return lambda empty: torch.mul(dropped(empty), node._saved_other, out=empty())
-
-
-def _kept_output(node: Any) -> Maker | None:
-    """The output of an operation itself, where its node keeps that."""
-    if node.name() != "ReluBackward0" or _is_packed(node._raw_saved_result):
-        return None
-    return lambda empty: node._saved_result
+    return lambda empty: torch.mul(source._saved_result, node._saved_other, out=empty())
 
 
 def _is_packed(saved: Any) -> bool:
