@@ -36,6 +36,7 @@ def invoke(*arguments):
     return CliRunner().invoke(make_app(), ["bench", *arguments], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_each_method_is_measured_in_every_round():
     seen = []
     results = measure([Settings("full", **TINY), Settings("id3", **TINY)], rounds=2, steps=2, progress=seen.append)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,7 @@ def layer(name):
         name = name.rpartition(".")[0]
 
 
+@cache
 def imported(path):
     """The modules of this package that a file imports, anywhere in it, functions included."""
     found = set()
@@ -145,7 +147,7 @@ def imported(path):
         else:
             continue
         found |= {name.removeprefix("sparsify").lstrip(".") for name in full if name.split(".")[0] == "sparsify"}
-    return found
+    return frozenset(found)
 
 
 def module_exists(full):
