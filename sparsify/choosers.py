@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparsify.bound import can_bound, offer_bounded
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.screen import can_screen, offer_screened
 from sparsify.search import Offered, Search, offer_whole
@@ -83,12 +82,8 @@ class StreamingChooser:
 
 
 def offer_masked(search: Search, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> Offered:
-    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened, bounded, or all of them."""
-    offered = None
-    if can_screen(search, gradient):
-        offered = offer_screened(search, tensor, gradient, excluded)
-    elif can_bound(search, gradient):
-        offered = offer_bounded(search, tensor, gradient, excluded)
+    """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened where that is sooner done."""
+    offered = offer_screened(search, tensor, gradient, excluded) if can_screen(search, gradient) else None
     return offered or offer_whole(search, tensor, gradient, excluded)
 
 

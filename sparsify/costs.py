@@ -30,7 +30,7 @@ from sparsify.kernels.native import cache_folder, library
 from sparsify.kernels.native_sddmm import LOOPS
 from sparsify.kernels.reach import BLOCK_ENTRIES, reaching
 from sparsify.kernels.sddmm import sddmm
-from sparsify.kernels.survey import has_bfloat16_units, survey
+from sparsify.kernels.survey import Room, survey
 from sparsify.ranks import num_ranks
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ FEW, MANY = 32, 4096  # entries that are sampled, to tell what one costs
 REPETITIONS = 3  # the least of which is what it takes
 EVICTING = 1 << 23  # bytes that take the place of all else in a core's cache
 BLOCK_COLUMNS = 1 << 12  # of a factor, drawn once and repeated
+PADDING = 1 << 20  # entries beyond the product's edges, in tiles
+CHEAPEST_TILE = 0.01  # all tiles cost at least this share of the whole product, whatever a disturbed clock says
 CHEAPEST_ENTRY = 4  # a sampled entry costs at least this many of the whole product, whatever a disturbed clock says
 
 
@@ -51,15 +53,16 @@ class Costs(NamedTuple):
     Attributes:
         product: multiplying everything out.
         whole: that, and comparing every entry with a threshold.
-        survey: multiplying and comparing in bfloat16 where norms rule out half, and taking some entries; infinite where
-            no unit does.
+        norms: a survey that has to multiply nothing, and takes some entries; infinite where the dtype has none.
+        tile: an entry that a survey multiplies and compares.
         base: single entries as dot products, before the first one.
         entry: one of them.
     """
 
     product: float
     whole: float
-    survey: float
+    norms: float
+    tile: float
     base: float
     entry: float
 
@@ -67,17 +70,17 @@ class Costs(NamedTuple):
         """Whether so many entries are had sooner as dot products than by the whole product."""
         return self.base + number * self.entry <= self.product
 
-    def room(self, number: int = 0) -> int:
-        """How many candidates a survey may leave, to be scored and sampled, before the whole product is as fast.
+    def room(self, number: int = 0) -> Room | None:
+        """How much a survey may multiply, and leave to be scored and sampled, before the whole product is as fast.
 
         Args:
             number: entries that it samples besides.
 
         Returns:
-            0 where it is not worth it.
+            ``None`` where its norms alone are not worth it.
         """
-        left = self.whole - self.survey - number * self.entry
-        return int(left / (2 * self.entry)) if left > 0 else 0
+        left = self.whole - self.norms - number * self.entry
+        return Room(int(left / (2 * self.entry)), int(left / self.tile)) if left > 0 else None
 
 
 def costs_of(left: Tensor, right: Tensor) -> Costs:
@@ -102,12 +105,13 @@ def costs_of(left: Tensor, right: Tensor) -> Costs:
 
 
 def fixed(dtype: torch.dtype, numel: int) -> Costs:
-    """Costs that depend on nothing but the form of the loops: as measured on an AVX-512 CPU with units for bfloat16."""
+    """Costs that depend on nothing but the form of the loops: about the dearest that were measured on several CPUs."""
+    each = 1 / max(1, numel)
     if library() is None or dtype not in LOOPS:
-        return Costs(1, 1.05, 0.4, 0, 70 / max(1, numel))
+        return Costs(1, 1.05, 0.3, 1.5 * each, 0, 70 * each)
     if dtype == torch.bfloat16:
-        return Costs(1, 1.3, 0.8, 0.15, 35 / max(1, numel))
-    return Costs(1, 1.05, 0.2, 0.04, 14 / max(1, numel))
+        return Costs(1, 1.3, 0.3, each, 0.15, 35 * each)
+    return Costs(1, 1.05, 0.1, each, 0.04, 14 * each)
 
 
 def _measures() -> bool:
@@ -142,22 +146,23 @@ def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
     with torch.autocast("cpu", enabled=False):
         left, right = _factor(tokens, rows, dtype, generator), _factor(tokens, cols, dtype, generator)
         rows_part, cols_part = left[:, :some_rows].contiguous(), right[:, :some_cols].contiguous()
-        least = torch.full((some_rows,), math.inf)
+        least, longer = torch.full((some_rows,), math.inf), n / tokens  # than what is measured
         indices = torch.randint(rows * cols, (MANY,), generator=generator)
         nothing = indices[:0]
         product = _seconds(lambda: rows_part.t() @ cols_part)
         whole = _seconds(lambda: _scan(rows_part.t() @ cols_part, least))
-        surveyed = math.inf
-        if dtype in LOOPS and has_bfloat16_units():
-            halved = _with_norms_apart(rows_part, cols_part, generator)
-            taken = indices[:FEW] % (some_rows * some_cols)
-            surveyed = _seconds(lambda: survey(*halved.factors, taken, nothing, halved.least, room=1))
+        norms = tile = math.inf
+        if dtype in LOOPS:
+            never, reached = torch.full((rows,), math.inf), torch.full((some_rows,), tokens / 4)
+            room, all_tiles = Room(1, 2 * rows * cols + PADDING), _cancelling(rows_part, cols_part)
+            norms = _seconds(lambda: survey(left, right, indices[:FEW], nothing, never, room))
+            surveyed = _seconds(lambda: survey(*all_tiles, nothing, nothing, reached, room))
+            tile = max(surveyed - norms * shrunk, CHEAPEST_TILE * product) / (some_rows * some_cols) * longer
         few = _seconds(lambda: sddmm(left, right, indices[:FEW]))
         many = _seconds(lambda: sddmm(left, right, indices))
-    longer = n / tokens  # than what was measured
     larger = rows * cols / (some_rows * some_cols) * longer
     entry = max((many - few) / (MANY - FEW) * longer, CHEAPEST_ENTRY * product * larger / (rows * cols))
-    return Costs(product * larger, whole * larger, surveyed * larger, few * longer, entry)
+    return Costs(product * larger, whole * larger, norms * longer, tile, few * longer, entry)
 
 
 def _factor(tokens: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -172,23 +177,12 @@ def _scan(values: Tensor, least: Tensor) -> None:
         reaching(block, reach)
 
 
-class _Halved(NamedTuple):
-    """Factors (tokens, ...) of which norms rule out half of the product, and what an entry has to reach (rows,)."""
-
-    factors: tuple[Tensor, Tensor]
-    least: Tensor
-
-
-def _with_norms_apart(left: Tensor, right: Tensor, generator: torch.Generator) -> _Halved:
-    """As large factors as these, with norms as uneven as a model's; of the other half no entry reaches anything.
-
-    Norms rule out as much of the gradients of random weights, and more of a trained model's on text.
-    """
-    tokens, half = left.shape[0], left.shape[0] // 2
-    left, right = (factor * torch.rand(factor.shape[1], generator=generator).to(factor) for factor in (left, right))
-    left[half:], right[:half] = 0, 0  # norms in different tokens: all entries of the product are zero
-    # norms are sqrt(tokens / 2) times what is uniform in [0, 1], and half of the products of two such are below 0.187
-    return _Halved((left, right), torch.full((left.shape[1],), 0.187 * tokens / 2))
+def _cancelling(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors (tokens, ...) with the norms of these, so that all has to be multiplied, and a product of zeros."""
+    left, right = left.clone(), right.clone()
+    even = left.shape[0] // 2 * 2
+    left[1:even:2], right[1:even:2] = left[:even:2], -right[:even:2]
+    return left, right
 
 
 def _seconds(way: Callable[[], object]) -> float:

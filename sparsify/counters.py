@@ -15,8 +15,9 @@ class Work:
     Of several ranks each counts its own, and may look at a tensor more than once.
 
     Attributes:
-        screened: in bfloat16, a tensor at a time, to find those that could be among the best.
-        verified: of these, computed in float32 since they could.
+        screened: multiplied and compared tile by tile, in bfloat16 where the CPU has matrix units, to find those that
+            could be among the best.
+        verified: of these, computed in full since they could.
         multiplied: with the gradient at hand of all of their tensor, or of all rows that were looked up, because it is
             small, because it comes that way, or because it was multiplied out.
         skipped: in no way, since the norms of a product's factors say that none of them could be among the best.

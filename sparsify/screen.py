@@ -1,8 +1,8 @@
-"""Finding a linear layer's candidates without its full-precision gradient: screen in bfloat16, verify in float32.
+"""Finding a linear layer's candidates without its gradient: bound it, screen what is left, verify what comes through.
 
-The product left^T right in bfloat16 costs a fraction of float32's where the CPU has units for it. Every entry that
-could reach the pool's floor by the error bound (``kernels/survey.py``) and by its weight is computed in float32, and
-there are few: the pool sees what the full product would have shown it.
+The norms of the factors left and right rule out most of the product left^T right, and what they leave is multiplied and
+compared tile by tile (``kernels/survey.py``). Every entry that could reach the pool's floor by the error bound and by
+its weight is computed in full, and there are few: the pool sees what the full product would have shown it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsify.costs import costs_of
 from sparsify.importance import ROUNDING_SLACK
 from sparsify.kernels.sddmm import sddmm
-from sparsify.kernels.survey import has_bfloat16_units, survey
+from sparsify.kernels.survey import survey
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.masked.tied import TiedGradient
@@ -37,7 +37,6 @@ def can_screen(search: Search, gradient: Gradient) -> bool:
         and product.left.dtype in (torch.float32, torch.bfloat16)
         and search.importance.monotone
         and product.numel >= SMALLEST_SCREENED
-        and has_bfloat16_units()
         and search.pool.has_floor
     )
 
@@ -82,14 +81,14 @@ def _screen(
 ) -> Tensor | None:
     """Offers the entries of a product, but for the rows (r,) left out; returns those of the unmasked entries (k,)."""
     room = costs_of(product.left, product.right).room(tensor.count)
-    if not room:
+    if room is None:
         return None
     pool, work, weight = search.pool, search.work, tensor.matrix
     least, numel = search.importance.least_gradient(pool.floor.float(), weight), product.numel
     if left_out is not None:
         least = least.index_fill(0, left_out, torch.inf)
         numel -= left_out.numel() * weight.shape[1]
-    found = survey(product.left, product.right, tensor.indices, excluded, least, room=room)
+    found = survey(product.left, product.right, tensor.indices, excluded, least, room)
     if found is None:
         work.vain += numel
         return None

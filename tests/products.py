@@ -1,11 +1,15 @@
 """Factors of products left^T right that are hard to survey, their entries in float64, and costs that favour it."""
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from sparsify.costs import Costs
+from sparsify.kernels import survey as surveys
+from sparsify.kernels.native import library
 
-FREE = Costs(product=1, whole=1, survey=0, base=0, entry=0.5 / 4096)  # any number of candidates may be verified
+FREE = Costs(product=1, whole=1, norms=0, tile=1e-9, base=0, entry=0.5 / 4096)  # any number may be verified
+FORMS = ["matrix units", "registers", "plain"]
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 100])
 KINDS = {
     "random": lambda left, right: (left, right),
@@ -46,3 +50,13 @@ def _times(factor, column, number):
 def _alternating(factor):
     factor[1::2] *= -1
     return factor
+
+
+def survey_in_form(form, monkeypatch):
+    """A survey in one of the ``FORMS``; the test is skipped where the machine does not have it."""
+    if form == "plain":
+        return surveys.plain_survey
+    if library() is None or (form == "matrix units" and not library().has_matrix_units()):
+        pytest.skip(f"needs a compiler and {form}")
+    monkeypatch.setattr(surveys, "has_matrix_units", lambda: form == "matrix units")
+    return surveys.survey

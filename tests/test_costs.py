@@ -8,10 +8,11 @@ import torch
 
 from sparsify import SparsifyError, costs
 from sparsify.costs import Costs, costs_of, fixed
+from sparsify.kernels.survey import Room, survey
 from sparsify.masked import product as products
 from sparsify.masked.product import Product
 
-SOME = Costs(product=1.0, whole=1.1, survey=0.5, base=0.2, entry=0.001)
+SOME = Costs(product=1.0, whole=1.1, norms=0.5, tile=0.002, base=0.2, entry=0.001)
 KIND = "float32 8x256x256"
 TOKENS, SIZE = 5, 256  # the smallest product that is measured
 DAMAGES = ["", "{", "[]", "null", "\udc80", '{"KIND": 1.0}', '{"KIND": [1.0]}', '{"KIND": [1.0, 1.0, 1.0, 1.0, "1"]}']
@@ -55,11 +56,11 @@ def test_entries_are_sampled_as_long_as_that_is_faster():
 
 
 def test_a_survey_leaves_room_for_what_the_product_would_cost_beyond_it():
-    assert SOME.room() == 300  # (1.1 - 0.5) / (2 x 0.001)
-    assert SOME.room(200) == 200
-    assert SOME.room(1000) == 0
-    assert SOME._replace(survey=1.1).room() == 0
-    assert SOME._replace(survey=math.inf).room() == 0
+    assert SOME.room() == Room(candidates=300, multiplied=300)  # (1.1 - 0.5) / (2 x 0.001), / 0.002
+    assert SOME.room(200) == Room(200, 200)
+    assert SOME.room(1000) is None
+    assert SOME._replace(norms=1.1).room() is None
+    assert SOME._replace(norms=math.inf, tile=math.inf).room() is None
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -170,14 +171,18 @@ def test_what_is_measured_is_of_the_right_size(monkeypatch, dtype):
     assert torch.equal(torch.get_rng_state(), state), "a user's random numbers stay what they were"
     assert found.samples(0)
     assert not found.samples(512 * 256), "never all entries one by one"
-    assert found.room() < 512 * 256
     assert all(number > 0 for number in found)
-    assert (found.survey == math.inf) or (dtype != torch.float64 and costs.has_bfloat16_units())
+    assert (found.norms == found.tile == math.inf) is (dtype == torch.float64)
+    assert (found.room() is None) or found.room().candidates < 512 * 256
 
 
-def test_norms_rule_out_half_of_what_a_survey_is_timed_on():
-    generator = torch.Generator().manual_seed(0)
-    (left, right), least = costs._with_norms_apart(torch.randn(64, 512), torch.randn(64, 384), generator)
-    reached = left.norm(dim=0)[:, None] * right.norm(dim=0) >= least[:, None]
-    assert 0.4 < reached.double().mean() < 0.6
-    assert not (left.t() @ right).any()
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_is_multiplied_and_nothing_found_where_the_tiles_are_timed(dtype, tokens):
+    torch.manual_seed(0)
+    left, right = costs._cancelling(torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 64).to(dtype))
+    nothing = torch.empty(0, dtype=torch.int64)
+    found = survey(left, right, nothing, nothing, torch.full((96,), tokens / 4), Room(96 * 64, 1 << 20))
+    if tokens >= 32:
+        assert found.multiplied == 96 * 64
+    assert found.indices.numel() == 0 or tokens % 2

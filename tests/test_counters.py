@@ -35,7 +35,6 @@ def screened(monkeypatch):
     """Any layer is worth a screen."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr("sparsify.small.LARGEST", 64)
 
 

@@ -14,7 +14,6 @@ from sparsify import (
     Repeat,
     SparsifyError,
     Strategy,
-    bound,
     get_unmasker,
     register_importance,
     screen,
@@ -34,7 +33,6 @@ def screened(monkeypatch):
     """Any layer is worth a screen."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr("sparsify.small.LARGEST", 16)
 
 
@@ -118,24 +116,19 @@ def test_a_screen_that_misses_entries_is_caught(monkeypatch):
     monkeypatch.setattr(
         screen, "survey", broken(lambda found: found._replace(indices=found.indices[:0], most=found.most[:0]))
     )
-    with pytest.raises(
-        SparsifyError, match=r"entry [\d,]+ of `.*weight`, found or not by the bfloat16 screen, was not"
-    ):
+    with pytest.raises(SparsifyError, match=r"entry [\d,]+ of `.*weight`, found or not by the screen, was not"):
         train(*checked("mlp"))
 
 
 def test_a_bound_that_is_too_low_is_caught(monkeypatch):
     monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(most=found.most * 0.5)))
-    with pytest.raises(SparsifyError, match="the bfloat16 screen, was not unmasked; by the dense form its score is"):
+    with pytest.raises(SparsifyError, match="the screen, was not unmasked; by the dense form its score is"):
         train(*checked("bert"))
 
 
 def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: False)
-    monkeypatch.setattr(bound, "SMALLEST_BOUNDED", 1)
-    monkeypatch.setattr(bound, "costs_of", lambda *_: FREE)
-    nothing = torch.empty(0, dtype=torch.int64)
-    monkeypatch.setattr(bound, "part_that_reaches", lambda *_: bound.Part(nothing, nothing))
+    nothing = {"indices": torch.empty(0, dtype=torch.int64), "most": torch.empty(0), "multiplied": 0}
+    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(**nothing)))
     with pytest.raises(SparsifyError, match="found or not by the bound of the norms, was not unmasked"):
         train(*checked("mlp"))
 
@@ -143,7 +136,7 @@ def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
 def test_a_wrong_gradient_is_caught(monkeypatch):
     sddmm = screen.sddmm
     monkeypatch.setattr(screen, "sddmm", lambda *arguments: sddmm(*arguments) * 1.001)
-    with pytest.raises(SparsifyError, match="the bfloat16 screen, was unmasked with a score of"):
+    with pytest.raises(SparsifyError, match="the screen, was unmasked with a score of"):
         train(*checked("mlp"))
 
 

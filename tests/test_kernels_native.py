@@ -15,7 +15,7 @@ from sparsify import sparsify
 from sparsify.kernels import native
 from sparsify.kernels.reach import reaching
 from sparsify.kernels.sddmm import sddmm
-from sparsify.kernels.survey import survey
+from sparsify.kernels.survey import Room, survey
 
 IS_THERE = "from sparsify.kernels.native import library; print(library() is not None)"
 
@@ -89,7 +89,7 @@ def test_without_a_library_the_plain_forms_run(monkeypatch, fresh, way):
     left, right, nothing = torch.ones(3, 2), torch.ones(3, 4), torch.empty(0, dtype=torch.int64)
     assert sddmm(left, right, torch.tensor([7])).tolist() == [3.0]
     assert reaching(right, torch.tensor([1.0, 2.0, 2.0])).indices.tolist() == [0, 1, 2, 3]
-    found = survey(left, right, torch.tensor([7]), nothing, torch.tensor([4.0, 2.0]), room=9)
+    found = survey(left, right, torch.tensor([7]), nothing, torch.tensor([4.0, 2.0]), Room(9, 1024))
     assert found.indices.tolist() == [4, 5, 6, 7]
 
 
@@ -124,7 +124,7 @@ def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, proces
     monkeypatch.setattr(native, "FLAGS", tuple(flags))
     library = native.library()
     assert library is not None
-    assert not library.can_survey()  # which asks for matrix units
+    assert not library.has_matrix_units()  # which asks the system for them
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(70, 40, generator=generator), torch.randn(70, 50, generator=generator)
     indices = torch.arange(0, 2000, 7)

@@ -1,4 +1,4 @@
-"""The bfloat16 screen shows the pool exactly what the full float32 product would have."""
+"""The screen shows the pool exactly what the full float32 product would have."""
 
 import copy
 
@@ -7,15 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DenseOracle, unmasked_sets
-from products import FREE
+from products import FORMS, FREE, survey_in_form
 from recorder import mask
 from torch import nn
 
 from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, screen, sparsify
 from sparsify.choosers import offer_masked
 from sparsify.counters import Work
-from sparsify.kernels.native import library
-from sparsify.kernels.survey import plain_survey
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
 from sparsify.masked.tied import TiedGradient
@@ -52,13 +50,10 @@ def winners(offer, size, seed_scores):
     return pool.winners()
 
 
-@pytest.fixture(params=["compiled", "plain"], autouse=True)
+@pytest.fixture(params=FORMS, autouse=True)
 def form(request, monkeypatch):
-    """Both forms of the survey; the compiled one where the machine has it."""
-    if request.param == "plain":
-        monkeypatch.setattr("sparsify.screen.survey", plain_survey)
-    elif library() is None or not library().can_survey():
-        pytest.skip("needs a compiler and a CPU with matrix units (AMX)")
+    """All forms of the survey; the compiled ones where the machine has them."""
+    monkeypatch.setattr("sparsify.screen.survey", survey_in_form(request.param, monkeypatch))
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,13 +132,11 @@ def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
     assert screen.offer_screened(searching(pool), tensor, Product(left, right), nothing) is None
 
 
-@pytest.mark.parametrize("units", [True, False])
-def test_only_a_cpu_with_bfloat16_units_screens(monkeypatch, units):
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: units)
+def test_what_is_screened():
     pool = Pool(1, torch.float32, "cpu")
     pool.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert screen.can_screen(searching(pool), product) is units
+    assert screen.can_screen(searching(pool), product)
     assert not screen.can_screen(searching(pool), Product(product.left.double(), product.right.double()))
     assert not screen.can_screen(searching(Pool(1, torch.float32, "cpu")), product), "an empty pool has no floor"
 
@@ -153,7 +146,7 @@ def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeyp
     tensor = a_tensor(torch.zeros(ROWS, COLS))
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
     assert screen.offer_screened(searching(pool), tensor, product, nothing) is not None
-    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(survey=1.1))
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(norms=1.1))
     assert screen.offer_screened(searching(pool), tensor, product, nothing) is None
 
 
@@ -183,8 +176,8 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
 
     monkeypatch.setattr("sparsify.choosers.offer_screened", counting)
     sets = []
-    for units in (True, False):
-        monkeypatch.setattr(screen, "has_bfloat16_units", lambda units=units: units)
+    for smallest in (1, 1 << 30):
+        monkeypatch.setattr(screen, "SMALLEST_SCREENED", smallest)
         model = sparsify(copy.deepcopy(plain), 60, steps=6)
         optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
         generator = torch.Generator().manual_seed(1)
@@ -225,7 +218,6 @@ def times_column(tensor, number):
 def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     """All numbers are multiples of powers of two, and few, so that no sum is rounded in any order."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr("sparsify.small.LARGEST", 0)
     torch.manual_seed(exp)
     dense = nn.Sequential(nn.Linear(20, 17), nn.ReLU(), nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5))
@@ -270,7 +262,6 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("masked_only", [True, False])
 def test_a_tied_table_is_chosen_from_as_by_its_whole_gradient(masked_only, monkeypatch):
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     torch.manual_seed(0)
     model, budget = Tied(600, 160), 3_000
     capacity = None if masked_only else 30_000
@@ -300,11 +291,9 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     assert not screen.offer_screened(searching(pool), tensor, gradient, nothing).finite
 
 
-def test_what_was_screened_in_vain_is_multiplied_out_and_bounded_no_more(monkeypatch):
+def test_what_was_screened_in_vain_is_multiplied_out(monkeypatch):
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screen, "has_bfloat16_units", lambda: True)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.1))
-    monkeypatch.setattr("sparsify.bound.SMALLEST_BOUNDED", 1)
     tensor, nothing = a_tensor(torch.zeros(ROWS, COLS)), torch.empty(0, dtype=torch.int64)
     search = searching(Pool(1, torch.float32, "cpu", floor=1e-3))
     offer_masked(search, tensor, Product(torch.ones(2, ROWS), torch.ones(2, COLS)), nothing)

@@ -3,7 +3,7 @@
     select   score, compare and keep the entries that reach a floor, in one pass     triton_select.py
     sddmm    single entries of a matrix product                                      triton_sddmm.py, native_sddmm.py
     sync     base + delta into all weights at once                                   triton_sync.py
-    survey   the entries of a product that could reach a threshold, in bfloat16      C++, called from its own file
+    survey   the entries of a product that could reach a threshold                   C++, called from its own file
     reach    the entries of a matrix that reach a threshold                          likewise
 
 Nothing waits for a GPU: how many entries there are is known on the device only. Triton is imported, and

@@ -32,7 +32,7 @@ RESULTS = {
     "reach_bfloat16": ctypes.c_int64,
     "survey_float32": ctypes.c_int64,
     "survey_bfloat16": ctypes.c_int64,
-    "can_survey": ctypes.c_bool,
+    "has_matrix_units": ctypes.c_bool,
 }
 
 # of the compiler, the cache folder, the library; a home that cannot be found, a CXX that cannot be read
@@ -117,6 +117,5 @@ def _run(command: list[str]) -> str:
 def _load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     for name, result in RESULTS.items():
-        if hasattr(found, name):  # a survey is compiled for processors with matrix units only
-            getattr(found, name).restype = result
+        getattr(found, name).restype = result
     return found

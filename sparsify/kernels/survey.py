@@ -1,22 +1,28 @@
-"""The entries of a product left^T right that could reach a threshold, found in bfloat16, and some entries in full.
+"""The entries of a product left^T right that could reach a threshold, and some entries in full.
 
-With u = 2^-8, the rounding of a number to bfloat16, and sum |l r| <= |l_i| |r_j| (Cauchy-Schwarz),
+Norms rule out most of it. Any scales s > 0 of the tokens bound an entry (Cauchy-Schwarz):
 
-    |product - product of the rounded factors| <= |l_i| |r_j| 2u           (nothing, where they are bfloat16 already)
-                                                + |l_i| |r_j| n 2^-23      the float32 accumulation over n tokens
-                                                + |l_i| |r_j| u            where the product is rounded too: plain form
+    |sum_t l_ti r_tj| <= sum_t |l_ti s_t| |r_tj / s_t| <= L_i R_j       with the norms L_i = |l_i s|, R_j = |r_j / s|
+
+and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows. So a few tokens
+with large gradients, such as those that a classifier reads, do not count for all others. With rows and columns in the
+order of their norms, what can reach is a staircase in one corner: the compiled form multiplies no more than that, in
+bfloat16 where the CPU has matrix units, else in float32. With u = 2^-8, the rounding of a number to bfloat16, what it
+finds is off by no more than
+
+    L_i R_j 2u         where float32 factors are rounded
+    L_i R_j n 2^-23    by the accumulation over n tokens
+    L_i R_j u          where the product is rounded too: bfloat16 factors in the plain form
 
 Entry by entry, so that none is missed that the full product would have shown above the threshold. A norm is a sum of
 squares in float32, in which the square of a number below 2^-63 is lost, and the units take the smallest numbers for
 zero: so each norm is taken to be sqrt(n) 2^-63 larger.
-
-The norms alone rule out most of a trained model's product. With rows and columns in the order of their norms, what is
-left is a staircase in one corner: the compiled form multiplies no more than that.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,7 +34,20 @@ from sparsify.kernels.sddmm import sddmm
 
 ROUNDING = 1.02 * 2.0**-8  # of one number, and what is of a higher order
 SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it
+LARGEST_SCALE = 2.0**60  # with what the units take for zero, times this, still below it
 NATIVE = {torch.float32: "survey_float32", torch.bfloat16: "survey_bfloat16"}
+
+
+class Room(NamedTuple):
+    """How much a survey may do before it gives up.
+
+    Attributes:
+        candidates: entries that it may find.
+        multiplied: entries that it may multiply.
+    """
+
+    candidates: int
+    multiplied: int
 
 
 class Survey(NamedTuple):
@@ -49,12 +68,14 @@ class Survey(NamedTuple):
     multiplied: int
 
 
-def has_bfloat16_units() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32 (AVX512-BF16 or AMX)."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+@cache
+def has_matrix_units() -> bool:
+    """Whether the compiled form multiplies in bfloat16, on matrix units (AMX)."""
+    native = library()
+    return native is not None and native.has_matrix_units()
 
 
-def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least: Tensor, *, room: int) -> Survey | None:
+def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least: Tensor, room: Room) -> Survey | None:
     """Takes the wanted entries of a product on a CPU, and finds those that could have abs(entry) >= least of their row.
 
     Args:
@@ -63,18 +84,26 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         wanted: (k,) int64 flat indices.
         excluded: (e,) int64 flat indices of entries that are not to be found.
         least: (rows,) float32.
-        room: give up on more entries than this.
+        room: when to give up.
 
     Returns:
-        ``None`` where there are more, or where an entry might not be finite.
+        ``None`` where there is more than room, or where an entry might not be finite.
+
+    Example:
+        >>> left, right = torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 1.0, 0.0]])
+        >>> nothing = torch.empty(0, dtype=torch.int64)
+        >>> survey(left, right, nothing, nothing, torch.tensor([9.0, 9.0]), Room(6, 1024)).indices
+        tensor([3])
     """
     native = library()
-    if native is None or not native.can_survey():
-        return plain_survey(left, right, wanted, excluded, least, room=room)
+    if native is None:
+        return plain_survey(left, right, wanted, excluded, least, room)
+    units = has_matrix_units()
     left, right, wanted, excluded = (part.contiguous() for part in (left, right, wanted, excluded))
-    taken, found, most = torch.empty(wanted.numel()), torch.empty(room, dtype=torch.int64), torch.empty(room)
-    left_sum, multiplied = torch.empty(left.shape[1]), Size(0)
+    taken, found = torch.empty(wanted.numel()), torch.empty(room.candidates, dtype=torch.int64)
+    most, left_sum, multiplied = torch.empty(room.candidates), torch.empty(left.shape[1]), Size(0)
     number = getattr(native, NATIVE[left.dtype])(
+        ctypes.c_bool(units),
         Address(left),
         Address(right),
         Size(left.shape[0]),
@@ -87,35 +116,62 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         Address(excluded),
         Size(excluded.numel()),
         Address(least.contiguous()),
-        ctypes.c_float(_rounding(left, result=False)),
+        ctypes.c_float(_rounding(left, 2 if units and left.dtype == torch.float32 else 0)),
         Address(found),
         Address(most),
-        Size(room),
+        Size(room.candidates),
+        Size(room.multiplied),
         ctypes.byref(multiplied),
     )
-    return Survey(taken, found[:number], most[:number], left_sum, multiplied.value) if 0 <= number <= room else None
+    if not 0 <= number <= room.candidates:
+        return None
+    return Survey(taken, found[:number], most[:number], left_sum, multiplied.value)
 
 
 def plain_survey(
-    left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least: Tensor, *, room: int
+    left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least: Tensor, room: Room
 ) -> Survey | None:
-    """What :func:`survey` says, in torch."""
-    row_norm, column_norm = (factor.float().square().sum(0).sqrt() for factor in (left, right))
+    """What :func:`survey` says, in torch: of the rows and columns that can reach at all, the whole product."""
+    n, cols = left.shape[0], right.shape[1]
+    row_norm, column_norm = _norms(left, right)
     if not (2 * row_norm.max() * column_norm.max()).isfinite():
         return None
-    rounded = left.bfloat16().t() @ right.bfloat16()  # (rows, cols)
-    rounded.view(-1).index_fill_(0, excluded, torch.nan)  # which reaches nothing
-    underflow = left.shape[0] ** 0.5 * SQUARES_UNDERFLOW
-    errors = Errors(row_norm * _rounding(left, result=True) + underflow, column_norm + underflow)
-    found, _ = reaching(rounded, least, errors, room=room)
-    if found is None:
+    slack = 1 + (n + 8) * 2.0**-22  # for the rounding of the norms, and of an entry
+    rows = (row_norm * column_norm.max() * slack >= least).nonzero().squeeze(1)
+    columns = ((row_norm / least).max() * column_norm * slack >= 1).nonzero().squeeze(1)
+    if rows.numel() * columns.numel() > room.multiplied:
         return None
-    row, column = found.div(right.shape[1], rounding_mode="floor"), found % right.shape[1]
-    most = rounded.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
-    return Survey(sddmm(left, right, wanted), found, most, left.float().sum(0), rounded.numel())
+    values = left.index_select(1, rows).t() @ right.index_select(1, columns)
+    rounding = _rounding(left, 1 if left.dtype == torch.bfloat16 else 0)
+    errors = Errors(row_norm[rows] * rounding + _underflow(n), column_norm[columns])
+    found, _ = reaching(values, least[rows], errors)
+    assert found is not None
+    row, column = found.div(max(1, columns.numel()), rounding_mode="floor"), found % max(1, columns.numel())
+    most = values.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
+    indices = rows[row] * cols + columns[column]
+    candidates = torch.isin(indices, excluded, invert=True)
+    indices, most = indices[candidates], most[candidates]
+    if indices.numel() > room.candidates:
+        return None
+    return Survey(sddmm(left, right, wanted), indices, most, left.float().sum(0), values.numel())
 
 
-def _rounding(factor: Tensor, *, result: bool) -> float:
+def _norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """L (rows,) and R (cols,), which bound the entries; not a number where a factor's numbers are too large."""
+    left, right = left.float(), right.float()
+    of_left, of_right = (part.square().sum(1).sqrt_() + _underflow(part.shape[1]) for part in (left, right))
+    scales = (of_right / of_left).sqrt_().clamp_(1 / LARGEST_SCALE, LARGEST_SCALE)
+    scales[~(of_left.isfinite() & of_right.isfinite())] = torch.nan
+    scaled = left * scales[:, None], right / scales[:, None]
+    row_norm, column_norm = (part.square().sum(0).sqrt_() + _underflow(part.shape[0]) for part in scaled)
+    return row_norm, column_norm
+
+
+def _underflow(number: int) -> float:
+    """What the norm of so many numbers may lack."""
+    return max(1, number) ** 0.5 * SQUARES_UNDERFLOW
+
+
+def _rounding(factor: Tensor, roundings: int) -> float:
     """What a product of two factors like this one may be off by, to the norms of its columns."""
-    roundings = (0 if factor.dtype == torch.bfloat16 else 2) + result
     return roundings * ROUNDING + factor.shape[0] * 2.0**-23
