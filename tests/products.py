@@ -24,6 +24,10 @@ KINDS = {
     "rounded up": lambda left, right: (torch.full_like(left, 1 + 2**-8 - 2**-20), torch.full_like(right, 1 + 2**-9)),
     "rounded down": lambda left, right: (torch.full_like(left, 1 + 2**-8), torch.full_like(right, 1 + 2.99 * 2**-8)),
     "cancelling": lambda left, right: (left, _alternating(torch.ones_like(right) * (1 + 2**-8))),
+    "few tokens": lambda left, right: (left * (torch.rand(len(left), 1) < 0.1), right),
+    "tokens that matter to one side": lambda left, right: _opposite(left, right, 8),
+    "tokens that matter to one side alone": lambda left, right: _opposite(left, right, 18),
+    "tokens far apart": lambda left, right: (left * 10 ** (24 * torch.rand(len(left), 1) - 12), right),
     "mostly zero": lambda left, right: (left * (torch.rand_like(left) < 0.05), right),
     "zero": lambda left, right: (left * 0, right),
 }  # fmt: skip
@@ -45,6 +49,11 @@ def exact(left, right):
 def _times(factor, column, number):
     factor[:, column] *= number
     return factor
+
+
+def _opposite(left, right, power):
+    sizes = 10 ** (2 * power * torch.rand(len(left), 1) - power)
+    return left * sizes, right / sizes
 
 
 def _alternating(factor):

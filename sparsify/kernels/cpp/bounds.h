@@ -1,4 +1,5 @@
-// Which entries of a product can reach what they have to, by the norms; what they may be off by; which ones do reach it.
+// Which entries of a product can reach what they have to, by the norms; what they may be off by; which ones do reach
+// it.
 
 #pragma once
 
@@ -8,10 +9,10 @@
 
 namespace {
 
-constexpr int64_t PANEL = 16;          // rows, or columns, of a tile of the product
-constexpr int64_t PAIR = 2 * PANEL;    // two panels, which are multiplied together
+constexpr int64_t PANEL = 16;               // rows, or columns, of a tile of the product
+constexpr int64_t PAIR = 2 * PANEL;         // two panels, which are multiplied together
 constexpr int64_t QUARTER = PANEL * PANEL;  // entries of a tile: a pair of panels and a pair of panels make four
-constexpr int64_t TILE = PANEL * TOKENS;     // numbers in a tile of a factor
+constexpr int64_t TILE = PANEL * TOKENS;    // numbers in a tile of a factor
 
 // Rows, or columns, of the product that can reach what they have to: about in the order of how far.
 struct Ranked {

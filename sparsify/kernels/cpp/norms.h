@@ -4,8 +4,8 @@
 //
 //     sum_t |l_t r_t| = sum_t |l_t s_t| |r_t / s_t| <= |l s| |r / s|
 //
-// The sum of all entries' squared bounds is least for s_t^2 = |r_t| / |l_t|, the norms of the token's rows. A classifier
-// has a few tokens with large gradients, and plain norms bound an entry as if all tokens had.
+// The sum of all entries' squared bounds is least for s_t^2 = |r_t| / |l_t|, the norms of the token's rows. A
+// classifier has a few tokens with large gradients, and plain norms bound an entry as if all tokens had.
 
 #pragma once
 
@@ -19,7 +19,9 @@ constexpr int64_t TOGETHER = 4;                // tokens whose squares are added
 constexpr float SQUARES_UNDERFLOW = 0x1p-63f;  // of numbers below it: what a norm may lack for each
 constexpr float LARGEST_SCALE = 0x1p60f;       // with what the units take for zero, times this, still below it
 
-inline float underflow_of(int64_t numbers) { return std::sqrt(float(std::max(numbers, int64_t(1)))) * SQUARES_UNDERFLOW; }
+inline float underflow_of(int64_t numbers) {
+  return std::sqrt(float(std::max(numbers, int64_t(1)))) * SQUARES_UNDERFLOW;
+}
 
 template <class T>
 float norm_of(const T* row, int64_t width) {
@@ -93,8 +95,8 @@ Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const in
       const int64_t tokens = std::min(TOKENS, n - first);
       float scales[TOKENS], inverse[TOKENS];
       for (int64_t t = 0; t < tokens; ++t) {
-        scales[t] = scale_of(norm_of(left.values + (first + t) * rows, rows),
-                             norm_of(right.values + (first + t) * cols, cols));
+        scales[t] =
+            scale_of(norm_of(left.values + (first + t) * rows, rows), norm_of(right.values + (first + t) * cols, cols));
         inverse[t] = 1 / scales[t];
       }
       add_squares(left, first, tokens, scales, own + many);

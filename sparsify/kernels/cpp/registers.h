@@ -32,8 +32,7 @@ class Registers {
       for (int64_t c = 0; c < panels * PANEL; ++c)
         packed[c / PANEL * pitch + t * PANEL + c % PANEL] = widen(row[places[c]]);
     }
-    for (int64_t p = 0; p < panels; ++p)
-      std::fill(packed + p * pitch + tokens * PANEL, packed + p * pitch + TILE, 0.f);
+    for (int64_t p = 0; p < panels; ++p) std::fill(packed + p * pitch + tokens * PANEL, packed + p * pitch + TILE, 0.f);
   }
 
   template <class T>

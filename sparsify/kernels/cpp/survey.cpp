@@ -18,8 +18,8 @@
 
 namespace {
 
-constexpr int64_t PAIRS_AT_ONCE = 8;           // of the right factor: they, and their sums, stay in a core's own cache
-constexpr int64_t PACKED_AT_ONCE = 64 << 20;   // bytes of the left factor
+constexpr int64_t PAIRS_AT_ONCE = 8;          // of the right factor: they, and their sums, stay in a core's own cache
+constexpr int64_t PACKED_AT_ONCE = 64 << 20;  // bytes of the left factor
 constexpr int64_t NOT_FINITE = -1, TOO_MANY = -2;
 
 // Memory that is kept from call to call: getting it from the system anew would cost as much as packing.
@@ -45,7 +45,8 @@ void multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int64_t
                           Found& found) {
   using Number = typename Units::Number;
   static thread_local Workspace workspace;
-  const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS), panel_pitch = blocks * TILE, pitch = 2 * panel_pitch;
+  const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS), panel_pitch = blocks * TILE,
+                pitch = 2 * panel_pitch;
   const int64_t row_pairs = bounds.rows.pairs(), col_pairs = bounds.cols.pairs();
   const int64_t at_once = std::clamp(PACKED_AT_ONCE / int64_t(pitch * sizeof(Number)), int64_t(1), row_pairs);
   const auto packed_right = static_cast<Number*>(workspace.get((at_once + col_pairs) * pitch * sizeof(Number)));
