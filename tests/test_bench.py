@@ -1,16 +1,19 @@
 """The benchmark measures every method in a process of its own, in interleaved rounds, and reports ratios."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.plots import plot
+from sparsify.bench.room import estimate
 from sparsify.bench.run import GIVE_BACK, Measurement, measure, to_json
 from sparsify.bench.settings import Settings
-from sparsify.bench.shapes import SHAPES
+from sparsify.bench.shapes import SHAPES, build, note
 from sparsify.bench.table import headline, make_table
 from sparsify.bench.worker import Worker
 from sparsify.cli import make_app
@@ -146,7 +149,7 @@ def test_without_a_floor_there_is_no_column_for_it():
 
 def test_the_headline_says_what_is_not_as_published():
     said = headline([measured("id3", shape="llama-7b", checkpointing=True)], 5, 2, "random tokens")
-    assert "on a CPU one layer of 32, and a vocabulary of 256" in said
+    assert "1 of 32 layers, on a CPU a vocabulary of 256" in said
     assert "activation checkpointing" in said
     assert "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of libraries" in said
     assert "heap as it comes" not in said
@@ -164,7 +167,10 @@ def test_the_headline_says_what_is_not_as_published():
         (("--dtype", "float31"), "unknown dtype 'float31'; expected one of float32, bfloat16"),
         (("--heap", "drop"), "unknown heap 'drop'; expected one of keep, system"),
         (("--device", "tpu"), "unknown device 'tpu'; expected one of cpu, cuda"),
-        (("--budget", "0.1"), "--budget '0.1'; expected numbers of entries"),
+        (("--budget", "0.1"), "--budget '0.1'; expected whole numbers, such as 10_000"),
+        (("--layers", "3,six"), "--layers '3,six'; expected whole numbers, such as 3,6,12"),
+        (("--layers", "-1"), "layers=-1; expected an int of at least 1, or 0 for the shape's own"),
+        (("--shapes", "tiny,minilm", "--layers", "3"), "--layers: 'minilm' has pretrained weights"),
         (("--budget", "0"), "budget=0; expected an int of at least 1"),
         (("--fill", "1.5"), "fill=1.5; expected a share of the budget"),
         (("--rounds", "0"), "--rounds 0; expected at least 1"),
@@ -190,6 +196,24 @@ def test_one_combination_is_drawn_as_bars_and_several_as_curves(tmp_path):
     plot([measured("id3", shape=shape, budget=budget) for shape in ("minilm", "tiny") for budget in (10, 100)], curves)
     assert bars.read_bytes()[:4] == curves.read_bytes()[:4] == PNG
     assert curves.stat().st_size != bars.stat().st_size
+    by_layers = tmp_path / "layers.png"
+    plot([measured("id3", layers=layers) for layers in (1, 2)], by_layers)
+    assert by_layers.read_bytes() != bars.read_bytes()
+
+
+@pytest.mark.parametrize("shape", ["tiny", "t5-small", "llama-7b"])
+def test_a_model_has_as_many_layers_as_it_is_told(shape, monkeypatch):
+    small = {**SHAPES[shape].config, "vocab_size": 100, "d_model": 32, "d_ff": 64, "hidden_size": 32}
+    small |= {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    monkeypatch.setitem(SHAPES, shape, replace(SHAPES[shape], config=small))
+    blocks = {}
+    for layers in (1, 5):
+        settings = Settings("full", shape, layers=layers)
+        model = build(settings)
+        blocks[layers] = sum(isinstance(module, nn.ModuleList) and len(module) == 5 for module in model.modules())
+        assert f"{layers} of {small[SHAPES[shape].depth[0]]} layers" in note(settings)
+        assert estimate(settings) < estimate(replace(settings, layers=2 * layers))
+    assert (blocks[1], blocks[5]) == (0, len(SHAPES[shape].depth))
 
 
 def test_every_budget_of_every_shape_is_measured(monkeypatch, tmp_path):

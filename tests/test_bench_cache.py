@@ -77,7 +77,7 @@ def test_a_copy_under_another_name_is_none(path):
     "other",
     [
         {"budget": 301}, {"fill": 0.25}, {"batch": 2}, {"length": 9}, {"dtype": "bfloat16"}, {"seed": 1},
-        {"shape": "bert-base"}, {"tokens": "tokens-1.safetensors"}, {"device": "cuda"},
+        {"shape": "bert-base"}, {"layers": 1}, {"tokens": "tokens-1.safetensors"}, {"device": "cuda"},
     ],
 )  # fmt: skip
 def test_other_settings_have_another_state(other):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,10 @@ def bench(
     budget: Annotated[
         str, typer.Option("--budget", "--budgets", help="Entries; several, comma-separated, give curves.")
     ] = "320000",
+    layers: Annotated[
+        str, typer.Option(help="Layers of a model with random weights; several, comma-separated, give curves. "
+                          "0: as published.")
+    ] = "0",
     fill: Annotated[float, typer.Option(help="Share of the budget that ID3 has unmasked before measuring.")] = 0.5,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
@@ -60,8 +65,10 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Also draw them: a PNG.")] = None,
 ) -> None:  # fmt: skip
     """Measure training steps side by side: memory, initialisation, update and step, and their ratios."""
-    names, shapes, budgets = _listed(methods), _listed(shape), [_parse_budget(text) for text in _listed(budget)]
+    names, shapes, budgets = _listed(methods), _listed(shape), _numbers(budget, "--budget", "10_000,100_000")
+    depths = _numbers(layers, "--layers", "3,6,12")
     _check(names, shapes, dtype, heap, device, rounds, steps)
+    _check_depths(shapes, depths)
     if plot is not None:
         require("matplotlib", extra="plot")
     ahead = steps_ahead(names, rounds, steps)
@@ -69,10 +76,10 @@ def bench(
     console.width = max(console.width, TABLE_WIDTH)
     for one_shape in shapes:
         tokens, text = prepare_tokens(one_shape, seq, _find_data(data))
-        for entries in budgets:
+        for depth, entries in product(depths, budgets):
             common = Settings(
                 names[0], one_shape, entries, fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead,
-                heap=heap,
+                heap=heap, layers=depth,
             )  # fmt: skip
             settings = [replace(common, method=name) for name in names]
             together = not one_at_a_time and fit_together(settings)
@@ -117,11 +124,19 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _parse_budget(text: str) -> int:
+def _numbers(text: str, option: str, example: str) -> list[int]:
     try:
-        return int(text)
+        return [int(part) for part in _listed(text)]
     except ValueError:
-        raise SparsifyError(f"--budget {text!r}; expected numbers of entries, such as 10_000,100_000.") from None
+        raise SparsifyError(f"{option} {text!r}; expected whole numbers, such as {example}.") from None
+
+
+def _check_depths(shapes: list[str], depths: list[int]) -> None:
+    pretrained = [shape for shape in shapes if SHAPES[shape].real]
+    if any(depths) and pretrained:
+        raise SparsifyError(
+            f"--layers: {pretrained[0]!r} has pretrained weights and as many layers as these; leave out one of the two."
+        )
 
 
 def _find_data(data: Path | None) -> Path | None:

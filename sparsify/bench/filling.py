@@ -45,6 +45,7 @@ def state_path(settings: Settings) -> Path:
         "state",
         format=FORMAT,
         shape=settings.shape,
+        layers=settings.layers,
         budget=settings.budget,
         start=settings.start,
         batch=settings.batch,

@@ -1,6 +1,6 @@
 """Pictures of a benchmark: bars of time and memory, or curves against the budget and against the model's size.
 
-In: measurements of one combination of shape and budget, or of several. Out: a PNG.
+In: measurements of one combination of shape, layers and budget, or of several. Out: a PNG.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def plot(results: Sequence[Measurement], path: Path) -> None:
     """Draws what was measured.
 
     Args:
-        results: of one combination of shape and budget: bars. Of several: curves against what differs.
+        results: of one combination of shape, layers and budget: bars. Of several: curves against what differs.
         path: the PNG.
 
     Raises:
@@ -34,12 +34,12 @@ def plot(results: Sequence[Measurement], path: Path) -> None:
     """
     figures = require("matplotlib.figure", extra="plot")
     first = results[0].settings
-    by_budget = [one for one in results if one.settings.shape == first.shape]
+    by_budget = [one for one in results if (one.settings.shape, one.settings.layers) == (first.shape, first.layers)]
     by_size = [one for one in results if one.settings.budget == first.budget]
     axes_wanted: list[tuple[str, list[Measurement], Value]] = []
     if len({one.settings.budget for one in by_budget}) > 1:
         axes_wanted.append((f"budget (entries), {first.shape}", by_budget, lambda one: one.settings.budget))
-    if len({one.settings.shape for one in by_size}) > 1:
+    if len({(one.settings.shape, one.settings.layers) for one in by_size}) > 1:
         axes_wanted.append(
             (f"parameters (millions), budget {first.budget:,}", by_size, lambda one: one.parameters / 1e6)
         )

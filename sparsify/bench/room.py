@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sparsify.bench.settings import DTYPES, Settings
-from sparsify.bench.shapes import SHAPES
+from sparsify.bench.shapes import SHAPES, depth_ratio
 
 # numbers of the weights' dtype that a method keeps for each parameter, at its peak
 PER_PARAMETER = {"full": 4.0, "dense-id3": 10.0}
@@ -29,8 +29,9 @@ def fit_together(settings: Sequence[Settings]) -> bool:
 def estimate(settings: Settings) -> float:
     """Bytes that one method takes, about."""
     shape = SHAPES[settings.shape]
-    numbers = PER_PARAMETER.get(settings.method, FROZEN) * 1e6 * shape.millions
-    numbers += PER_ACTIVATION * settings.batch * settings.length * shape.width
+    deeper = depth_ratio(settings)
+    numbers = PER_PARAMETER.get(settings.method, FROZEN) * 1e6 * shape.millions * max(1.0, deeper)
+    numbers += PER_ACTIVATION * settings.batch * settings.length * shape.width * deeper
     return numbers * DTYPES[settings.dtype].itemsize + LIBRARIES
 
 

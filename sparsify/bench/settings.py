@@ -39,6 +39,7 @@ class Settings:
         seed: of the weights and the batches.
         heap: while times are taken on Linux, memory that was freed is kept (``"keep"``), or given back to the system
             when glibc sees fit (``"system"``).
+        layers: of the model, an encoder's and a decoder's each; 0 for as many as the shape has.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Settings:
     ahead: int = 50
     seed: int = 0
     heap: str = "keep"
+    layers: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.fill <= 1:
@@ -63,6 +65,8 @@ class Settings:
             raise SparsifyError(
                 f"{self.ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or fewer steps a round."
             )
+        if self.layers < 0:
+            raise SparsifyError(f"layers={self.layers!r}; expected an int of at least 1, or 0 for the shape's own.")
         for name in ("budget", "batch", "length"):
             if getattr(self, name) < 1:
                 raise SparsifyError(f"{name}={getattr(self, name)!r}; expected an int of at least 1.")

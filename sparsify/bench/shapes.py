@@ -35,7 +35,8 @@ class Shape:
         task: PEFT's word for what its head does.
         real: whether its weights are pretrained ones; the tokens are real text then.
         on_cpu: what is different in ``config`` on a CPU.
-        note: what that means, in words.
+        note: what that means beside the number of layers, in words.
+        depth: the words in ``config`` for the number of layers.
     """
 
     build: Callable[[dict[str, Any]], nn.Module]
@@ -47,6 +48,7 @@ class Shape:
     real: bool = False
     on_cpu: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    depth: tuple[str, ...] = ("num_hidden_layers",)
 
 
 def build(settings: Settings) -> nn.Module:
@@ -54,7 +56,7 @@ def build(settings: Settings) -> nn.Module:
     shape = SHAPES[settings.shape]
     torch.manual_seed(settings.seed)
     with _made_in(settings):
-        model = shape.build(shape.config if settings.is_cuda else {**shape.config, **shape.on_cpu})
+        model = shape.build(_config(settings))
     if settings.checkpointing:
         checkpoint: Any = model.gradient_checkpointing_enable
         checkpoint(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -63,7 +65,23 @@ def build(settings: Settings) -> nn.Module:
 
 def note(settings: Settings) -> str:
     """What a reader has to know of the shape on this device; mostly nothing."""
-    return "" if settings.is_cuda else SHAPES[settings.shape].note
+    shape = SHAPES[settings.shape]
+    layers, published = (config.get(shape.depth[0]) for config in (_config(settings), shape.config))
+    parts = [f"{layers} of {published} layers"] if layers != published else []
+    parts += [] if settings.is_cuda or not shape.note else [shape.note]
+    return ", ".join(parts)
+
+
+def depth_ratio(settings: Settings) -> float:
+    """How many layers there are, to those of the shape."""
+    published = SHAPES[settings.shape].config.get(SHAPES[settings.shape].depth[0])
+    return settings.layers / published if settings.layers and published else 1.0
+
+
+def _config(settings: Settings) -> dict[str, Any]:
+    shape = SHAPES[settings.shape]
+    config = shape.config if settings.is_cuda else {**shape.config, **shape.on_cpu}
+    return {**config, **dict.fromkeys(shape.depth, settings.layers)} if settings.layers else config
 
 
 def inputs_of(shape: str, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -169,12 +187,15 @@ SHAPES = {
     "minilm": Shape(_minilm, {}, 23, 384 * 6, "bert", "SEQ_CLS", real=True),
     "bert-base": Shape(_bert, BERTS["bert-base"], 110, 768 * 12, "bert", "SEQ_CLS"),
     "deberta-v3-base": Shape(_deberta, DEBERTA_V3_BASE, 184, 768 * 12, "deberta_v2", "SEQ_CLS"),
-    "t5-small": Shape(_t5, T5_SMALL, 61, 512 * 12, "t5", "SEQ_2_SEQ_LM"),
+    "t5-small": Shape(
+        _t5, T5_SMALL, 61, 512 * 12, "t5", "SEQ_2_SEQ_LM",
+        depth=("num_layers", "num_decoder_layers"),
+    ),
     "llama-1b": Shape(_llama, LLAMA_1B, 1236, 2048 * 16, "llama", "CAUSAL_LM"),
     "llama-7b": Shape(
         _llama, LLAMA_7B, 6738, 4096 * 32, "llama", "CAUSAL_LM",
         on_cpu={"num_hidden_layers": 1, "vocab_size": 256},
-        note="on a CPU one layer of 32, and a vocabulary of 256",
+        note="on a CPU a vocabulary of 256",
     ),
     "tiny": Shape(_bert, TINY, 1, 32 * 2, "bert", "SEQ_CLS"),
 }  # fmt: skip
