@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,7 +43,6 @@ FEW, MANY = 32, 4096  # entries that are sampled, to tell what one costs
 REPETITIONS = 3  # the least of which is what it takes
 EVICTING = 1 << 23  # bytes that take the place of all else in a core's cache
 BLOCK_COLUMNS = 1 << 12  # of a factor, drawn once and repeated
-PADDING = 1 << 20  # entries beyond the product's edges, in tiles
 CHEAPEST_TILE = 0.01  # all tiles cost at least this share of the whole product, whatever a disturbed clock says
 CHEAPEST_ENTRY = 4  # a sampled entry costs at least this many of the whole product, whatever a disturbed clock says
 
@@ -107,7 +107,9 @@ def costs_of(left: Tensor, right: Tensor) -> Costs:
 def fixed(dtype: torch.dtype, numel: int) -> Costs:
     """Costs that depend on nothing but the form of the loops: about the dearest that were measured on several CPUs."""
     each = 1 / max(1, numel)
-    if library() is None or dtype not in LOOPS:
+    if dtype not in LOOPS:
+        return Costs(1, 1.05, math.inf, math.inf, 0, 70 * each)
+    if library() is None:
         return Costs(1, 1.05, 0.3, 1.5 * each, 0, 70 * each)
     if dtype == torch.bfloat16:
         return Costs(1, 1.3, 0.3, each, 0.15, 35 * each)
@@ -146,15 +148,15 @@ def _measure(dtype: torch.dtype, n: int, rows: int, cols: int) -> Costs:
     with torch.autocast("cpu", enabled=False):
         left, right = _factor(tokens, rows, dtype, generator), _factor(tokens, cols, dtype, generator)
         rows_part, cols_part = left[:, :some_rows].contiguous(), right[:, :some_cols].contiguous()
-        least, longer = torch.full((some_rows,), math.inf), n / tokens  # than what is measured
+        least, longer = torch.full((some_rows,), math.inf, dtype=torch.float32), n / tokens  # than what is measured
         indices = torch.randint(rows * cols, (MANY,), generator=generator)
         nothing = indices[:0]
         product = _seconds(lambda: rows_part.t() @ cols_part)
         whole = _seconds(lambda: _scan(rows_part.t() @ cols_part, least))
         norms = tile = math.inf
         if dtype in LOOPS:
-            never, reached = torch.full((rows,), math.inf), torch.full((some_rows,), tokens / 4)
-            room, all_tiles = Room(1, 2 * rows * cols + PADDING), _cancelling(rows_part, cols_part)
+            never, reached = least.new_full((rows,), math.inf), least.new_full((some_rows,), tokens / 4)
+            all_tiles, room = _cancelling(rows_part, cols_part), Room(some_rows * some_cols, sys.maxsize)
             norms = _seconds(lambda: survey(left, right, indices[:FEW], nothing, never, room))
             surveyed = _seconds(lambda: survey(*all_tiles, nothing, nothing, reached, room))
             tile = max(surveyed - norms * shrunk, CHEAPEST_TILE * product) / (some_rows * some_cols) * longer
@@ -178,7 +180,10 @@ def _scan(values: Tensor, least: Tensor) -> None:
 
 
 def _cancelling(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors (tokens, ...) with the norms of these, so that all has to be multiplied, and a product of zeros."""
+    """Factors (tokens, ...) with the norms of these, so that all has to be multiplied, and a product of zeros.
+
+    Of an odd number of tokens one is left, so that of few tokens much is found, and a survey seems dearer than it is.
+    """
     left, right = left.clone(), right.clone()
     even = left.shape[0] // 2 * 2
     left[1:even:2], right[1:even:2] = left[:even:2], -right[:even:2]
@@ -221,11 +226,13 @@ def _read(path: Path) -> dict[str, Costs]:
 
 
 def _are_costs(numbers: object) -> bool:
-    return (
-        isinstance(numbers, list)
-        and len(numbers) == len(Costs._fields)
-        and all(isinstance(number, float) and number > 0 for number in numbers)
-    )
+    """Whether they can have been measured; a survey costs infinitely much where there is none."""
+    if not isinstance(numbers, list) or len(numbers) != len(Costs._fields):
+        return False
+    if not all(isinstance(number, float) and number > sys.float_info.min for number in numbers):
+        return False
+    found = Costs(*numbers)
+    return math.isfinite(found.product + found.whole + found.base + found.entry)
 
 
 def _remember(path: Path, kind: str, costs: Costs) -> Costs:

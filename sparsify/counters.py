@@ -21,7 +21,7 @@ class Work:
         multiplied: with the gradient at hand of all of their tensor, or of all rows that were looked up, because it is
             small, because it comes that way, or because it was multiplied out.
         skipped: in no way, since the norms of a product's factors say that none of them could be among the best.
-        vain: of those multiplied, screened before, which found too many, or numbers that are not finite.
+        vain: of those multiplied, whose norms, or a screen, had left too many before, or numbers that are not finite.
     """
 
     screened: int = 0

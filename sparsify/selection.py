@@ -128,7 +128,6 @@ def offer_gradient(
         touched = weight[of_weight if rows is None else rows[of_weight]]
         found, block_finite = reaching(block, importance.least_gradient(pool.floor.to(grad.device), touched))
         finite.append(block_finite)
-        assert found is not None
         if found.numel():
             row, column = found.div(cols, rounding_mode="floor") + first, found % cols
             ids = (row if rows is None else rows[row]) * cols + column + offset

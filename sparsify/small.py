@@ -64,7 +64,6 @@ class SmallGradients:
         excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
         grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered
         found, _ = reaching(grad[None], importance.least_gradient(pool.floor.to(grad.device), weight[None]))
-        assert found is not None
         starts = self._starts()
         of = torch.searchsorted(starts, found, right=True) - 1
         ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]

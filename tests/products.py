@@ -17,6 +17,9 @@ KINDS = {
     "tiny by huge": lambda left, right: (left * 1e-30, right * 1e18),
     "tiny by ordinary": lambda left, right: (left * 1e-25, right),
     "denormal by large": lambda left, right: (left * 1e-39, right * 1e15),
+    "large by what units take for zero": lambda left, right: (
+        torch.full_like(left, 2.0**60), torch.full_like(right, 2.0**-127)
+    ),
     "one huge row": lambda left, right: (_times(left, 0, 1e6), right),
     "one tiny column": lambda left, right: (left, _times(right, 0, 1e-22)),
     "widely spread": lambda left, right: (left * 10 ** (8 * torch.rand_like(left) - 4), right),

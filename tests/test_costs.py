@@ -15,8 +15,9 @@ from sparsify.masked.product import Product
 SOME = Costs(product=1.0, whole=1.1, norms=0.5, tile=0.002, base=0.2, entry=0.001)
 KIND = "float32 8x256x256"
 TOKENS, SIZE = 5, 256  # the smallest product that is measured
-DAMAGES = ["", "{", "[]", "null", "\udc80", '{"KIND": 1.0}', '{"KIND": [1.0]}', '{"KIND": [1.0, 1.0, 1.0, 1.0, "1"]}']
-DAMAGES += ['{"KIND": [1.0, 1.0, NaN, 1.0, 1.0]}', '{"KIND": [1.0, 1.0, 1.0, 1.0, 0.0]}']
+WRONG = ["1", math.nan, 0.0, -1.0, 5e-324, math.inf]  # as the last number of a kind's costs
+DAMAGES = ["", "{", "[]", "null", "\udc80", '{"KIND": 1.0}', '{"KIND": [1.0]}']
+DAMAGES += [json.dumps({"KIND": [*SOME[:-1], number]}) for number in WRONG]
 
 
 @pytest.fixture(autouse=True)

@@ -211,7 +211,7 @@ def test_the_pretrained_minilm_trains_and_its_file_is_tiny(minilm, tmp_path):
 
 @pytest.mark.slow
 def test_id3_on_the_pretrained_minilm_is_the_oracle(minilm):
-    """At full size, where linear layers are screened in bfloat16 if the CPU can."""
+    """At full size, where linear layers are screened."""
     base, tokenizer = minilm
     texts = ["a cat sat on the mat", "stocks fell sharply on Monday", "the recipe needs two eggs", "he scored twice"]
     batch = tokenizer(texts * 8, return_tensors="pt", padding=True)

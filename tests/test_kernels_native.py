@@ -128,7 +128,11 @@ def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, proces
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(70, 40, generator=generator), torch.randn(70, 50, generator=generator)
     indices = torch.arange(0, 2000, 7)
-    torch.testing.assert_close(sddmm(left, right, indices), (left.t() @ right).take(indices))
+    product = left.t() @ right
+    torch.testing.assert_close(sddmm(left, right, indices), product.take(indices))
+    found = survey(left, right, indices, indices[:0], torch.full((40,), 20.0), Room(2000, 1 << 20))
+    torch.testing.assert_close(found.taken, product.take(indices))
+    assert found.indices.sort().values.equal((product.abs().view(-1) >= 20).nonzero().squeeze(1))
 
 
 def test_training_unmasks_the_same_with_and_without_the_library(monkeypatch):

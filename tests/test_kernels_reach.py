@@ -88,13 +88,6 @@ def test_a_matrix_may_be_strided_and_a_threshold_expanded(form):
     assert found_by(form, values.t().contiguous().t(), least) == expected
 
 
-def test_more_than_there_is_room_for_is_none(form):
-    values, least = torch.ones(3, 50), torch.tensor([2.0, 1.0, 2.0])
-    assert form(values, least, room=49).indices is None
-    assert sorted(form(values, least, room=50).indices.tolist()) == list(range(50, 100))
-    assert form(values, torch.full((3,), 2.0), room=0).indices.numel() == 0
-
-
 def test_any_number_of_threads_finds_the_same(form):
     values = torch.randn(70, 130, generator=torch.Generator().manual_seed(0))
     before, sets = torch.get_num_threads(), []

@@ -19,7 +19,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     native = library()
     assert native is not None
     left, right, indices = left.contiguous(), right.contiguous(), indices.contiguous()
-    out = torch.empty(indices.numel())
+    out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     getattr(native, LOOPS[left.dtype])(
         Address(left),
         Address(right),

@@ -18,12 +18,12 @@ class Reaching(NamedTuple):
     """The entries that were found.
 
     Attributes:
-        indices: (n,) int64, flat, in no order; ``None`` where there are more than there was room for.
+        indices: (n,) int64, flat, in no order.
         finite: bool scalar on the values' device: whether all of them are finite, and so are
             they with their errors.
     """
 
-    indices: Tensor | None
+    indices: Tensor
     finite: Tensor
 
 
@@ -39,14 +39,13 @@ class Errors(NamedTuple):
     column: Tensor
 
 
-def reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, room: int | None = None) -> Reaching:
+def reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
     """Finds the entries with abs(value) + error >= least of their row; a NaN reaches nothing.
 
     Args:
         values: (rows, cols).
         least: (rows,).
         errors: of the values; ``None`` where these are exact.
-        room: give up on more entries than this; by default there are never too many.
 
     Example:
         >>> reaching(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), torch.tensor([2.0, 2.0])).indices
@@ -54,9 +53,9 @@ def reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, roo
     """
     native = library() if values.device.type == "cpu" and values.dtype in NATIVE else None
     if native is None:
-        return plain_reaching(values, least, errors, room=room)
-    values, room = values.contiguous(), values.numel() if room is None else room
-    found, finite = torch.empty(room, dtype=torch.int64), ctypes.c_bool()
+        return plain_reaching(values, least, errors)
+    values = values.contiguous()
+    found, finite = torch.empty(values.numel(), dtype=torch.int64, device="cpu"), ctypes.c_bool()
     number = getattr(native, NATIVE[values.dtype])(
         Address(values),
         Size(values.shape[0]),
@@ -65,16 +64,15 @@ def reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, roo
         Address(None if errors is None else errors.row),
         Address(None if errors is None else errors.column),
         Address(found),
-        Size(room),
         ctypes.byref(finite),
     )
-    return Reaching(found[:number] if number <= room else None, torch.tensor(finite.value))
+    return Reaching(found[:number], torch.tensor(finite.value))
 
 
-def plain_reaching(values: Tensor, least: Tensor, errors: Errors | None = None, *, room: int | None = None) -> Reaching:
+def plain_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
     """What :func:`reaching` says, in torch."""
     most = values.to(torch.promote_types(values.dtype, least.dtype), copy=True).abs_()
     if errors is not None:
         most.addcmul_(errors.row[:, None], errors.column)
     found = (most >= least[:, None].to(most)).reshape(-1).nonzero().squeeze(1)
-    return Reaching(found if room is None or found.numel() <= room else None, most.isfinite().all())
+    return Reaching(found, most.isfinite().all())

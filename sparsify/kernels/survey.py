@@ -15,8 +15,8 @@ finds is off by no more than
     L_i R_j u          where the product is rounded too: bfloat16 factors in the plain form
 
 Entry by entry, so that none is missed that the full product would have shown above the threshold. A norm is a sum of
-squares in float32, in which the square of a number below 2^-63 is lost, and the units take the smallest numbers for
-zero: so each norm is taken to be sqrt(n) 2^-63 larger.
+squares in float32, in which the square of a number below 2^-63 is lost: so each is taken to be sqrt(n) 2^-63 larger.
+That covers what matrix units take for zero, numbers below 2^-126, as long as no scale is so large as to make up for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from sparsify.kernels.reach import Errors, reaching
 from sparsify.kernels.sddmm import sddmm
 
 ROUNDING = 1.02 * 2.0**-8  # of one number, and what is of a higher order
-SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it
-LARGEST_SCALE = 2.0**60  # with what the units take for zero, times this, still below it
+SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it; norms.h
+LARGEST_SCALE = 2.0**40  # times what the units take for zero, still below that times the smallest rounding; norms.h
 NATIVE = {torch.float32: "survey_float32", torch.bfloat16: "survey_bfloat16"}
 
 
@@ -83,7 +83,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         right: (n, cols), likewise.
         wanted: (k,) int64 flat indices.
         excluded: (e,) int64 flat indices of entries that are not to be found.
-        least: (rows,) float32.
+        least: (rows,) float32, at least 0.
         room: when to give up.
 
     Returns:
@@ -100,8 +100,8 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         return plain_survey(left, right, wanted, excluded, least, room)
     units = has_matrix_units()
     left, right, wanted, excluded = (part.contiguous() for part in (left, right, wanted, excluded))
-    taken, found = torch.empty(wanted.numel()), torch.empty(room.candidates, dtype=torch.int64)
-    most, left_sum, multiplied = torch.empty(room.candidates), torch.empty(left.shape[1]), Size(0)
+    taken, most, left_sum = map(_numbers, (wanted.numel(), room.candidates, left.shape[1]))
+    found, multiplied = torch.empty(room.candidates, dtype=torch.int64, device="cpu"), Size(0)
     number = getattr(native, NATIVE[left.dtype])(
         ctypes.c_bool(units),
         Address(left),
@@ -115,7 +115,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         Address(left_sum),
         Address(excluded),
         Size(excluded.numel()),
-        Address(least.contiguous()),
+        Address(least.float().contiguous()),
         ctypes.c_float(_rounding(left, 2 if units and left.dtype == torch.float32 else 0)),
         Address(found),
         Address(most),
@@ -145,7 +145,6 @@ def plain_survey(
     rounding = _rounding(left, 1 if left.dtype == torch.bfloat16 else 0)
     errors = Errors(row_norm[rows] * rounding + _underflow(n), column_norm[columns])
     found, _ = reaching(values, least[rows], errors)
-    assert found is not None
     row, column = found.div(max(1, columns.numel()), rounding_mode="floor"), found % max(1, columns.numel())
     most = values.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
     indices = rows[row] * cols + columns[column]
@@ -154,6 +153,11 @@ def plain_survey(
     if indices.numel() > room.candidates:
         return None
     return Survey(sddmm(left, right, wanted), indices, most, left.float().sum(0), values.numel())
+
+
+def _numbers(number: int) -> Tensor:
+    """Where the compiled form writes: float32 on the CPU, whatever torch's defaults are."""
+    return torch.empty(number, dtype=torch.float32, device="cpu")
 
 
 def _norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@
 namespace {
 
 constexpr int64_t TOGETHER = 4;                // tokens whose squares are added at once
-constexpr float SQUARES_UNDERFLOW = 0x1p-63f;  // of numbers below it: what a norm may lack for each
-constexpr float LARGEST_SCALE = 0x1p60f;       // with what the units take for zero, times this, still below it
+constexpr float SQUARES_UNDERFLOW = 0x1p-63f;  // of numbers below it: what a norm may lack for each; survey.py
+constexpr float LARGEST_SCALE = 0x1p40f;       // survey.py has the reason
 
 inline float underflow_of(int64_t numbers) {
   return std::sqrt(float(std::max(numbers, int64_t(1)))) * SQUARES_UNDERFLOW;

@@ -11,7 +11,7 @@ inline float size_of(bfloat16 x) { return widen(bfloat16(x & 0x7fff)); }
 
 template <class T>
 int64_t reach(const T* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-              const float* column_error, int64_t* out, int64_t room, bool* finite) {
+              const float* column_error, int64_t* out, bool* finite) {
   int64_t found = 0;
   uint32_t highest = 0;  // as numbers, the bits of what is not finite are above all others
 #pragma omp parallel for schedule(static) reduction(max : highest)
@@ -45,7 +45,7 @@ int64_t reach(const T* values, int64_t rows, int64_t cols, const float* least, c
         at = found;
         found += count;
       }
-      for (int64_t h = 0; h < count && at + h < room; ++h) out[at + h] = here[h];
+      for (int64_t h = 0; h < count; ++h) out[at + h] = here[h];
     }
   }
   *finite = highest < 0x7f800000;
@@ -57,12 +57,12 @@ int64_t reach(const T* values, int64_t rows, int64_t cols, const float* least, c
 extern "C" {
 
 int64_t reach_float32(const float* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-                      const float* column_error, int64_t* out, int64_t room, bool* finite) {
-  return reach(values, rows, cols, least, row_error, column_error, out, room, finite);
+                      const float* column_error, int64_t* out, bool* finite) {
+  return reach(values, rows, cols, least, row_error, column_error, out, finite);
 }
 
 int64_t reach_bfloat16(const bfloat16* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-                       const float* column_error, int64_t* out, int64_t room, bool* finite) {
-  return reach(values, rows, cols, least, row_error, column_error, out, room, finite);
+                       const float* column_error, int64_t* out, bool* finite) {
+  return reach(values, rows, cols, least, row_error, column_error, out, finite);
 }
 }

@@ -21,7 +21,7 @@ class Registers {
   using Number = float;
   static constexpr int64_t DEPTH = 4;  // tiles that are multiplied before the next pair of panels has its turn
 
-  explicit Registers(int64_t) {}
+  explicit Registers(int64_t /* columns of the wider factor */) {}
 
   // Ranked columns of a block of tokens: each panel's are a tile, token by token; tiles are `pitch` numbers apart.
   template <class T>

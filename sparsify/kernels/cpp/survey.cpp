@@ -4,7 +4,7 @@
 //            the sums of the left one's columns;
 // rank:      rows and columns that cannot reach the threshold by their norms drop out, and the others are ordered by
 //            how far they can reach;
-// pack:      what is left of both factors, into tiles as the units read them;
+// pack:      what is left of both factors, into tiles as the multiplier reads them: the registers, or matrix units;
 // multiply:  tile by tile, as far as tiles can reach; one that is done is compared while it is in the cache, and never
 //            written anywhere.
 
@@ -20,17 +20,17 @@ namespace {
 
 constexpr int64_t PAIRS_AT_ONCE = 8;          // of the right factor: they, and their sums, stay in a core's own cache
 constexpr int64_t PACKED_AT_ONCE = 64 << 20;  // bytes of the left factor
-constexpr int64_t NOT_FINITE = -1, TOO_MANY = -2;
+constexpr int64_t NOT_FINITE = -1, TOO_MANY = -2, NO_MEMORY = -3;
 
 // Memory that is kept from call to call: getting it from the system anew would cost as much as packing.
 class Workspace {
  public:
   ~Workspace() { std::free(memory_); }
-  void* get(int64_t bytes) {
+  void* get(int64_t bytes) {  // null where there is no more
     if (bytes > size_) {
       std::free(memory_);
       memory_ = std::aligned_alloc(64, bytes);
-      size_ = bytes;
+      size_ = memory_ ? bytes : 0;
     }
     return memory_;
   }
@@ -40,53 +40,56 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-template <class Units, class T>
-void multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int64_t n, const Bounds& bounds,
-                          Found& found) {
-  using Number = typename Units::Number;
+// Returns how many entries were found.
+template <class Multiplier, class T>
+int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int64_t n, const Bounds& bounds,
+                             Found& found) {
+  using Number = typename Multiplier::Number;
   static thread_local Workspace workspace;
   const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS), panel_pitch = blocks * TILE,
                 pitch = 2 * panel_pitch;
   const int64_t row_pairs = bounds.rows.pairs(), col_pairs = bounds.cols.pairs();
   const int64_t at_once = std::clamp(PACKED_AT_ONCE / int64_t(pitch * sizeof(Number)), int64_t(1), row_pairs);
   const auto packed_right = static_cast<Number*>(workspace.get((at_once + col_pairs) * pitch * sizeof(Number)));
+  if (!packed_right) return NO_MEMORY;
   Number* const packed_left = packed_right + col_pairs * pitch;
 #pragma omp parallel
   {
-    Units units(std::max(left.width, right.width));
+    Multiplier multiplier(std::max(left.width, right.width));
     alignas(64) float products[PAIRS_AT_ONCE][PAIR * PAIR];
     for (int64_t start = 0; start < row_pairs; start += at_once) {
       const int64_t stop = std::min(start + at_once, row_pairs);
 #pragma omp for schedule(static)
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t first = block * TOKENS, tokens = std::min(TOKENS, n - first), tile = block * TILE;
-        units.pack_left(left, first, tokens, &bounds.rows.places[start * PAIR], 2 * (stop - start), packed_left + tile,
-                        panel_pitch);
+        multiplier.pack_left(left, first, tokens, &bounds.rows.places[start * PAIR], 2 * (stop - start),
+                             packed_left + tile, panel_pitch);
         if (start == 0)
-          units.pack_right(right, first, tokens, bounds.cols.places.data(), 2 * col_pairs, packed_right + tile,
-                           panel_pitch);
+          multiplier.pack_right(right, first, tokens, bounds.cols.places.data(), 2 * col_pairs, packed_right + tile,
+                                panel_pitch);
       }
       for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE) {
 #pragma omp for schedule(static, 1) nowait
         for (int64_t i = start; i < stop; ++i) {
           const int64_t end = std::min(chunk + PAIRS_AT_ONCE, bounds.reached[i]);
-          for (int64_t b = 0; b < blocks; b += Units::DEPTH)
+          for (int64_t b = 0; b < blocks; b += Multiplier::DEPTH)
             for (int64_t j = chunk; j < end; ++j)
-              units.multiply(packed_left + (i - start) * pitch + b * TILE, packed_right + j * pitch + b * TILE,
-                             panel_pitch, std::min(Units::DEPTH, blocks - b), b == 0, products[j - chunk]);
+              multiplier.multiply(packed_left + (i - start) * pitch + b * TILE, packed_right + j * pitch + b * TILE,
+                                  panel_pitch, std::min(Multiplier::DEPTH, blocks - b), b == 0, products[j - chunk]);
           for (int64_t j = chunk; j < end; ++j)
             for (int64_t q = 0; q < 4; ++q)
               bounds.compare(products[j - chunk] + q * QUARTER, 2 * i + q / 2, 2 * j + q % 2, found);
         }
       }
-#pragma omp barrier
+#pragma omp barrier  // before the next rows are packed in the place of these
     }
   }
+  return found.number;
 }
 
 template <class T>
-int64_t survey(bool matrix_units, const T* left_values, const T* right_values, int64_t n, int64_t rows, int64_t cols,
-               const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
+int64_t survey([[maybe_unused]] bool matrix_units, const T* left_values, const T* right_values, int64_t n, int64_t rows,
+               int64_t cols, const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
                int64_t num_excluded, const float* least, float rounding, Found found, int64_t most_multiplied,
                int64_t* multiplied) {
   const Factor<T> left{left_values, rows}, right{right_values, cols};
@@ -111,12 +114,10 @@ int64_t survey(bool matrix_units, const T* left_values, const T* right_values, i
   for (int64_t e = 0; e < num_excluded; ++e) bounds.excluded[excluded[e]] = true;
 #ifdef __AMX_BF16__
   if (matrix_units) {
-    multiply_and_compare<MatrixUnits>(left, right, n, bounds, found);
-    return found.number;
+    return multiply_and_compare<MatrixUnits>(left, right, n, bounds, found);
   }
 #endif
-  multiply_and_compare<Registers>(left, right, n, bounds, found);
-  return found.number;
+  return multiply_and_compare<Registers>(left, right, n, bounds, found);
 }
 
 }  // namespace
