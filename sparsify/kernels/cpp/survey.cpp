@@ -46,8 +46,8 @@ int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int6
                              Found& found) {
   using Number = typename Multiplier::Number;
   static thread_local Workspace workspace;
-  const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS), panel_pitch = blocks * TILE,
-                pitch = 2 * panel_pitch;
+  const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS);
+  const int64_t panel_pitch = blocks * TILE, pitch = 2 * panel_pitch;
   const int64_t row_pairs = bounds.rows.pairs(), col_pairs = bounds.cols.pairs();
   const int64_t at_once = std::clamp(PACKED_AT_ONCE / int64_t(pitch * sizeof(Number)), int64_t(1), row_pairs);
   const auto packed_right = static_cast<Number*>(workspace.get((at_once + col_pairs) * pitch * sizeof(Number)));
@@ -113,9 +113,7 @@ int64_t survey([[maybe_unused]] bool matrix_units, const T* left_values, const T
   bounds.excluded.resize(rows * cols);
   for (int64_t e = 0; e < num_excluded; ++e) bounds.excluded[excluded[e]] = true;
 #ifdef __AMX_BF16__
-  if (matrix_units) {
-    return multiply_and_compare<MatrixUnits>(left, right, n, bounds, found);
-  }
+  if (matrix_units) return multiply_and_compare<MatrixUnits>(left, right, n, bounds, found);
 #endif
   return multiply_and_compare<Registers>(left, right, n, bounds, found);
 }
