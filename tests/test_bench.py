@@ -55,6 +55,8 @@ def test_each_method_is_measured_in_every_round():
     assert all(one.held_bytes > 0 for one in results)
     assert (full.trained, full.unmasked) == (full.parameters, 0)
     assert (id3.trained, id3.unmasked) == (400, 200)
+    assert full.work == ""
+    assert id3.work.endswith(("multiplied out", "nothing was looked at")), "few of 400 entries are chosen in a step"
     assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
 
 
@@ -76,7 +78,7 @@ def test_times_are_taken_where_the_heap_is_as_told_and_memory_where_it_is_given_
         def kill(self):
             pass
 
-    said = {"initialisation": 1.0, "seconds": [(1.0, 1.0)]}
+    said = {"initialisation": 1.0, "seconds": [(1.0, 1.0)], "work": ""}
     environments = []
     monkeypatch.setattr("sparsify.bench.run._start", Ready)
     monkeypatch.setattr("sparsify.bench.run._ask", lambda worker, line: dict(said, peak_bytes=5 + len(environments)))
@@ -253,6 +255,7 @@ def test_the_command_measures_every_method(tmp_path):
         "--rounds", "1", "--steps", "1", "--threads", "1", "--json", str(out), "--plot", str(picture),
     )  # fmt: skip
     assert all(method in result.output for method in METHODS)
+    assert "id3, to choose in its last step: " in result.output
     assert picture.read_bytes()[:4] == PNG
     rows = json.loads(out.read_text())["results"]
     assert [row["settings"]["method"] for row in rows] == list(METHODS)

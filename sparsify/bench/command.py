@@ -87,6 +87,9 @@ def bench(
                 results = measure(settings, rounds, steps, progress=status.update, together=together)
             console.print(headline(results, rounds, steps, text))
             console.print(make_table(results))
+            for one in results:
+                if one.work:
+                    console.print(f"{one.settings.method}, to choose in its last step: {one.work}")
             all_results += results
             if json is not None:
                 json.write_text(to_json(all_results) + "\n")

@@ -37,6 +37,7 @@ class Trainee:
         unmasked: tells how many entries are unmasked, where a method chooses entries; otherwise 0.
         before_step: what the method does between backward and the optimizer's step.
         resume: goes on from the state of filled buffers.
+        work: tells in words what the last step looked at to choose entries; nothing where none are chosen.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Trainee:
     unmasked: Callable[[], int] = lambda: 0
     before_step: Callable[[], None] = lambda: None
     resume: Callable[[State], None] = lambda state: None
+    work: Callable[[], str] = lambda: ""
 
 
 def prepare(model: nn.Module, settings: Settings) -> Trainee:
@@ -122,6 +124,7 @@ def _id3_every(model: nn.Module, settings: Settings) -> Trainee:
 def _growing(model: nn.Module, settings: Settings, schedule: Schedule) -> Trainee:
     trainee = _sparsified(sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS, schedule=schedule))
     trainee.resume = lambda state: load_trained(model, settings, state)
+    trainee.work = lambda: str(get_unmasker(model).counters.last)
     return trainee
 
 

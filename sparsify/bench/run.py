@@ -41,6 +41,7 @@ class Measurement:
         library_bytes: the resident set after the imports, before there is a model; 0 on a GPU.
         peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
         held_bytes: likewise, of a process in which freed memory goes back to the system at once.
+        work: what the last measured step looked at to choose entries, in words.
     """
 
     settings: Settings
@@ -53,6 +54,7 @@ class Measurement:
     library_bytes: int = 0
     peak_bytes: int = 0
     held_bytes: int = 0
+    work: str = ""
 
     @property
     def step_seconds(self) -> float:
@@ -121,6 +123,7 @@ def _take_turn(worker: subprocess.Popen[str], result: Measurement, steps: int) -
         result.forward_backward.append(forward_backward)
         result.updates.append(update)
     result.peak_bytes = max(result.peak_bytes, said["peak_bytes"])
+    result.work = said["work"]
 
 
 def fill_buffers(methods: Sequence[Settings], progress: Progress = lambda text: None) -> None:

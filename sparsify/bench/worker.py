@@ -2,7 +2,7 @@
 
 stdin   one line with the settings (JSON), then a line with a number of steps for each round
 stdout  one JSON line when ready, then one a round: of each step the seconds of forward and backward, and those of the
-        update; and the peak memory so far
+        update; the peak memory so far; and what the last step looked at to choose, in words
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def main() -> None:
         }
     )
     for line in sys.stdin:
-        _say({"seconds": worker.turn(int(line)), "peak_bytes": worker.peak_bytes()})
+        seconds = worker.turn(int(line))
+        _say({"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()})
 
 
 def _say(message: dict[str, Any]) -> None:
