@@ -105,7 +105,7 @@ def costs_of(left: Tensor, right: Tensor) -> Costs:
 
 
 def fixed(dtype: torch.dtype, numel: int) -> Costs:
-    """Costs that depend on nothing but the form of the loops: about the dearest that were measured on several CPUs."""
+    """Costs that depend on nothing but the form of the loops: rough, and a survey's rather too dear than too cheap."""
     each = 1 / max(1, numel)
     if dtype not in LOOPS:
         return Costs(1, 1.05, math.inf, math.inf, 0, 70 * each)

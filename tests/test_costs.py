@@ -177,13 +177,12 @@ def test_what_is_measured_is_of_the_right_size(monkeypatch, dtype):
     assert (found.room() is None) or found.room().candidates < 512 * 256
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64])
+@pytest.mark.parametrize("tokens", [32, 64, 250])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_is_multiplied_and_nothing_found_where_the_tiles_are_timed(dtype, tokens):
     torch.manual_seed(0)
     left, right = costs._cancelling(torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 64).to(dtype))
     nothing = torch.empty(0, dtype=torch.int64)
     found = survey(left, right, nothing, nothing, torch.full((96,), tokens / 4), Room(96 * 64, 1 << 20))
-    if tokens >= 32:
-        assert found.multiplied == 96 * 64
-    assert found.indices.numel() == 0 or tokens % 2
+    assert found.multiplied == 96 * 64
+    assert found.indices.numel() == 0

@@ -538,7 +538,9 @@ def test_another_base_is_refused_by_tensor(model, delta, unchanged):
 def test_a_base_that_differs_elsewhere_only_is_accepted(model, delta):
     with torch.no_grad():
         model[0].weight.view(-1)[1] += 1
+    before = bits(model)
     delta.apply(model)
+    assert bits(model) != before
 
 
 def test_applying_twice_is_refused(model, delta):

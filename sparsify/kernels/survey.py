@@ -22,7 +22,6 @@ That covers what matrix units take for zero, numbers below 2^-126, as long as no
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -68,7 +67,6 @@ class Survey(NamedTuple):
     multiplied: int
 
 
-@cache
 def has_matrix_units() -> bool:
     """Whether the compiled form multiplies in bfloat16, on matrix units (AMX)."""
     native = library()
@@ -145,7 +143,8 @@ def plain_survey(
     rounding = _rounding(left, 1 if left.dtype == torch.bfloat16 else 0)
     errors = Errors(row_norm[rows] * rounding + _underflow(n), column_norm[columns])
     found, _ = reaching(values, least[rows], errors)
-    row, column = found.div(max(1, columns.numel()), rounding_mode="floor"), found % max(1, columns.numel())
+    width = max(1, columns.numel())
+    row, column = found.div(width, rounding_mode="floor"), found % width
     most = values.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
     indices = rows[row] * cols + columns[column]
     candidates = torch.isin(indices, excluded, invert=True)
