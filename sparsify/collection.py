@@ -4,6 +4,8 @@ collect   a node hands over a weight's gradient; the unmasked entries' part goes
           entries are shown to the step's chooser, the rest is freed with the node
 commit    after the last node: the chooser's winners join the index buffers, and the flat gradient is returned to
           autograd, their own gradients included
+
+Both are ranges of torch's profiler.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sparsify.accumulation import Sums
 from sparsify.agreement import Engine as Comparable
@@ -29,6 +32,8 @@ from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
 from sparsify.weights import EffectiveWeights
+
+COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ranges
 
 
 class Engine(Growing, Comparable, Protocol):
@@ -86,7 +91,7 @@ class Collection:
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        with self._lock:
+        with self._lock, record_function(COLLECT):
             current = self._running_pass()
             if whole and tensor not in current.held and not self.compiled.waits(tensor):
                 current.settle(tensor, gradient)
@@ -97,7 +102,7 @@ class Collection:
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
-        with self._lock:
+        with self._lock, record_function(COLLECT):
             current = self._running_pass()
             gradient = None if self.compiled.waits(tensor) else current.held.pop(tensor, None)
             if gradient is not None:
@@ -105,6 +110,10 @@ class Collection:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
+        with record_function(COMMIT):
+            return self._commit()
+
+    def _commit(self) -> Tensor:
         engine = self._engine
         current, self._pass = self._running_pass(), None
         current.settle_held()

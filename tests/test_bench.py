@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from sparsify.api import get_unmasker
 from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.plots import plot
 from sparsify.bench.room import estimate
@@ -55,7 +56,9 @@ def test_each_method_is_measured_in_every_round():
     assert all(one.held_bytes > 0 for one in results)
     assert (full.trained, full.unmasked) == (full.parameters, 0)
     assert (id3.trained, id3.unmasked) == (400, 200)
-    assert full.work == ""
+    assert (full.work, full.sparse, full.sparse_seconds) == ("", [], None)
+    assert len(id3.sparse) == 2, "one a turn"
+    assert all(0 < sparse < id3.step_seconds * 10 for sparse in id3.sparse)
     assert id3.work.endswith(("multiplied out", "nothing was looked at")), "few of 400 entries are chosen in a step"
     assert [row["settings"]["method"] for row in json.loads(to_json(results))["results"]] == ["full", "id3"]
 
@@ -78,7 +81,7 @@ def test_times_are_taken_where_the_heap_is_as_told_and_memory_where_it_is_given_
         def kill(self):
             pass
 
-    said = {"initialisation": 1.0, "seconds": [(1.0, 1.0)], "work": ""}
+    said = {"initialisation": 1.0, "seconds": [(1.0, 1.0)], "work": "", "sparse": None}
     environments = []
     monkeypatch.setattr("sparsify.bench.run._start", Ready)
     monkeypatch.setattr("sparsify.bench.run._ask", lambda worker, line: dict(said, peak_bytes=5 + len(environments)))
@@ -132,6 +135,22 @@ def test_the_others_are_measured_step_by_step():
     assert worker.turn(3) == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.5)]
 
 
+@pytest.mark.parametrize("method", ["static", "bitfit"])
+def test_the_sparse_part_is_timed_by_one_more_step(method):
+    worker = Worker(Settings(method, **TINY))
+    before = get_unmasker(worker.trainee.model).step
+    assert 0 < worker.sparse_seconds() < 60
+    assert get_unmasker(worker.trainee.model).step == before + 1
+
+
+@pytest.mark.parametrize("settings", [Settings("lora", **TINY), Settings("id3-every-10", **TINY),
+                                      Settings("id3", device="cuda")])  # fmt: skip
+def test_no_step_is_done_where_there_is_no_sparse_part_to_be_timed(settings):
+    worker = object.__new__(Worker)
+    worker.settings = settings
+    assert worker.sparse_seconds() is None
+
+
 def cells(results):
     return {column.header.replace("\n", " "): list(column.cells) for column in make_table(results).columns}
 
@@ -141,8 +160,14 @@ def test_ratios_are_to_full_and_floor_by_name_and_not_to_the_first():
     table = make_table(results)
     assert [column.header for column in table.columns].count("/ full") == 2
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    assert rows[0] == ("id3", "10", "5", "256", "0.25", "2.00", "256", "0.50", "0.250", "1.000", "0.50", "2.00")
+    assert rows[0] == ("id3", "10", "5", "256", "0.25", "2.00", "256", "0.50", "-", "0.250", "1.000", "0.50", "2.00")
     assert rows[1][4:6] == ("1.00", "8.00")
+
+
+def test_the_table_has_the_sparse_part_of_a_step_where_there_is_one():
+    id3 = measured("id3")
+    id3.sparse += [0.5, 0.25, 0.125]
+    assert cells([id3, measured("full")])["sparse (s)"] == ["0.250", "-"]
 
 
 def test_without_a_floor_there_is_no_column_for_it():
@@ -176,7 +201,7 @@ def test_the_headline_says_what_is_not_as_published():
         (("--budget", "0"), "budget=0; expected an int of at least 1"),
         (("--fill", "1.5"), "fill=1.5; expected a share of the budget"),
         (("--rounds", "0"), "--rounds 0; expected at least 1"),
-        (("--rounds", "999"), "2000 steps to measure; a run has 1000: take fewer rounds"),
+        (("--rounds", "999"), "3000 steps to measure; a run has 1000: take fewer rounds"),
         (("--shape", "minilm", "--data", "nowhere"), "`nowhere` has no mrpc/train.jsonl"),
     ],
 )

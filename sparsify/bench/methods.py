@@ -23,6 +23,7 @@ from sparsify.schedules import Schedule
 LORA_RANK = 8
 EVERY = 10
 FLOOR, FULL = "floor", "full"
+SPARSE = ("static", "bitfit", "id3")  # methods with masked weights, and steps that are all alike
 State = dict[str, Tensor]
 
 

@@ -18,7 +18,7 @@ import torch
 
 from sparsify.bench.filling import load_state, state_path
 from sparsify.bench.methods import starts_filled, window_of
-from sparsify.bench.settings import HEAPS, WARM_UP, Settings
+from sparsify.bench.settings import HEAPS, PROFILED, WARM_UP, Settings
 
 Progress = Callable[[str], None]
 # memory is measured in a process of its own, in which glibc gives back to the system whatever is freed
@@ -42,6 +42,8 @@ class Measurement:
         peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
         held_bytes: likewise, of a process in which freed memory goes back to the system at once.
         work: what the last measured step looked at to choose entries, in words.
+        sparse: seconds of the sparse part of a backward, of one step a turn, where there is one: taking what is needed
+            of the masked weights' gradients, choosing included.
     """
 
     settings: Settings
@@ -55,6 +57,7 @@ class Measurement:
     peak_bytes: int = 0
     held_bytes: int = 0
     work: str = ""
+    sparse: list[float] = field(default_factory=list)
 
     @property
     def step_seconds(self) -> float:
@@ -67,20 +70,25 @@ class Measurement:
         return statistics.median(self.updates)
 
     @property
+    def sparse_seconds(self) -> float | None:
+        """The median over turns."""
+        return statistics.median(self.sparse) if self.sparse else None
+
+    @property
     def initialisation(self) -> float:
         """The median over processes."""
         return statistics.median(self.initialisations)
 
 
 def steps_ahead(methods: Sequence[str], rounds: int, steps: int) -> int:
-    """How many steps a process may do in all: those of all rounds and of the warm-up, rounded up.
+    """How many steps a process may do in all: those of all rounds and of the warm-up, profiled ones too, rounded up.
 
     Example:
         >>> steps_ahead(["full", "id3"], rounds=5, steps=2), steps_ahead(["id3-every-10"], rounds=5, steps=2)
         (50, 100)
     """
     windows = [window_of(method) for method in methods]
-    most = WARM_UP + rounds * max(-(-steps // window) * window for window in windows)
+    most = WARM_UP + rounds * max(-(-steps // window) * window + PROFILED for window in windows)
     return -(-most // AHEAD_UNIT) * AHEAD_UNIT
 
 
@@ -124,6 +132,8 @@ def _take_turn(worker: subprocess.Popen[str], result: Measurement, steps: int) -
         result.updates.append(update)
     result.peak_bytes = max(result.peak_bytes, said["peak_bytes"])
     result.work = said["work"]
+    if said["sparse"] is not None:
+        result.sparse.append(said["sparse"])
 
 
 def fill_buffers(methods: Sequence[Settings], progress: Progress = lambda text: None) -> None:

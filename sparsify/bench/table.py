@@ -42,7 +42,7 @@ def make_table(results: Sequence[Measurement]) -> Table:
     bases = [(name, one) for name in (FULL, FLOOR) for one in results if one.settings.method == name]
     ratios = [f"/ {name}" for name, _ in bases]
     columns = ["trained", "unmasked", "memory (MB)", *ratios, "resident (MB)"]
-    columns += ["init (s)", "update (s)", "step (s)", *ratios]
+    columns += ["init (s)", "sparse (s)", "update (s)", "step (s)", *ratios]
     table.add_column("method", no_wrap=True)
     for column in columns:
         table.add_column(column.replace(" (", "\n("), justify="right", no_wrap=True)
@@ -55,6 +55,7 @@ def make_table(results: Sequence[Measurement]) -> Table:
             *(f"{ratio_to(base, one, memory_of):.2f}" for _, base in bases),
             f"{one.peak_bytes / MB:,.0f}",
             f"{one.initialisation:.2f}",
+            "-" if one.sparse_seconds is None else f"{one.sparse_seconds:.3f}",
             f"{one.update_seconds:.3f}",
             f"{one.step_seconds:.3f}",
             *(f"{ratio_to(base, one, seconds_of):.2f}" for _, base in bases),

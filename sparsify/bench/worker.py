@@ -2,7 +2,8 @@
 
 stdin   one line with the settings (JSON), then a line with a number of steps for each round
 stdout  one JSON line when ready, then one a round: of each step the seconds of forward and backward, and those of the
-        update; the peak memory so far; and what the last step looked at to choose, in words
+        update; the peak memory so far; what the last step looked at to choose, in words; and of one more step, under
+        torch's profiler, the seconds of the sparse part of its backward
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import time
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from sparsify.bench.filling import load_state
 from sparsify.bench.memory import peak_bytes
-from sparsify.bench.methods import PEFT_CONFIGS, prepare, starts_filled, window_of
+from sparsify.bench.methods import PEFT_CONFIGS, SPARSE, prepare, starts_filled, window_of
 from sparsify.bench.settings import WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
+from sparsify.collection import COLLECT, COMMIT
 from sparsify.errors import SparsifyError
 
 Seconds = tuple[float, float]  # of forward and backward, of the update
@@ -77,6 +80,19 @@ class Worker:
         window = window_of(self.settings.method)
         return [mean_of([self.step() for _ in range(window)]) for _ in range(-(-steps // window))]
 
+    def sparse_seconds(self) -> float | None:
+        """Of one more step: collecting the masked weights' gradients, choosing included, and the commit.
+
+        ``None`` where no weights are masked, where steps differ in a cycle, and on a GPU, which does the work later
+        than it is asked to.
+        """
+        if self.settings.method not in SPARSE or self.settings.is_cuda:
+            return None
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            self.step()
+        ranges = [event for event in profiled.key_averages() if event.key in (COLLECT, COMMIT)]
+        return sum(event.cpu_time_total for event in ranges) / 1e6  # microseconds
+
     def step(self) -> Seconds:
         """One whole training step."""
         trainee, batch = self.trainee, self.batches.next()
@@ -129,7 +145,8 @@ def main() -> None:
     )
     for line in sys.stdin:
         seconds = worker.turn(int(line))
-        _say({"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()})
+        said = {"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()}
+        _say({**said, "sparse": worker.sparse_seconds()})
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -9,35 +9,13 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <memory>
 #include <vector>
 
-#ifdef __AVX512F__
 #include "transpose.h"
-#endif
 
-constexpr int64_t LINE = 16;    // float32 numbers in a line of the cache, and in one of AVX-512's registers
 constexpr int64_t TOKENS = 32;  // in a block: its columns stay in a core's own cache
 constexpr int64_t FEW = 16;     // entries that are read where they lie: transposing for them would cost more
-
-using bfloat16 = uint16_t;  // the 16 bits of one
-
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float widen(float x) { return x; }
-
-inline float widen(bfloat16 x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
 
 template <class T>
 struct Factor {
@@ -50,15 +28,10 @@ template <class T>
 void transpose(const Factor<T>& factor, int64_t first, int64_t tokens, float* out) {
   const T* rows = factor.values + first * factor.width;
   int64_t c = 0;
-#ifdef __AVX512F__
   if (tokens == TOKENS)
-    for (; c + LINE <= factor.width; c += LINE)
-      for (int64_t t = 0; t < TOKENS; t += LINE)
+    for (; c + SQUARE <= factor.width; c += SQUARE)
+      for (int64_t t = 0; t < TOKENS; t += SQUARE)
         transpose_square(rows + t * factor.width + c, factor.width, out + c * TOKENS + t, TOKENS);
-#endif
-  for (; c + LINE <= factor.width; c += LINE)
-    for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t i = 0; i < LINE; ++i) out[(c + i) * TOKENS + t] = widen(rows[t * factor.width + c + i]);
   for (; c < factor.width; ++c)
     for (int64_t t = 0; t < tokens; ++t) out[c * TOKENS + t] = widen(rows[t * factor.width + c]);
 }

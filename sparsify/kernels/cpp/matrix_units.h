@@ -12,7 +12,8 @@ namespace {
 class MatrixUnits {
  public:
   using Number = bfloat16;
-  static constexpr int64_t DEPTH = 8;  // tiles that are multiplied before the next pair of panels has its turn
+  static constexpr int64_t GATHERED_COST = 8;  // of a number that is read by itself, to one of a whole factor's
+  static constexpr int64_t DEPTH = 8;          // tiles that are multiplied before the next pair of panels has its turn
 
   static bool may_be_used() {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -40,18 +41,18 @@ class MatrixUnits {
   template <class T>
   void pack_left(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t panels,
                  bfloat16* packed, int64_t pitch) {
-    turn_over(factor, first, tokens);
-    for (int64_t p = 0; p < panels; ++p) round_panel(places + p * PANEL, packed + p * pitch);
+    turn_over(factor, first, tokens, places, panels * PANEL);
+    for (int64_t p = 0; p < panels; ++p) round_panel(p * PANEL, packed + p * pitch);
   }
 
   // Likewise of the right factor: 16 pairs of tokens by 16 columns, the two of a pair side by side.
   template <class T>
   void pack_right(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t panels,
                   bfloat16* packed, int64_t pitch) {
-    turn_over(factor, first, tokens);
+    turn_over(factor, first, tokens, places, panels * PANEL);
     alignas(64) float pairs[PANEL * PANEL];
     for (int64_t p = 0; p < panels; ++p) {
-      round_panel(places + p * PANEL, reinterpret_cast<bfloat16*>(pairs));
+      round_panel(p * PANEL, reinterpret_cast<bfloat16*>(pairs));
       transpose_square(pairs, PANEL, reinterpret_cast<float*>(packed + p * pitch), PANEL);
     }
   }
@@ -95,22 +96,29 @@ class MatrixUnits {
     uint8_t rows[16] = {0};
   };
 
+  // Lays out the columns at some places, one by one where they are few, else wherever the whole factor's are.
   template <class T>
-  void turn_over(const Factor<T>& factor, int64_t first, int64_t tokens) {
+  void turn_over(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t number) {
     if (tokens < TOKENS) std::fill_n(columns_.get(), factor.width * TOKENS, 0.f);
-    transpose(factor, first, tokens, columns_.get());
+    laid_out_ = number * GATHERED_COST <= factor.width ? nullptr : places;
+    if (laid_out_) return transpose(factor, first, tokens, columns_.get());
+    for (int64_t t = 0; t < tokens; ++t) {
+      const T* row = factor.values + (first + t) * factor.width;
+      for (int64_t c = 0; c < number; ++c) columns_[c * TOKENS + t] = widen(row[places[c]]);
+    }
   }
 
-  // A panel's columns, 32 tokens each, rounded: each is a row of the tile.
-  void round_panel(const int32_t* places, bfloat16* tile) {
+  // The columns of a panel from one on, 32 tokens each, rounded: each is a row of the tile.
+  void round_panel(int64_t first, bfloat16* tile) {
     for (int64_t c = 0; c < PANEL; ++c) {
-      const float* column = columns_.get() + places[c] * TOKENS;
-      const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(column + LINE), _mm512_loadu_ps(column));
+      const float* column = columns_.get() + (laid_out_ ? laid_out_[first + c] : first + c) * TOKENS;
+      const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(column + SQUARE), _mm512_loadu_ps(column));
       _mm512_storeu_si512(tile + c * TOKENS, reinterpret_cast<__m512i>(rounded));
     }
   }
 
-  std::unique_ptr<float[]> columns_;  // of a whole factor, for a block of tokens
+  std::unique_ptr<float[]> columns_;  // of a factor, for a block of tokens
+  const int32_t* laid_out_;           // where the ranked ones are among them; null: one after the other
   Shapes before_;
 };
 
