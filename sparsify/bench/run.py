@@ -194,9 +194,9 @@ def conditions() -> dict[str, Any]:
 
 
 def _start(module: str, **more: str) -> subprocess.Popen[str]:
-    # warnings of other libraries would run into the progress
+    # what other libraries say would run into the progress
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    environment = {**inherited, "PYTHONWARNINGS": "ignore", **more}
+    environment = {**inherited, "PYTHONWARNINGS": "ignore", "KINETO_LOG_LEVEL": "99", **more}
     return subprocess.Popen(
         [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
