@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +92,7 @@ class Collection:
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        with self._lock, record_function(COLLECT):
+        with self._lock, _range(COLLECT):
             current = self._running_pass()
             if whole and tensor not in current.held and not self.compiled.waits(tensor):
                 current.settle(tensor, gradient)
@@ -102,7 +103,7 @@ class Collection:
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
-        with self._lock, record_function(COLLECT):
+        with self._lock, _range(COLLECT):
             current = self._running_pass()
             gradient = None if self.compiled.waits(tensor) else current.held.pop(tensor, None)
             if gradient is not None:
@@ -110,7 +111,7 @@ class Collection:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with record_function(COMMIT):
+        with _range(COMMIT):
             return self._commit()
 
     def _commit(self) -> Tensor:
@@ -199,3 +200,8 @@ class Collection:
                 "is well; otherwise their weight is read without their module being called: please report it.",
                 stacklevel=2,
             )
+
+
+def _range(name: str) -> AbstractContextManager[object]:
+    """A range of torch's profiler, where one is running: with none a range still takes longer than a small gradient."""
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()

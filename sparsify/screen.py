@@ -103,7 +103,8 @@ def _screen(
         reach = (scores * ROUNDING_SLACK >= pool.floor).nonzero().squeeze(1)
         if reach.numel():
             work.verified += reach.numel()
-            candidates = found.indices[reach]
-            grads = sddmm(product.left, product.right, candidates)
+            candidates, grads = found.indices[reach], found.values[reach]
+            if found.rounded:
+                grads = sddmm(product.left, product.right, candidates)
             offer_entries(pool, search.importance, candidates + tensor.offset, near[reach], grads)
     return found.taken

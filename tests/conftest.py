@@ -1,10 +1,13 @@
-"""Shared by all tests: no network, two threads, decisions that no clock takes, warnings of third parties kept quiet."""
+"""Shared by all tests: no network, the cores shared out among pytest's processes, decisions that no clock takes."""
 
 import os
 import sys
 from pathlib import Path
 
-import torch
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // PROCESSES)))
+
+import torch  # noqa: E402 - which reads the number of threads when it is imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -114,7 +114,11 @@ def broken(change):
 
 def test_a_screen_that_misses_entries_is_caught(monkeypatch):
     monkeypatch.setattr(
-        screen, "survey", broken(lambda found: found._replace(indices=found.indices[:0], most=found.most[:0]))
+        screen,
+        "survey",
+        broken(
+            lambda found: found._replace(**{part: getattr(found, part)[:0] for part in ("indices", "values", "most")})
+        ),
     )
     with pytest.raises(SparsifyError, match=r"entry [\d,]+ of `.*weight`, found or not by the screen, was not"):
         train(*checked("mlp"))
@@ -127,8 +131,8 @@ def test_a_bound_that_is_too_low_is_caught(monkeypatch):
 
 
 def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
-    nothing = {"indices": torch.empty(0, dtype=torch.int64), "most": torch.empty(0), "multiplied": 0}
-    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(**nothing)))
+    nothing = {"indices": torch.empty(0, dtype=torch.int64), "values": torch.empty(0), "most": torch.empty(0)}
+    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(**nothing, multiplied=0)))
     with pytest.raises(SparsifyError, match="found or not by the bound of the norms, was not unmasked"):
         train(*checked("mlp"))
 
@@ -136,6 +140,7 @@ def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
 def test_a_wrong_gradient_is_caught(monkeypatch):
     sddmm = screen.sddmm
     monkeypatch.setattr(screen, "sddmm", lambda *arguments: sddmm(*arguments) * 1.001)
+    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(values=found.values * 1.001)))
     with pytest.raises(SparsifyError, match="the screen, was unmasked with a score of"):
         train(*checked("mlp"))
 

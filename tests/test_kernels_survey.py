@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import FORMS, KINDS, SIZES, exact, factors, survey_in_form
 
+from sparsify.kernels import survey as surveys
 from sparsify.kernels.survey import Room
 
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -44,6 +45,7 @@ def test_the_bound_is_above_every_entry_and_no_entry_is_missed(form, kind, token
     found = all_of(left, right, form)  # any entry reaches a threshold of zero
     assert found.indices.sort().values.equal(torch.arange(rows * cols))
     assert (found.most.double() >= size.view(-1)[found.indices] * (1 - 1e-6)).all()
+    assert (found.most >= found.values.abs()).all()
     least = size.quantile(share, dim=1).float()
     found = form(left, right, NOTHING, NOTHING, least, Room(rows * cols, ALL))
     reached = (size >= least[:, None].double() * (1 + 1e-6)).view(-1).nonzero().squeeze(1)
@@ -59,6 +61,21 @@ def test_few_are_found_in_vain(form, tokens, rows, cols, seed, wide):
     off = left.double().norm(dim=0)[:, None] * right.double().norm(dim=0)  # rounding two or three times
     found = all_of(left, right, form, least=float(size.median()))
     assert (found.most.double() <= (size + 7 * 2**-8 * off).view(-1)[found.indices]).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)), tokens=st.integers(1, 1000), rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_a_value_that_is_not_rounded_is_as_good_as_a_dot_product(form, kind, tokens, rows, cols, seed, dtype):
+    left, right = factors(kind, tokens, rows, cols, dtype, seed)
+    found, products = all_of(left, right, form), exact(left, right).view(-1)
+    if not found.rounded:
+        terms = exact(left.abs(), right.abs()).view(-1)[found.indices]
+        allowed = 2.0**-24 * (130 + tokens / 128) * terms + 1e-37  # 128 tokens by themselves, then their sums
+        assert ((found.values.double() - products[found.indices]).abs() <= allowed).all()
+    assert found.rounded == (dtype == torch.bfloat16 if form is surveys.plain_survey else surveys.has_matrix_units())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,6 +205,7 @@ def test_any_number_of_threads_finds_the_same_and_the_same_bits_twice(form, thre
         order, other = once.indices.argsort(), again.indices.argsort()
         assert torch.equal(once.indices[order], again.indices[other])
         assert torch.equal(once.most[order], again.most[other])
+        assert torch.equal(once.values[order], again.values[other])
         sets.append(once.indices[order].tolist())
     assert sets[0]
     assert sets == sets[:1] * 4

@@ -55,14 +55,18 @@ class Survey(NamedTuple):
     Attributes:
         taken: (k,) float32, the entries that were asked for.
         indices: (m,) int64, flat, in no order: the entries that could reach the threshold.
+        values: (m,) float32, these entries.
         most: (m,) float32, what abs(entry) is at most.
+        rounded: whether the values are no sums of float32 numbers, but of rounded ones, or are rounded themselves.
         left_sum: (rows,) float32, the left factor's sum over the tokens.
         multiplied: how many entries the norms did not rule out, so that they were multiplied.
     """
 
     taken: Tensor
     indices: Tensor
+    values: Tensor
     most: Tensor
+    rounded: bool
     left_sum: Tensor
     multiplied: int
 
@@ -98,7 +102,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         return plain_survey(left, right, wanted, excluded, least, room)
     units = has_matrix_units()
     left, right, wanted, excluded = (part.contiguous() for part in (left, right, wanted, excluded))
-    taken, most, left_sum = map(_numbers, (wanted.numel(), room.candidates, left.shape[1]))
+    taken, values, most, left_sum = map(_numbers, (wanted.numel(), room.candidates, room.candidates, left.shape[1]))
     found, multiplied = torch.empty(room.candidates, dtype=torch.int64, device="cpu"), Size(0)
     number = getattr(native, NATIVE[left.dtype])(
         ctypes.c_bool(units),
@@ -116,6 +120,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
         Address(least.float().contiguous()),
         ctypes.c_float(_rounding(left, 2 if units and left.dtype == torch.float32 else 0)),
         Address(found),
+        Address(values),
         Address(most),
         Size(room.candidates),
         Size(room.multiplied),
@@ -123,7 +128,7 @@ def survey(left: Tensor, right: Tensor, wanted: Tensor, excluded: Tensor, least:
     )
     if not 0 <= number <= room.candidates:
         return None
-    return Survey(taken, found[:number], most[:number], left_sum, multiplied.value)
+    return Survey(taken, found[:number], values[:number], most[:number], units, left_sum, multiplied.value)
 
 
 def plain_survey(
@@ -139,19 +144,20 @@ def plain_survey(
     columns = ((row_norm / least).max() * column_norm * slack >= 1).nonzero().squeeze(1)
     if rows.numel() * columns.numel() > room.multiplied:
         return None
-    values = left.index_select(1, rows).t() @ right.index_select(1, columns)
-    rounding = _rounding(left, 1 if left.dtype == torch.bfloat16 else 0)
-    errors = Errors(row_norm[rows] * rounding + _underflow(n), column_norm[columns])
-    found, _ = reaching(values, least[rows], errors)
+    products = left.index_select(1, rows).t() @ right.index_select(1, columns)
+    rounded = left.dtype == torch.bfloat16
+    errors = Errors(row_norm[rows] * _rounding(left, int(rounded)) + _underflow(n), column_norm[columns])
+    found, _ = reaching(products, least[rows], errors)
     width = max(1, columns.numel())
     row, column = found.div(width, rounding_mode="floor"), found % width
-    most = values.take(found).float().abs_().addcmul_(errors.row[row], errors.column[column])
     indices = rows[row] * cols + columns[column]
-    candidates = torch.isin(indices, excluded, invert=True)
-    indices, most = indices[candidates], most[candidates]
-    if indices.numel() > room.candidates:
+    candidates = torch.isin(indices, excluded, invert=True).nonzero().squeeze(1)
+    if candidates.numel() > room.candidates:
         return None
-    return Survey(sddmm(left, right, wanted), indices, most, left.float().sum(0), values.numel())
+    row, column, values = row[candidates], column[candidates], products.take(found[candidates]).float()
+    most = values.abs().addcmul_(errors.row[row], errors.column[column])
+    left_sum = left.float().sum(0)
+    return Survey(sddmm(left, right, wanted), indices[candidates], values, most, rounded, left_sum, products.numel())
 
 
 def _numbers(number: int) -> Tensor:

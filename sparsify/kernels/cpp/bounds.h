@@ -46,15 +46,15 @@ inline Ranked rank(const std::vector<float>& reach, float other) {
 
 struct Found {
   int64_t* indices;
-  float* most;
+  float *values, *most;
   int64_t room;
   int64_t number = 0;
 
-  void add(int64_t index, float size) {
+  void add(int64_t index, float value, float size) {
     int64_t at;
 #pragma omp atomic capture
     at = number++;
-    if (at < room) indices[at] = index, most[at] = size;
+    if (at < room) indices[at] = index, values[at] = value, most[at] = size;
   }
 };
 
@@ -106,7 +106,7 @@ struct Bounds {
       for (int64_t j = first; j < last; ++j) {
         const float most = std::abs(tile[j - first]) + row_error[i] * norm[j];
         const int64_t index = rows.places[i] * width + cols.places[j];
-        if (most >= least[i] && !excluded[index]) found.add(index, most);
+        if (most >= least[i] && !excluded[index]) found.add(index, tile[j - first], most);
       }
   }
 };

@@ -27,12 +27,12 @@ class Registers {
   template <class T>
   void pack_left(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t panels,
                  float* packed, int64_t pitch) {
-    for (int64_t t = 0; t < tokens; ++t) {
-      const T* row = factor.values + (first + t) * factor.width;
-      for (int64_t c = 0; c < panels * PANEL; ++c)
-        packed[c / PANEL * pitch + t * PANEL + c % PANEL] = widen(row[places[c]]);
+    const T* rows = factor.values + first * factor.width;
+    for (int64_t p = 0; p < panels; ++p, places += PANEL, packed += pitch) {
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t i = 0; i < PANEL; ++i) packed[t * PANEL + i] = widen(rows[t * factor.width + places[i]]);
+      std::fill(packed + tokens * PANEL, packed + TILE, 0.f);
     }
-    for (int64_t p = 0; p < panels; ++p) std::fill(packed + p * pitch + tokens * PANEL, packed + p * pitch + TILE, 0.f);
   }
 
   template <class T>
@@ -66,17 +66,16 @@ class Registers {
   template <int64_t ROWS>
   static void add_products(const float* left, const float* right, int64_t tokens, bool begins, float* sums) {
     Vector total[ROWS][VECTORS] = {};
-    Vector* stored = reinterpret_cast<Vector*>(sums);
-    if (!begins)
-      for (int64_t i = 0; i < ROWS; ++i)
-        for (int64_t v = 0; v < VECTORS; ++v) total[i][v] = stored[i * VECTORS + v];
     for (int64_t t = 0; t < tokens; ++t) {
       const Vector* columns = reinterpret_cast<const Vector*>(right + t * PANEL);
       for (int64_t i = 0; i < ROWS; ++i)
         for (int64_t v = 0; v < VECTORS; ++v) total[i][v] += left[t * PANEL + i] * columns[v];
     }
+    // these tokens by themselves first: a sum over all of them one by one would round more
+    Vector* stored = reinterpret_cast<Vector*>(sums);
     for (int64_t i = 0; i < ROWS; ++i)
-      for (int64_t v = 0; v < VECTORS; ++v) stored[i * VECTORS + v] = total[i][v];
+      for (int64_t v = 0; v < VECTORS; ++v)
+        stored[i * VECTORS + v] = begins ? total[i][v] : stored[i * VECTORS + v] + total[i][v];
   }
 };
 

@@ -68,8 +68,8 @@ int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int6
           multiplier.pack_right(right, first, tokens, bounds.cols.places.data(), 2 * col_pairs, packed_right + tile,
                                 panel_pitch);
       }
-      for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE) {
-#pragma omp for schedule(static, 1) nowait
+#pragma omp for collapse(2) schedule(static, 1)  // few rows may reach, or few columns
+      for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE)
         for (int64_t i = start; i < stop; ++i) {
           const int64_t end = std::min(chunk + PAIRS_AT_ONCE, bounds.reached[i]);
           for (int64_t b = 0; b < blocks; b += Multiplier::DEPTH)
@@ -80,8 +80,6 @@ int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int6
             for (int64_t q = 0; q < 4; ++q)
               bounds.compare(products[j - chunk] + q * QUARTER, 2 * i + q / 2, 2 * j + q % 2, found);
         }
-      }
-#pragma omp barrier  // before the next rows are packed in the place of these
     }
   }
   return found.number;
@@ -132,17 +130,18 @@ bool has_matrix_units() {
 
 int64_t survey_float32(bool matrix_units, const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
                        const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
-                       int64_t num_excluded, const float* least, float rounding, int64_t* found, float* most,
-                       int64_t room, int64_t most_multiplied, int64_t* multiplied) {
+                       int64_t num_excluded, const float* least, float rounding, int64_t* found, float* values,
+                       float* most, int64_t room, int64_t most_multiplied, int64_t* multiplied) {
   return survey(matrix_units, left, right, n, rows, cols, wanted, k, taken, left_sums, excluded, num_excluded, least,
-                rounding, Found{found, most, room}, most_multiplied, multiplied);
+                rounding, Found{found, values, most, room}, most_multiplied, multiplied);
 }
 
 int64_t survey_bfloat16(bool matrix_units, const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows,
                         int64_t cols, const int64_t* wanted, int64_t k, float* taken, float* left_sums,
                         const int64_t* excluded, int64_t num_excluded, const float* least, float rounding,
-                        int64_t* found, float* most, int64_t room, int64_t most_multiplied, int64_t* multiplied) {
+                        int64_t* found, float* values, float* most, int64_t room, int64_t most_multiplied,
+                        int64_t* multiplied) {
   return survey(matrix_units, left, right, n, rows, cols, wanted, k, taken, left_sums, excluded, num_excluded, least,
-                rounding, Found{found, most, room}, most_multiplied, multiplied);
+                rounding, Found{found, values, most, room}, most_multiplied, multiplied);
 }
 }
