@@ -73,6 +73,8 @@ class Costs(NamedTuple):
     def room(self, number: int = 0) -> Room | None:
         """How much a survey may multiply, and leave to be scored and sampled, before the whole product is as fast.
 
+        What is left is not sampled where nothing was rounded: then this is less room than there might be.
+
         Args:
             number: entries that it samples besides.
 

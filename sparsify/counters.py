@@ -17,7 +17,7 @@ class Work:
     Attributes:
         screened: multiplied and compared tile by tile, in bfloat16 where the CPU has matrix units, to find those that
             could be among the best.
-        verified: of these, computed in full since they could.
+        verified: of these, those that could; once more computed in full where tiles are rounded.
         multiplied: with the gradient at hand of all of their tensor, or of all rows that were looked up, because it is
             small, because it comes that way, or because it was multiplied out.
         skipped: in no way, since the norms of a product's factors say that none of them could be among the best.

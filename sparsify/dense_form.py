@@ -27,7 +27,7 @@ from sparsify.masked.tied import TiedGradient
 from sparsify.selection import Winners
 from sparsify.small import SmallGradients
 
-ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
+ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-12}
 WHOLE = "the whole gradient"
 WAYS = {"the screen": "screened", "the bound of the norms": "skipped", WHOLE: "multiplied"}
 FEW_TOKENS = 64  # whose sum is off by no more than that; errors grow with the root of the number of terms

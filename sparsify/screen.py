@@ -1,9 +1,9 @@
-"""Finding a linear layer's candidates without its gradient: bound it, screen what is left, verify what comes through.
+"""Finding a linear layer's candidates without its gradient: bound it, screen what is left, take what comes through.
 
 The norms of the factors left and right rule out most of the product left^T right, and what they leave is multiplied and
 compared tile by tile (``kernels/survey.py``). Every entry that could reach the pool's floor by the error bound and by
-its weight is computed in full, and there are few: the pool sees what the full product would have shown it, summed in
-float32.
+its weight is offered, and there are few. Where tiles are rounded it is computed in full before: the pool sees what the
+full product would have shown it, summed in float32.
 """
 
 from __future__ import annotations

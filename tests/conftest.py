@@ -4,8 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // PROCESSES)))
+PROCESSES = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+if PROCESSES is not None:  # in one of them, and not where they are started
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(PROCESSES))))
 
 import torch  # noqa: E402 - which reads the number of threads when it is imported
 

@@ -49,9 +49,10 @@ def pip(python, *arguments):
 
 
 def run(*command):
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = {**inherited, "PYTHONPATH": str(TESTS.parent)}
     words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment, check=False)
 
 
 def run_tests(python, *files):

@@ -27,7 +27,7 @@ from sparsify.extras import require
 
 DATA = "SPARSIFY_DATA"
 DEFAULT_METHODS = "floor,full,lora,static,id3"
-TABLE_WIDTH = 110  # columns of text; figures that a narrow terminal would cut off are wrapped instead
+TABLE_WIDTH = 124  # columns of text; figures that a narrow terminal would cut off are wrapped instead
 
 
 def bench(

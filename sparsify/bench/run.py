@@ -18,7 +18,7 @@ import torch
 
 from sparsify.bench.filling import load_state, state_path
 from sparsify.bench.methods import starts_filled, window_of
-from sparsify.bench.settings import HEAPS, PROFILED, WARM_UP, Settings
+from sparsify.bench.settings import HEAPS, PROFILE, PROFILED, WARM_UP, Settings
 
 Progress = Callable[[str], None]
 # memory is measured in a process of its own, in which glibc gives back to the system whatever is freed
@@ -42,8 +42,8 @@ class Measurement:
         peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
         held_bytes: likewise, of a process in which freed memory goes back to the system at once.
         work: what the last measured step looked at to choose entries, in words.
-        sparse: seconds of the sparse part of a backward, of one step a turn, where there is one: taking what is needed
-            of the masked weights' gradients, choosing included.
+        sparse: seconds of the sparse part of some more steps, where there is one: taking what is needed of the masked
+            weights' gradients, choosing included.
     """
 
     settings: Settings
@@ -71,7 +71,7 @@ class Measurement:
 
     @property
     def sparse_seconds(self) -> float | None:
-        """The median over turns."""
+        """The median, where there is one."""
         return statistics.median(self.sparse) if self.sparse else None
 
     @property
@@ -88,7 +88,7 @@ def steps_ahead(methods: Sequence[str], rounds: int, steps: int) -> int:
         (50, 100)
     """
     windows = [window_of(method) for method in methods]
-    most = WARM_UP + rounds * max(-(-steps // window) * window + PROFILED for window in windows)
+    most = WARM_UP + PROFILED + rounds * max(-(-steps // window) * window for window in windows)
     return -(-most // AHEAD_UNIT) * AHEAD_UNIT
 
 
@@ -122,6 +122,8 @@ def measure(
                     worker = workers[place] if together else turn.enter_context(_prepared(result, progress))
                     progress(f"round {number} of {rounds}: {result.settings.method}")
                     _take_turn(worker, result, steps)
+                    if number == rounds:
+                        result.sparse = _ask(worker, PROFILE)["sparse"]
     return results
 
 
@@ -132,8 +134,6 @@ def _take_turn(worker: subprocess.Popen[str], result: Measurement, steps: int) -
         result.updates.append(update)
     result.peak_bytes = max(result.peak_bytes, said["peak_bytes"])
     result.work = said["work"]
-    if said["sparse"] is not None:
-        result.sparse.append(said["sparse"])
 
 
 def fill_buffers(methods: Sequence[Settings], progress: Progress = lambda text: None) -> None:

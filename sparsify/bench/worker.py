@@ -1,9 +1,9 @@
 """One method in one process: builds the model, then does training steps on request and reports their times.
 
-stdin   one line with the settings (JSON), then a line with a number of steps for each round
+stdin   one line with the settings (JSON), then a line with a number of steps for each round, and ``profile``
 stdout  one JSON line when ready, then one a round: of each step the seconds of forward and backward, and those of the
-        update; the peak memory so far; what the last step looked at to choose, in words; and of one more step, under
-        torch's profiler, the seconds of the sparse part of its backward
+        update; the peak memory so far; and what the last step looked at to choose, in words. At last, of some more
+        steps under torch's profiler, which takes memory itself, the seconds of the sparse part of their backward
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from sparsify.bench.filling import load_state
 from sparsify.bench.memory import peak_bytes
 from sparsify.bench.methods import PEFT_CONFIGS, SPARSE, prepare, starts_filled, window_of
-from sparsify.bench.settings import WARM_UP, Settings
+from sparsify.bench.settings import PROFILE, PROFILED, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
 from sparsify.collection import COLLECT, COMMIT
@@ -80,14 +80,17 @@ class Worker:
         window = window_of(self.settings.method)
         return [mean_of([self.step() for _ in range(window)]) for _ in range(-(-steps // window))]
 
-    def sparse_seconds(self) -> float | None:
-        """Of one more step: collecting the masked weights' gradients, choosing included, and the commit.
+    def sparse_seconds(self) -> list[float]:
+        """Of some more steps each: collecting the masked weights' gradients, choosing included, and the commit.
 
-        ``None`` where no weights are masked, where steps differ in a cycle, and on a GPU, which does the work later
-        than it is asked to.
+        Nothing where no weights are masked, where steps differ in a cycle, and on a GPU, which does the work later than
+        it is asked to.
         """
         if self.settings.method not in SPARSE or self.settings.is_cuda:
-            return None
+            return []
+        return [self._sparse_seconds() for _ in range(PROFILED)]
+
+    def _sparse_seconds(self) -> float:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             self.step()
         ranges = [event for event in profiled.key_averages() if event.key in (COLLECT, COMMIT)]
@@ -144,9 +147,11 @@ def main() -> None:
         }
     )
     for line in sys.stdin:
+        if line.strip() == PROFILE:
+            _say({"sparse": worker.sparse_seconds()})
+            continue
         seconds = worker.turn(int(line))
-        said = {"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()}
-        _say({**said, "sparse": worker.sparse_seconds()})
+        _say({"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()})
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -57,7 +57,8 @@ class Survey(NamedTuple):
         indices: (m,) int64, flat, in no order: the entries that could reach the threshold.
         values: (m,) float32, these entries.
         most: (m,) float32, what abs(entry) is at most.
-        rounded: whether the values are no sums of float32 numbers, but of rounded ones, or are rounded themselves.
+        rounded: whether the values may be worse than dot products in float32: of rounded factors, rounded themselves,
+            or summed by matrix units.
         left_sum: (rows,) float32, the left factor's sum over the tokens.
         multiplied: how many entries the norms did not rule out, so that they were multiplied.
     """
@@ -145,8 +146,9 @@ def plain_survey(
     if rows.numel() * columns.numel() > room.multiplied:
         return None
     products = left.index_select(1, rows).t() @ right.index_select(1, columns)
-    rounded = left.dtype == torch.bfloat16
-    errors = Errors(row_norm[rows] * _rounding(left, int(rounded)) + _underflow(n), column_norm[columns])
+    rounded = left.dtype == torch.bfloat16 or torch.get_float32_matmul_precision() != "highest"
+    roundings = 1 if left.dtype == torch.bfloat16 else 2 * rounded
+    errors = Errors(row_norm[rows] * _rounding(left, roundings) + _underflow(n), column_norm[columns])
     found, _ = reaching(products, least[rows], errors)
     width = max(1, columns.numel())
     row, column = found.div(width, rounding_mode="floor"), found % width
