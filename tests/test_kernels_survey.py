@@ -79,6 +79,16 @@ def test_a_value_that_is_not_rounded_is_as_good_as_a_dot_product(form, kind, tok
     assert found.rounded == (dtype == torch.bfloat16 if form is surveys.plain_survey else surveys.has_matrix_units())
 
 
+def test_the_plain_form_expects_rounding_where_torch_was_told_that_it_may_round(monkeypatch):
+    left, right = factors("random", 45, 40, 35)
+    exactly = all_of(left, right, surveys.plain_survey)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    roughly = all_of(left, right, surveys.plain_survey)
+    assert (exactly.rounded, roughly.rounded) == (False, True)
+    off = left.norm(dim=0)[:, None] * right.norm(dim=0)
+    assert (roughly.most - exactly.most >= (2**-8 * off).view(-1)[exactly.indices]).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_wanted_entries_come_in_the_order_they_were_asked_for(form, dtype):
     left, right = factors("random", 45, 40, 35, dtype)

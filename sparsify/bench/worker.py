@@ -149,9 +149,9 @@ def main() -> None:
     for line in sys.stdin:
         if line.strip() == PROFILE:
             _say({"sparse": worker.sparse_seconds()})
-            continue
-        seconds = worker.turn(int(line))
-        _say({"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()})
+        else:
+            seconds = worker.turn(int(line))
+            _say({"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()})
 
 
 def _say(message: dict[str, Any]) -> None:
