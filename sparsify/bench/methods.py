@@ -60,6 +60,13 @@ def window_of(method: str) -> int:
     return EVERY if method == "id3-every-10" else 1
 
 
+def is_profiled(settings: Settings) -> bool:
+    """Whether there is a sparse part to time: not without masked weights, not where steps differ in a cycle, and not on
+    a GPU, which does the work later than it is asked to.
+    """
+    return settings.method in SPARSE and not settings.is_cuda
+
+
 def starts_filled(method: str) -> bool:
     """Whether ID3 chooses while the method is measured, so that it starts from filled buffers."""
     return "id3" in method

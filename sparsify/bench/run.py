@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from sparsify.bench.filling import load_state, state_path
-from sparsify.bench.methods import starts_filled, window_of
-from sparsify.bench.settings import HEAPS, PROFILE, PROFILED, WARM_UP, Settings
+from sparsify.bench.methods import is_profiled, starts_filled, window_of
+from sparsify.bench.settings import HEAPS, PROFILE, WARM_UP, Settings
 
 Progress = Callable[[str], None]
 # memory is measured in a process of its own, in which glibc gives back to the system whatever is freed
@@ -42,8 +42,8 @@ class Measurement:
         peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
         held_bytes: likewise, of a process in which freed memory goes back to the system at once.
         work: what the last measured step looked at to choose entries, in words.
-        sparse: seconds of the sparse part of some more steps, where there is one: taking what is needed of the masked
-            weights' gradients, choosing included.
+        sparse: seconds of the sparse part of as many more steps, where there is one: taking what is needed of the
+            masked weights' gradients, choosing included.
     """
 
     settings: Settings
@@ -81,14 +81,14 @@ class Measurement:
 
 
 def steps_ahead(methods: Sequence[str], rounds: int, steps: int) -> int:
-    """How many steps a process may do in all: those of all rounds and of the warm-up, profiled ones too, rounded up.
+    """How many steps a process may do in all: the warm-up's, those of all rounds, as many profiled ones; rounded up.
 
     Example:
         >>> steps_ahead(["full", "id3"], rounds=5, steps=2), steps_ahead(["id3-every-10"], rounds=5, steps=2)
         (50, 100)
     """
     windows = [window_of(method) for method in methods]
-    most = WARM_UP + PROFILED + rounds * max(-(-steps // window) * window for window in windows)
+    most = WARM_UP + rounds * max(2 * steps, *(-(-steps // window) * window for window in windows))
     return -(-most // AHEAD_UNIT) * AHEAD_UNIT
 
 
@@ -122,8 +122,13 @@ def measure(
                     worker = workers[place] if together else turn.enter_context(_prepared(result, progress))
                     progress(f"round {number} of {rounds}: {result.settings.method}")
                     _take_turn(worker, result, steps)
-                    if number == rounds:
-                        result.sparse = _ask(worker, PROFILE)["sparse"]
+                    if not together:
+                        _profile(worker, result, steps)
+        if together:
+            for number in range(1, rounds + 1):  # after all else, since the profiler takes memory
+                progress(f"round {number} of {rounds}: profiled")
+                for worker, result in zip(workers, results, strict=True):
+                    _profile(worker, result, steps)
     return results
 
 
@@ -134,6 +139,11 @@ def _take_turn(worker: subprocess.Popen[str], result: Measurement, steps: int) -
         result.updates.append(update)
     result.peak_bytes = max(result.peak_bytes, said["peak_bytes"])
     result.work = said["work"]
+
+
+def _profile(worker: subprocess.Popen[str], result: Measurement, steps: int) -> None:
+    if is_profiled(result.settings):
+        result.sparse += _ask(worker, f"{PROFILE} {steps}")["sparse"]
 
 
 def fill_buffers(methods: Sequence[Settings], progress: Progress = lambda text: None) -> None:

@@ -11,8 +11,7 @@ from sparsify.errors import SparsifyError
 
 PLANNED_STEPS = 1000  # optimizer steps of the run that the measured ones belong to
 WARM_UP = 2  # steps before the first measured one
-PROFILED = 3  # steps after all measured ones
-PROFILE = "profile"  # what a worker is told instead of a number of steps, to do these
+PROFILE = "profile"  # said to a worker before a number of steps: they are not measured but profiled
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # By itself glibc gives freed memory back to the system or keeps it in holes of its heap, by luck more or less of it,
 # and what was given back comes again page by page: up to a tenth of a step. To keep all, it has to be told, up to the

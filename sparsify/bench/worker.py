@@ -1,9 +1,9 @@
 """One method in one process: builds the model, then does training steps on request and reports their times.
 
-stdin   one line with the settings (JSON), then a line with a number of steps for each round, and ``profile``
+stdin   one line with the settings (JSON), then a line with a number of steps for each turn, after ``profile`` or not
 stdout  one JSON line when ready, then one a round: of each step the seconds of forward and backward, and those of the
-        update; the peak memory so far; and what the last step looked at to choose, in words. At last, of some more
-        steps under torch's profiler, which takes memory itself, the seconds of the sparse part of their backward
+        update; the peak memory so far; and what the last step looked at to choose, in words. Of steps under
+        torch's profiler, which takes memory itself, the seconds of the sparse part of their backward
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsify.bench.filling import load_state
 from sparsify.bench.memory import peak_bytes
-from sparsify.bench.methods import PEFT_CONFIGS, SPARSE, prepare, starts_filled, window_of
-from sparsify.bench.settings import PROFILE, PROFILED, WARM_UP, Settings
+from sparsify.bench.methods import PEFT_CONFIGS, prepare, starts_filled, window_of
+from sparsify.bench.settings import PROFILE, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
 from sparsify.collection import COLLECT, COMMIT
@@ -80,15 +80,9 @@ class Worker:
         window = window_of(self.settings.method)
         return [mean_of([self.step() for _ in range(window)]) for _ in range(-(-steps // window))]
 
-    def sparse_seconds(self) -> list[float]:
-        """Of some more steps each: collecting the masked weights' gradients, choosing included, and the commit.
-
-        Nothing where no weights are masked, where steps differ in a cycle, and on a GPU, which does the work later than
-        it is asked to.
-        """
-        if self.settings.method not in SPARSE or self.settings.is_cuda:
-            return []
-        return [self._sparse_seconds() for _ in range(PROFILED)]
+    def sparse_seconds(self, steps: int) -> list[float]:
+        """Of so many steps each: collecting the masked weights' gradients, choosing included, and the commit."""
+        return [self._sparse_seconds() for _ in range(steps)]
 
     def _sparse_seconds(self) -> float:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -147,10 +141,11 @@ def main() -> None:
         }
     )
     for line in sys.stdin:
-        if line.strip() == PROFILE:
-            _say({"sparse": worker.sparse_seconds()})
+        *how, steps = line.split()
+        if how == [PROFILE]:
+            _say({"sparse": worker.sparse_seconds(int(steps))})
         else:
-            seconds = worker.turn(int(line))
+            seconds = worker.turn(int(steps))
             _say({"seconds": seconds, "peak_bytes": worker.peak_bytes(), "work": worker.trainee.work()})
 
 
