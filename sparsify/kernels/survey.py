@@ -7,9 +7,8 @@ Norms rule out most of it. Any scales s > 0 of the tokens bound an entry (Cauchy
 and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows. So a few tokens
 with large gradients, such as those that a classifier reads, do not count for all others. With rows and columns in the
 order of their norms, what can reach is a staircase in one corner: the compiled form multiplies no more than that, in
-bfloat16 where the CPU has matrix units, else in float32. It takes some tokens at a time, those with the largest norms
-first, and gives a tile up as soon as none of its sums could reach the threshold with what the norms of the other tokens
-allow. With u = 2^-8, the rounding of a number to bfloat16, what it finds is off by no more than
+bfloat16 where the CPU has matrix units, else in float32. With u = 2^-8, the rounding of a number to bfloat16, what it
+finds is off by no more than
 
     L_i R_j 2u         where float32 factors are rounded
     L_i R_j n 2^-23    by the accumulation over n tokens
@@ -61,7 +60,7 @@ class Survey(NamedTuple):
         rounded: whether the values may be worse than dot products in float32: of rounded factors, rounded themselves,
             or summed by matrix units.
         left_sum: (rows,) float32, the left factor's sum over the tokens.
-        multiplied: how many entries the norms did not rule out, so that they were multiplied, if only over some tokens.
+        multiplied: how many entries the norms did not rule out, so that they were multiplied.
     """
 
     taken: Tensor

@@ -1,5 +1,5 @@
-// Which entries of a product can reach what they have to, by the norms; which ones still can, when some blocks of
-// tokens are multiplied; what they may be off by; which ones do reach it.
+// Which entries of a product can reach what they have to, by the norms; what they may be off by; which ones do reach
+// it.
 
 #pragma once
 
@@ -65,8 +65,7 @@ struct Bounds {
   std::vector<float> least, row_error, norm;  // as ranked; an entry is off by row_error[i] * norm[j] at most
   std::vector<float> panel_least, panel_error, panel_norm;
   std::vector<int64_t> reached;  // of each pair of panels of rows: how many pairs of columns' panels can reach with it
-  std::vector<int64_t> tiles_before{0};  // of each pair of panels of rows, and of all: such pairs before it
-  std::vector<bool> excluded;            // (rows * cols,)
+  std::vector<bool> excluded;    // (rows * cols,)
 
   Bounds(Ranked of_rows, Ranked of_cols, const Norms& norms, const float* whole_least, float rounding)
       : rows(std::move(of_rows)), cols(std::move(of_cols)), width(norms.cols.size()) {
@@ -86,23 +85,14 @@ struct Bounds {
       int64_t pairs = cols.pairs();
       while (pairs && row_reach * cols.pair_reach[pairs - 1] < 1) --pairs;
       reached.push_back(pairs);
-      tiles_before.push_back(tiles_before.back() + pairs);
     }
   }
 
   // Entries that have to be multiplied: whole pairs of panels.
-  int64_t to_multiply() const { return tiles_before.back() * PAIR * PAIR; }
-
-  // Whether an entry of a pair of panels and a pair of panels could reach what it has to, with as much as `rest` more.
-  bool can_reach(const float* sums, int64_t row_pair, int64_t col_pair, float rest) const {
-    const auto both = [](const std::vector<float>& of_panels, int64_t pair) {
-      return std::minmax(of_panels[2 * pair], of_panels[2 * pair + 1]);
-    };
-    float largest = 0;
-#pragma omp simd reduction(max : largest)
-    for (int64_t e = 0; e < PAIR * PAIR; ++e) largest = std::max(largest, std::abs(sums[e]));
-    const float error = both(panel_error, row_pair).second * both(panel_norm, col_pair).second;
-    return largest + error + rest >= both(panel_least, row_pair).first;
+  int64_t to_multiply() const {
+    int64_t total = 0;
+    for (int64_t pairs : reached) total += pairs * PAIR * PAIR;
+    return total;
   }
 
   // Adds those of a tile's entries that could reach what they have to.

@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cmath>
-#include <numeric>
 
 #include "columns.h"
 
@@ -77,53 +76,16 @@ void add_sums(const Factor<T>& factor, int64_t first, int64_t tokens, float* blo
 struct Norms {
   float underflow;  // what each may lack
   std::vector<float> rows, cols;
-  std::vector<float> squares;  // (blocks, rows and cols): what a block of tokens adds to the norms' squares
-
-  int64_t width() const { return rows.size() + cols.size(); }
-  int64_t blocks() const { return squares.size() / width(); }
 };
-
-// Sums up what the blocks add.
-inline void add_up(Norms& norms) {
-  constexpr int64_t TOGETHER = 256;
-  const int64_t rows = norms.rows.size(), width = norms.width();
-#pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < width; first += TOGETHER) {
-    const int64_t number = std::min(TOGETHER, width - first);
-    float sums[TOGETHER] = {0};
-    for (int64_t block = 0; block < norms.blocks(); ++block)
-      for (int64_t c = 0; c < number; ++c) sums[c] += norms.squares[block * width + first + c];
-    for (int64_t c = first; c < first + number; ++c)
-      (c < rows ? norms.rows[c] : norms.cols[c - rows]) = std::sqrt(sums[c - first]) + norms.underflow;
-  }
-}
-
-// The blocks, those that add most first.
-inline std::vector<int32_t> by_weight(const Norms& norms) {
-  std::vector<float> weights(norms.blocks());
-  for (int64_t block = 0; block < norms.blocks(); ++block) {
-    const float* squares = &norms.squares[block * norms.width()];
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (size_t i = 0; i < norms.rows.size(); ++i) sum += squares[i];
-    weights[block] = sum;  // a token adds as much to the rows' squares as to the columns', for its scale
-  }
-  std::vector<int32_t> order(norms.blocks());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return weights[a] > weights[b]; });
-  return order;
-}
 
 // The norms, the wanted entries, and the left factor's sums.
 template <class T>
 Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const int64_t* wanted, int64_t k, float* taken,
               float* left_sums) {
   const int64_t rows = left.width, cols = right.width, many = k > FEW ? k : 0;
-  const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS);
   const auto places = places_of(wanted, many, cols);
-  Norms norms{underflow_of(n), std::vector<float>(rows), std::vector<float>(cols),
-              std::vector<float>(blocks * (rows + cols))};
-  ThreadSums sums(many + rows);
+  Norms norms{underflow_of(n), std::vector<float>(rows), std::vector<float>(cols)};
+  ThreadSums sums(many + rows + cols + rows);
 #pragma omp parallel
   {
     std::unique_ptr<float[]> columns(new float[many ? (rows + cols) * TOKENS : rows]);
@@ -131,16 +93,15 @@ Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const in
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < n; first += TOKENS) {
       const int64_t tokens = std::min(TOKENS, n - first);
-      float* const squares = &norms.squares[first / TOKENS * norms.width()];
       float scales[TOKENS], inverse[TOKENS];
       for (int64_t t = 0; t < tokens; ++t) {
         scales[t] =
             scale_of(norm_of(left.values + (first + t) * rows, rows), norm_of(right.values + (first + t) * cols, cols));
         inverse[t] = 1 / scales[t];
       }
-      add_squares(left, first, tokens, scales, squares);
-      add_squares(right, first, tokens, inverse, squares + rows);
-      add_sums(left, first, tokens, columns.get(), own + many);
+      add_squares(left, first, tokens, scales, own + many);
+      add_squares(right, first, tokens, inverse, own + many + rows);
+      add_sums(left, first, tokens, columns.get(), own + many + rows + cols);
       if (!many) continue;
       if (tokens < TOKENS) std::fill_n(of_left, (rows + cols) * TOKENS, 0.f);
       transpose(left, first, tokens, of_left);
@@ -150,9 +111,13 @@ Norms measure(const Factor<T>& left, const Factor<T>& right, int64_t n, const in
 #pragma omp for schedule(static) nowait
     for (int64_t e = 0; e < k; ++e) taken[e] = many ? sums.total(e) : strided_dot(left, right, n, wanted[e]);
 #pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < rows; ++i) left_sums[i] = sums.total(many + i);
+    for (int64_t i = 0; i < rows; ++i) {
+      norms.rows[i] = std::sqrt(sums.total(many + i)) + norms.underflow;
+      left_sums[i] = sums.total(many + rows + cols + i);
+    }
+#pragma omp for schedule(static) nowait
+    for (int64_t j = 0; j < cols; ++j) norms.cols[j] = std::sqrt(sums.total(many + rows + j)) + norms.underflow;
   }
-  add_up(norms);
   return norms;
 }
 

@@ -5,22 +5,21 @@
 // rank:      rows and columns that cannot reach the threshold by their norms drop out, and the others are ordered by
 //            how far they can reach;
 // pack:      what is left of both factors, into tiles as the multiplier reads them: the registers, or matrix units;
-// multiply:  tile by tile, as far as tiles can reach; one that is done is compared while it is in the cache.
-//
-// The last two take some blocks of tokens at a time, and after each only those tiles that still can reach.
+// multiply:  tile by tile, as far as tiles can reach; one that is done is compared while it is in the cache, and never
+//            written anywhere.
 
 #include <cstdlib>
 
+#include "bounds.h"
 #include "registers.h"
-#include "survivors.h"
 #ifdef __AMX_BF16__
 #include "matrix_units.h"
 #endif
 
 namespace {
 
-constexpr int64_t PAIRS_AT_ONCE = 8;     // of the right factor: they stay in a core's own cache
-constexpr int64_t TILES_AT_ONCE = 4096;  // of sums: 16 MB
+constexpr int64_t PAIRS_AT_ONCE = 8;          // of the right factor: they, and their sums, stay in a core's own cache
+constexpr int64_t PACKED_AT_ONCE = 64 << 20;  // bytes of the left factor
 constexpr int64_t NOT_FINITE = -1, TOO_MANY = -2, NO_MEMORY = -3;
 
 // Memory that is kept from call to call: getting it from the system anew would cost as much as packing.
@@ -41,86 +40,47 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-// What is multiplied: the factors, and in which order their blocks of tokens come.
-template <class T>
-struct Work {
-  const Factor<T>&left, &right;
-  int64_t n;
-  std::vector<int32_t> order;
-};
-
-// Finds what can reach in the pairs of panels of rows from `start` to `stop`; returns whether there was memory for it.
-template <class Multiplier, class T>
-bool multiply_and_compare(const Work<T>& work, const Bounds& bounds, const Rest& rest_of_rows, const Rest& rest_of_cols,
-                          int64_t start, int64_t stop, Found& found) {
-  using Number = typename Multiplier::Number;
-  constexpr int64_t DEPTH = Multiplier::DEPTH, PITCH = DEPTH * TILE;  // of a panel
-  static thread_local Workspace workspace;
-  Survivors tiles(bounds, start, stop);
-  const int64_t blocks = work.order.size(), num_sums = tiles.number() * PAIR * PAIR;
-  const int64_t num_packed = (tiles.rows.pairs.size() + tiles.cols.pairs.size()) * 2 * PITCH;
-  void* const memory = workspace.get(num_sums * sizeof(float) + num_packed * sizeof(Number));
-  if (!memory) return false;
-  float* const sums = static_cast<float*>(memory);
-  Number* const packed = reinterpret_cast<Number*>(sums + num_sums);
-#pragma omp parallel
-  {
-    Multiplier multiplier(std::max(work.left.width, work.right.width));
-    for (int64_t group = 0, first = 0; first < blocks && !tiles.rows.pairs.empty(); ++group, first += DEPTH) {
-      const int64_t depth = std::min(DEPTH, blocks - first);
-      const int64_t row_pairs = tiles.rows.pairs.size(), col_pairs = tiles.cols.pairs.size();
-      Number* const packed_right = packed + row_pairs * 2 * PITCH;
-      const auto pack = [&](int64_t b, bool is_left) {
-        const int64_t token = work.order[first + b] * TOKENS, tokens = std::min(TOKENS, work.n - token);
-        if (is_left)
-          multiplier.pack_left(work.left, token, tokens, tiles.rows.places.data(), 2 * row_pairs, packed + b * TILE,
-                               PITCH);
-        else
-          multiplier.pack_right(work.right, token, tokens, tiles.cols.places.data(), 2 * col_pairs,
-                                packed_right + b * TILE, PITCH);
-      };
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t b = 0; b < depth; ++b) pack(b, true);
-#pragma omp for schedule(dynamic)
-      for (int64_t b = 0; b < depth; ++b) pack(b, false);
-#pragma omp for collapse(2) schedule(dynamic)  // few rows may reach, or few columns
-      for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE)
-        for (int64_t r = 0; r < row_pairs; ++r) {
-          const int64_t i = tiles.rows.pairs[r];
-          for (int64_t c = chunk; c < std::min(chunk + PAIRS_AT_ONCE, col_pairs); ++c) {
-            const int64_t j = tiles.cols.pairs[c];
-            if (!tiles.has(i, j)) continue;
-            float* const of_tile = sums + tiles.at(i, j) * PAIR * PAIR;
-            multiplier.multiply(packed + r * 2 * PITCH, packed_right + c * 2 * PITCH, PITCH, depth, group == 0,
-                                of_tile);
-            if (first + depth < blocks) {
-              if (!bounds.can_reach(of_tile, i, j, rest_of_rows.after(group, i) * rest_of_cols.after(group, j)))
-                tiles.drop(i, j);
-            } else {
-              for (int64_t q = 0; q < 4; ++q)
-                bounds.compare(of_tile + q * QUARTER, 2 * i + q / 2, 2 * j + q % 2, found);
-            }
-          }
-        }
-#pragma omp single
-      tiles.narrow();
-    }
-  }
-  return true;
-}
-
 // Returns how many entries were found.
 template <class Multiplier, class T>
-int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int64_t n, const Norms& norms,
-                             const Bounds& bounds, float slack, Found& found) {
-  const Work<T> work{left, right, n, by_weight(norms)};
-  const Rest rows(bounds.rows, norms, norms.squares.data(), work.order, Multiplier::DEPTH, slack);
-  const Rest cols(bounds.cols, norms, norms.squares.data() + left.width, work.order, Multiplier::DEPTH, slack);
-  for (int64_t start = 0, stop; start < bounds.rows.pairs(); start = stop) {
-    stop = start + 1;
-    while (stop < bounds.rows.pairs() && bounds.tiles_before[stop + 1] - bounds.tiles_before[start] <= TILES_AT_ONCE)
-      ++stop;
-    if (!multiply_and_compare<Multiplier>(work, bounds, rows, cols, start, stop, found)) return NO_MEMORY;
+int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int64_t n, const Bounds& bounds,
+                             Found& found) {
+  using Number = typename Multiplier::Number;
+  static thread_local Workspace workspace;
+  const int64_t blocks = std::max(int64_t(1), (n + TOKENS - 1) / TOKENS);
+  const int64_t panel_pitch = blocks * TILE, pitch = 2 * panel_pitch;
+  const int64_t row_pairs = bounds.rows.pairs(), col_pairs = bounds.cols.pairs();
+  const int64_t at_once = std::clamp(PACKED_AT_ONCE / int64_t(pitch * sizeof(Number)), int64_t(1), row_pairs);
+  const auto packed_right = static_cast<Number*>(workspace.get((at_once + col_pairs) * pitch * sizeof(Number)));
+  if (!packed_right) return NO_MEMORY;
+  Number* const packed_left = packed_right + col_pairs * pitch;
+#pragma omp parallel
+  {
+    Multiplier multiplier(std::max(left.width, right.width));
+    alignas(64) float products[PAIRS_AT_ONCE][PAIR * PAIR];
+    for (int64_t start = 0; start < row_pairs; start += at_once) {
+      const int64_t stop = std::min(start + at_once, row_pairs);
+#pragma omp for schedule(static)
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block * TOKENS, tokens = std::min(TOKENS, n - first), tile = block * TILE;
+        multiplier.pack_left(left, first, tokens, &bounds.rows.places[start * PAIR], 2 * (stop - start),
+                             packed_left + tile, panel_pitch);
+        if (start == 0)
+          multiplier.pack_right(right, first, tokens, bounds.cols.places.data(), 2 * col_pairs, packed_right + tile,
+                                panel_pitch);
+      }
+#pragma omp for collapse(2) schedule(static, 1)  // few rows may reach, or few columns
+      for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE)
+        for (int64_t i = start; i < stop; ++i) {
+          const int64_t end = std::min(chunk + PAIRS_AT_ONCE, bounds.reached[i]);
+          for (int64_t b = 0; b < blocks; b += Multiplier::DEPTH)
+            for (int64_t j = chunk; j < end; ++j)
+              multiplier.multiply(packed_left + (i - start) * pitch + b * TILE, packed_right + j * pitch + b * TILE,
+                                  panel_pitch, std::min(Multiplier::DEPTH, blocks - b), b == 0, products[j - chunk]);
+          for (int64_t j = chunk; j < end; ++j)
+            for (int64_t q = 0; q < 4; ++q)
+              bounds.compare(products[j - chunk] + q * QUARTER, 2 * i + q / 2, 2 * j + q % 2, found);
+        }
+    }
   }
   return found.number;
 }
@@ -151,9 +111,9 @@ int64_t survey([[maybe_unused]] bool matrix_units, const T* left_values, const T
   bounds.excluded.resize(rows * cols);
   for (int64_t e = 0; e < num_excluded; ++e) bounds.excluded[excluded[e]] = true;
 #ifdef __AMX_BF16__
-  if (matrix_units) return multiply_and_compare<MatrixUnits>(left, right, n, norms, bounds, slack, found);
+  if (matrix_units) return multiply_and_compare<MatrixUnits>(left, right, n, bounds, found);
 #endif
-  return multiply_and_compare<Registers>(left, right, n, norms, bounds, slack, found);
+  return multiply_and_compare<Registers>(left, right, n, bounds, found);
 }
 
 }  // namespace
