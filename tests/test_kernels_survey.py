@@ -53,6 +53,38 @@ def test_the_bound_is_above_every_entry_and_no_entry_is_missed(form, kind, token
     assert found.indices.unique().numel() == found.indices.numel()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)), tokens=st.integers(129, 700), rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), share=st.sampled_from([0.5, 0.9, 0.999, 1.0]),
+)  # fmt: skip
+def test_no_entry_is_missed_where_some_tokens_say_much_more_than_others(
+    form, kind, tokens, rows, cols, seed, dtype, share
+):
+    left, right = factors(kind, tokens, rows, cols, dtype, seed)
+    weights = 10 ** torch.randn(tokens // 32 + 1, generator=torch.Generator().manual_seed(seed))
+    left = left * weights.repeat_interleave(32)[:tokens, None].to(dtype)
+    size = exact(left, right).abs()
+    least = size.quantile(share, dim=1).float()
+    found = form(left, right, NOTHING, NOTHING, least, Room(rows * cols, ALL))
+    if found is not None:  # a product may overflow by its weight
+        reached = (size >= least[:, None].double() * (1 + 1e-6)).view(-1).nonzero().squeeze(1)
+        assert set(reached.tolist()) <= set(found.indices.tolist())
+        assert (found.most.double() >= size.view(-1)[found.indices] * (1 - 1e-6)).all()
+
+
+def test_an_entry_of_few_weak_tokens_alone_is_found(form):
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, 200, generator=generator).sign() for _ in range(2))
+    for factor in (left, right):
+        factor[384:] *= 0.1
+        factor[:384, 7] = 0
+        factor[384:, 7] = 0.95
+    size = exact(left, right).abs()
+    assert size[7, 7] > 115 > size.view(-1).sort().values[-2]
+    assert all_of(left, right, form, least=115.0).indices.tolist() == [7 * 200 + 7]
+
+
 @settings(max_examples=40, deadline=None)
 @given(tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999), wide=st.booleans())
 def test_few_are_found_in_vain(form, tokens, rows, cols, seed, wide):
