@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 
@@ -80,6 +81,16 @@ WAYS_TO_HAVE_NONE = [
     with_a_broken_file,
 ]
 FAILING = [with_a_failing_compiler, with_no_folder_to_write_to, without_a_home, with_a_broken_file]
+
+
+def test_a_c_compiler_makes_the_library_too(monkeypatch, fresh):
+    """PEFT's BOFT leaves ``CXX=gcc`` behind, which links no C++ library by itself."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    monkeypatch.setenv("CXX", "gcc")
+    # an older processor's code has calls where newer ones' is inlined
+    monkeypatch.setattr(native, "FLAGS", tuple(flag for flag in native.FLAGS if not flag.startswith("-march")))
+    assert native.library() is not None
 
 
 @pytest.mark.parametrize("way", WAYS_TO_HAVE_NONE, ids=lambda way: way.__name__)

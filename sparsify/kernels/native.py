@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+LIBRARIES = ("-lstdc++",)  # a C++ compiler links it by itself; gcc, a common CXX, does not
 COMPILERS = ("c++", "g++", "clang++")
 RESULTS = {
     "sddmm_float32": None,
@@ -85,7 +86,8 @@ def _compiled(compiler: list[str]) -> Path:
                 _run([*compiler, *FLAGS, "-c", str(source), "-o", str(Path(folder, f"{source.stem}.o"))])
             shared = Path(folder, "native.so")
             # without -fopenmp, so that the loops use the OpenMP that torch has loaded, and its threads
-            _run([*compiler, "-shared", *map(str, sorted(Path(folder).glob("*.o"))), "-o", str(shared)])
+            objects = map(str, sorted(Path(folder).glob("*.o")))
+            _run([*compiler, "-shared", *objects, *LIBRARIES, "-o", str(shared)])
             shared.replace(target)  # at once, whoever else compiles it
     return target
 
@@ -100,7 +102,7 @@ def _fingerprint(compiler: list[str]) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     processor = [line for line in lines if line.startswith("flags")][:1]
     sources = [path.read_text() for path in _sources(".cpp", ".h")]
-    parts = [*sources, *FLAGS, *compiler, _run([*compiler, "--version"]), platform.machine(), *processor]
+    parts = [*sources, *FLAGS, *LIBRARIES, *compiler, _run([*compiler, "--version"]), platform.machine(), *processor]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
