@@ -283,6 +283,21 @@ def test_every_budget_of_every_shape_is_measured(monkeypatch, tmp_path):
     assert len(json.loads((tmp_path / "raw").read_text())["results"]) == 4
 
 
+@pytest.mark.parametrize(("memory", "shared"), [(16, [[10, 1000]]), (1, [[10], [1000]])])
+def test_budgets_share_their_rounds_where_memory_holds_them_all(monkeypatch, memory, shared):
+    seen = []
+
+    def fake(settings, rounds, steps, progress, together):
+        seen.append([one.budget for one in settings])
+        return [replace(measured("id3"), settings=one) for one in settings]
+
+    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    monkeypatch.setattr("sparsify.bench.room.memory_of", lambda settings: memory * 2**30)
+    said = invoke("--shape", "tiny", "--budgets", "10,1_000", "--methods", "id3").output
+    assert seen == shared
+    assert said.index("budget 10,") < said.index("budget 1,000,")
+
+
 def test_a_large_model_gets_one_process_at_a_time(monkeypatch):
     seen = []
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sparsify.bench.methods import METHODS, check_installed
 from sparsify.bench.plots import plot as draw
-from sparsify.bench.room import fit_together
+from sparsify.bench.room import fit_together, share_rounds
 from sparsify.bench.run import Measurement, measure, steps_ahead, to_json
 from sparsify.bench.settings import DTYPES, HEAPS, Settings
 from sparsify.bench.shapes import SHAPES
@@ -76,25 +76,33 @@ def bench(
     console.width = max(console.width, TABLE_WIDTH)
     for one_shape in shapes:
         tokens, text = prepare_tokens(one_shape, seq, _find_data(data))
-        for depth, entries in product(depths, budgets):
-            common = Settings(
-                names[0], one_shape, entries, fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead,
-                heap=heap, layers=depth,
-            )  # fmt: skip
-            settings = [replace(common, method=name) for name in names]
+        common = Settings(
+            names[0], one_shape, budgets[0], fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead,
+            heap=heap,
+        )  # fmt: skip
+        points = [
+            [replace(common, method=name, budget=entries, layers=depth) for name in names]
+            for depth, entries in product(depths, budgets)
+        ]
+        for settings in share_rounds(points):
             together = not one_at_a_time and fit_together(settings)
             with console.status("starting") as status:
                 results = measure(settings, rounds, steps, progress=status.update, together=together)
-            console.print(headline(results, rounds, steps, text))
-            console.print(make_table(results))
-            for one in results:
-                if one.work:
-                    console.print(f"{one.settings.method}, to choose in its last step: {one.work}")
+            for start in range(0, len(results), len(names)):
+                _print(console, results[start : start + len(names)], rounds, steps, text)
             all_results += results
             if json is not None:
                 json.write_text(to_json(all_results) + "\n")
     if plot is not None:
         draw(all_results, plot)
+
+
+def _print(console: Console, results: list[Measurement], rounds: int, steps: int, text: str) -> None:
+    console.print(headline(results, rounds, steps, text))
+    console.print(make_table(results))
+    for one in results:
+        if one.work:
+            console.print(f"{one.settings.method}, to choose in its last step: {one.work}")
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -21,6 +21,12 @@ SHARE = 0.7  # of the memory
 _MEMINFO = Path("/proc/meminfo")
 
 
+def share_rounds(points: Sequence[Sequence[Settings]]) -> list[list[Settings]]:
+    """Methods that are measured in the same rounds: those of all points where memory holds them, else of one each."""
+    everything = [one for point in points for one in point]
+    return [everything] if fit_together(everything) else [list(point) for point in points]
+
+
 def fit_together(settings: Sequence[Settings]) -> bool:
     """Whether all of them can be alive at once."""
     return sum(estimate(one) for one in settings) < SHARE * memory_of(settings[0])
