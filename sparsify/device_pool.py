@@ -16,8 +16,9 @@ from sparsify.importance import GradientImportance
 from sparsify.kernels.candidates import Candidates, best_first
 from sparsify.kernels.select import cut, select
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection import SMALLEST_CUT, Winners
+from sparsify.selection import Winners
 
+SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in the first part of a step: the sooner there is a floor, the fewer pass
 MOST_AT_ONCE = 1 << 20  # entries in a part; as many can be candidates before there is a cut, at 16 bytes each
 

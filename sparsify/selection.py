@@ -4,7 +4,7 @@ In: blocks of scores with their entries' global ids (the tensor's offset plus th
 best u, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
 
 A pool keeps the best so far and its floor, the score that a newcomer has to reach. Entries at or above the floor
-join, and the pool is cut back whenever it has doubled: selection costs one comparison an entry.
+join, and the pool is cut back whenever it has grown by a share: selection costs one comparison an entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sparsify.importance import GradientImportance
 from sparsify.kernels.reach import BLOCK_ENTRIES, reaching
 
 SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
-SMALLEST_CUT = 1 << 12  # cutting the pool for fewer newcomers costs more than comparing with an older floor
+CUT_SHARE = 4  # a pool is cut for newcomers of a quarter of its size: the sooner its floor rises, the fewer come
+SMALLEST_CUT = 1 << 7  # and for so many at least: a cut is a dozen small operations
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Pool:
         self._waiting.append((ids.to(device), scores.to(device, dtype), grads.to(device, dtype)))
         self._num_waiting += ids.numel()
         missing = self.size - self._ids.numel()
-        if self._num_waiting >= (missing or max(self.size, SMALLEST_CUT)):
+        if self._num_waiting >= (missing or max(self.size // CUT_SHARE, SMALLEST_CUT)):
             self.cut()
 
     def winners(self) -> Winners:
