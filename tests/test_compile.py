@@ -56,6 +56,7 @@ def compare(dense, batches, wrap, strategy="id3", masks=None, loss_of=loss_of, t
         assert unmasked_sets(sparse) == oracle.unmasked_sets()
     for name, parameter in dense.named_parameters():
         torch.testing.assert_close(sparse.get_parameter(name), parameter, rtol=tolerance, atol=tolerance)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     return sparse
 
 

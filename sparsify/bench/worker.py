@@ -2,8 +2,8 @@
 
 stdin   one line with the settings (JSON), then a line with a number of steps for each turn, after ``profile`` or not
 stdout  one JSON line when ready, then one a round: of each step the seconds of forward and backward, and those of the
-        update; the peak memory so far; and what the last step looked at to choose, in words; or, of
-        steps under torch's profiler, which takes memory itself, the seconds of the sparse part of their backward
+        update; the peak memory so far; and what the last step looked at to choose, in words; or, of steps under torch's
+        profiler, which takes memory itself, the seconds of the sparse part of their backward
 """
 
 from __future__ import annotations
