@@ -48,7 +48,6 @@ class Engine(Exportable, Protocol):
 
     seed: int
     sync_mode: str
-    accumulation: str
     ranks: Ranks
     buffers: IndexBuffers
 
@@ -102,7 +101,7 @@ def agree_on_winners(engine: Engine, winners: Winners, finite: Tensor) -> bool:
 def _parts(engine: Engine) -> dict[str, int]:
     buffers, schedule = engine.buffers, engine.schedule
     settings = [engine.strategy.to_dict(), schedule.shape, schedule.every, schedule.until, engine.steps]
-    settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode, engine.accumulation]
+    settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode]
     counts = [tensor.count for tensor in engine.tensors]
     return {
         "settings": _number(repr(settings)),

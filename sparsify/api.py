@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparsify.accumulation import ACCUMULATIONS
 from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
@@ -49,7 +48,6 @@ def sparsify(
     modules_to_save: list[str] | None = None,
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
-    accumulation: str = "first",
     sync: str = "exact",
     fresh: str = "store",
     fresh_modules: Pattern = None,
@@ -58,7 +56,9 @@ def sparsify(
     """Makes a model train only ``budget`` of its entries, in place.
 
     The model's only trainable parameter is then ``sparse_values`` (budget,), beside ``modules_to_save``; give it to
-    any optimizer of ``torch.optim``. Which entries its numbers stand for is decided while it trains.
+    any optimizer of ``torch.optim``. Which entries its numbers stand for is decided while it trains. An optimizer step
+    may have several backward passes (accumulation, closures, SAM): its entries are chosen by the gradients of the first
+    one and trained by those of all.
 
     Args:
         model: any PyTorch model; its parameters that require grad are the candidates.
@@ -80,9 +80,6 @@ def sparsify(
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
-        accumulation: what a step with several micro-batches chooses by: ``"first"``, the gradients of the first one,
-            which costs nothing, and stands until the optimizer's step even if that batch is dropped; or ``"exact"``,
-            the sum over all of them, as if they were one batch, which keeps a dense gradient of every candidate.
         sync: how several ranks choose the same entries by their mean gradient: ``"exact"``, those that one process with
             all their batches would choose; or ``"candidates"``, the best of what is among some rank's own best, in
             fewer bytes.
@@ -111,8 +108,6 @@ def sparsify(
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
-    if accumulation not in ACCUMULATIONS:
-        raise SparsifyError(f"accumulation={accumulation!r}; expected one of {', '.join(map(repr, ACCUMULATIONS))}.")
     if sync not in MODES:
         raise SparsifyError(f"sync={sync!r}; expected {' or '.join(repr(mode) for mode in MODES)}.")
     _check_calibration(strategy, calibration, loss_fn)
@@ -127,7 +122,7 @@ def sparsify(
         freeze(targets.frozen.values())
         return model
     _check_maskable(model, targets.candidates)
-    engine = plan_engine(model, targets, strategy, schedule, steps, seed, accumulation, sync)
+    engine = plan_engine(model, targets, strategy, schedule, steps, seed, sync)
     check_possible(engine.tensors, strategy)
     if isinstance(strategy.selection, Given):
         selected = find_given(engine.tensors, strategy.selection.support)

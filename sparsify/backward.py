@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.accumulation import Sums
 from sparsify.choosers import Chooser
 from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.tensor import Gradient, MaskedTensor
@@ -19,27 +18,22 @@ class BackwardPass:
         graph: autograd's id of the pass.
         grad: (capacity,) the flat gradient.
         chooser: finds this step's entries; ``None`` when this pass chooses nothing.
-        sums: over the step's micro-batches, where they are to be chosen by.
         held: sums over the uses of tensors that are used more than once.
     """
 
-    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None, sums: Sums | None) -> None:
+    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None) -> None:
         self.graph = graph
         self.grad = torch.zeros_like(values)
         self.chooser = chooser
-        self.sums = sums
         self.held: dict[MaskedTensor, Gradient] = {}
         self._settled: set[MaskedTensor] = set()
         self._small = SmallGradients()
-        # a sum over micro-batches takes the place of the one before it, and cannot be added later
-        self._keeps_small = sums is None and (chooser is None or chooser.offer_small is not None)
+        self._keeps_small = chooser is None or chooser.offer_small is not None
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
         with without_autocast(gradient.device):  # in which the forward pass may have been, or backward is called
-            if self.sums is not None:
-                gradient = self.sums.add(tensor, gradient)
-            elif not gradient.numel:
+            if not gradient.numel:
                 if self.chooser is not None:
                     self.chooser.skip(tensor)
                 return
@@ -49,13 +43,6 @@ class BackwardPass:
         """Settles what is held still: nothing more will come."""
         while self.held:
             self.settle(*self.held.popitem())
-
-    def settle_earlier(self) -> None:
-        """Likewise for the tensors that only earlier micro-batches had a gradient for."""
-        if self.sums is not None:
-            for tensor in self.sums.tensors:
-                if tensor not in self._settled:
-                    self._take(tensor, self.sums.of(tensor))
 
     def settle_small(self) -> None:
         """Settles what is small, after all else."""
@@ -79,4 +66,4 @@ class BackwardPass:
             taken = gradient.take(tensor.indices)
         if tensor.count:
             slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
-            self.grad[slots] = self.grad[slots] + taken if again and self.sums is None else taken
+            self.grad[slots] = self.grad[slots] + taken if again else taken

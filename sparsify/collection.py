@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sparsify.accumulation import Sums
 from sparsify.agreement import Engine as Comparable
 from sparsify.agreement import agree_on_winners, check_agreement
 from sparsify.anchors import Anchors
@@ -63,7 +62,6 @@ class Collection:
         self.growth = growth_of(engine)
         self.selected = False
         self._pass: BackwardPass | None = None
-        self._sums: Sums | None = None  # over the micro-batches of the step in progress
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
@@ -71,10 +69,10 @@ class Collection:
     @property
     def growing(self) -> bool:
         """Whether entries may still be unmasked, those of the step in progress among them."""
-        return self.growth.growing or self._sums is not None
+        return self.growth.growing
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_pass": None, "_sums": None}
+        return {**self.__dict__, "_lock": None, "_pass": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -118,7 +116,6 @@ class Collection:
         engine = self._engine
         current, self._pass = self._running_pass(), None
         current.settle_held()
-        current.settle_earlier()
         current.settle_small()
         self.compiled.forget_recomputed()
         release_memory()
@@ -132,7 +129,6 @@ class Collection:
             self.selected = True
         if self.growth.active is not None:
             grad.masked_fill_(~self.growth.active, 0)
-        grad = grad if current.sums is None else current.sums.growth(grad)
         return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
 
     # -------------------------------------------------------------------------------- from step to step
@@ -140,12 +136,12 @@ class Collection:
     def step_done(self) -> None:
         """An optimizer step is over."""
         self._warn_of_unreached()
-        self.selected, self._sums = False, None
+        self.selected = False
         self.compiled.forget()
 
     def restart(self) -> None:
         """The unmasked set is another one now: a state dict was loaded."""
-        self.selected, self._sums = False, None
+        self.selected = False
         self.growth.restart()
 
     def _running_pass(self) -> BackwardPass:
@@ -154,30 +150,12 @@ class Collection:
             self._engine.weights.check_trained("backward()")
             self._compare_ranks()
             chooser = self._chooser()
-            self._pass = BackwardPass(graph, self._engine.values.detach(), chooser, self._sums)
+            self._pass = BackwardPass(graph, self._engine.values.detach(), chooser)
         return self._pass
 
     def _chooser(self) -> Chooser | None:
         """Who finds the entries that this backward pass is to unmask."""
-        if self._sums is not None:
-            self._take_back(self._sums)
-        if self.selected:
-            return None
-        engine, chooser = self._engine, self.growth.chooser()
-        if engine.accumulation == "exact" and self.growth.by_gradient and chooser is not None and self._sums is None:
-            self._sums = Sums(engine.buffers.total, engine.values.dtype)
-        return chooser
-
-    def _take_back(self, sums: Sums) -> None:
-        """Masks again what earlier micro-batches of the step in progress have unmasked."""
-        self._engine.buffers.keep_slots_below(sums.first)
-        self.growth.restart()
-        self.selected = False
-        grad = self._engine.values.grad
-        if grad is None or not grad.any():  # they were dropped, as after an overflow: the step begins anew
-            self._sums = None
-        else:
-            sums.take_back(grad)
+        return None if self.selected else self.growth.chooser()
 
     def _compare_ranks(self) -> None:
         """In the first step, and in the next: then it shows whether gradients are averaged."""

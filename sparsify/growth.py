@@ -74,12 +74,6 @@ class Growth:
         """Whether entries may still be unmasked."""
         return False
 
-    @property
-    def by_gradient(self) -> bool:
-        """Whether a step chooses by the gradients of all entries."""
-        importance = self.engine.strategy.importance
-        return self.growing and isinstance(importance, GradientImportance) and importance.uses_gradient
-
     def quota(self) -> int:
         """Number of entries that a step is to choose."""
         return 0
@@ -125,7 +119,7 @@ class Growth:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
 
     def restart(self) -> None:
-        """The unmasked set is another one now: a state dict was loaded, or a step's winners were taken back."""
+        """The unmasked set is another one now: a state dict was loaded."""
 
     _masked_only = True
 

@@ -34,7 +34,6 @@ def plan_engine(
     schedule: Schedule,
     steps: int | None,
     seed: int,
-    accumulation: str,
     sync_mode: str,
 ) -> Unmasker:
     """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
@@ -45,7 +44,6 @@ def plan_engine(
         schedule,
         steps,
         seed,
-        accumulation=accumulation,
         dense_names=tuple(targets.saved),
         frozen_names=tuple([c.name for c in targets.candidates if c.parameter.requires_grad] + list(targets.frozen)),
         sync_mode=sync_mode,

@@ -48,7 +48,6 @@ class Unmasker:
         schedule: how the unmasked set grows.
         steps: planned number of optimizer steps; may be set later, before the first backward.
         seed: of a random importance.
-        accumulation: ``"first"`` or ``"exact"``: which micro-batches of a step its entries are chosen by.
         dense_names: parameters that are trained dense and stored whole.
         frozen_names: parameters that were trainable before and are frozen as long as the model is sparsified.
         sync_mode: how several ranks choose the same entries: ``"exact"`` or ``"candidates"``.
@@ -78,7 +77,6 @@ class Unmasker:
         steps: int | None,
         seed: int = 0,
         *,
-        accumulation: str = "first",
         dense_names: tuple[str, ...] = (),
         frozen_names: tuple[str, ...] = (),
         sync_mode: str = "exact",
@@ -89,7 +87,6 @@ class Unmasker:
         self.schedule = schedule
         self.steps = steps
         self.seed = seed
-        self.accumulation = accumulation
         self.dense_names = dense_names
         self.frozen_names = frozen_names
         self.sync_mode = sync_mode

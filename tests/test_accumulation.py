@@ -1,23 +1,15 @@
-"""Gradient accumulation: by which of a step's micro-batches its entries are chosen."""
+"""Several backward passes in one optimizer step: the first one chooses the step's entries, all of them train these."""
 
 import copy
 
 import pytest
 import torch
 from models import build, loss_of
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 
-from sparsify import D3, Increment, Magnitude, Repeat, Schedule, SparsifyError, Strategy, get_unmasker, sparsify
+from sparsify import get_unmasker, sparsify, summary
 
-STEPS, MICRO_BATCHES, BUDGET = 4, 3, 25
-
-
-def steps_of(batches):
-    return [batches[start : start + MICRO_BATCHES] for start in range(0, len(batches), MICRO_BATCHES)]
-
-
-def optimizer_of(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
+STEPS, BUDGET = 4, 25
 
 
 def backward(model, micro_batches):
@@ -25,53 +17,7 @@ def backward(model, micro_batches):
         (loss_of(model, batch) / len(micro_batches)).backward()
 
 
-def compare(name, strategy="id3", schedule=None, zero_grad=torch.optim.Optimizer.zero_grad, **of_oracle):
-    """Trains the oracle on whole batches and the library on their micro-batches."""
-    dense, batches = build(name, dtype=torch.float64)
-    sparse = sparsify(
-        copy.deepcopy(dense), BUDGET, strategy, steps=STEPS, schedule=schedule or Schedule(), accumulation="exact"
-    )
-    oracle = DenseOracle(dense, optimizer_of(dense), BUDGET, STEPS, **of_oracle)
-    optimizer = optimizer_of(sparse)
-    for micro_batches in steps_of(batches):
-        zero_grad(optimizer)
-        backward(sparse, micro_batches)
-        optimizer.step()
-        oracle.step(sum(loss_of(dense, batch) for batch in micro_batches) / len(micro_batches))
-        if not of_oracle.get("repeat"):
-            assert unmasked_sets(sparse) == oracle.unmasked_sets()
-    weights = dict(sparse.named_parameters())
-    for parameter_name, parameter in dense.named_parameters():
-        torch.testing.assert_close(weights[parameter_name], parameter, rtol=1e-9, atol=1e-9)
-    return sparse
-
-
-@pytest.mark.parametrize("name", ["mlp", "bert", "gpt2", "t5"])
-def test_exact_micro_batches_are_one_batch_to_the_oracle(name):
-    compare(name)
-
-
-def test_exact_works_with_a_schedule_that_skips_steps():
-    compare("bert", schedule=Schedule("cubic", every=2), shape="cubic", every=2)
-
-
-def test_exact_works_with_gradients_that_are_set_to_zero_instead_of_none():
-    compare("mlp", zero_grad=lambda optimizer: optimizer.zero_grad(set_to_none=False))
-
-
-def test_exact_repeat_trains_what_the_sum_chooses():
-    compare("mlp", Strategy(D3(), Repeat()), repeat=True)
-
-
-def test_exact_with_an_importance_of_the_weights_unmasks_once_a_step():
-    plain, batches = build("mlp")
-    model = sparsify(plain, 12, Strategy(Magnitude(), Increment()), steps=STEPS, accumulation="exact")
-    for batch in batches[:MICRO_BATCHES]:
-        loss_of(model, batch).backward()
-        assert get_unmasker(model).unmasked == 3
-
-
-def test_first_chooses_by_the_first_micro_batch_and_trains_on_all():
+def test_a_step_chooses_by_the_first_micro_batch_and_trains_on_all():
     plain, batches = build("mlp", dtype=torch.float64)
     model = sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS)
     backward(model, batches[:1])
@@ -84,77 +30,12 @@ def test_first_chooses_by_the_first_micro_batch_and_trains_on_all():
         torch.testing.assert_close(model.sparse_values.grad[tensor.slots], dense[tensor.name].grad.take(tensor.indices))
 
 
-def test_a_sum_that_was_dropped_leaves_nothing_behind():
-    plain, batches = build("mlp", dtype=torch.float64)
-    straight, dropped = (sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS, accumulation="exact") for _ in range(2))
-    backward(dropped, batches[2:4])
-    optimizer_of(dropped).zero_grad()
-    for model in (straight, dropped):
-        backward(model, batches[:2])
-    assert unmasked_sets(straight) == unmasked_sets(dropped)
-    assert torch.equal(straight.sparse_values.grad, dropped.sparse_values.grad)
-
-
-def test_an_overflow_in_any_micro_batch_unmasks_nothing_and_reaches_the_optimizer():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
-    backward(model, batches[:1])
-    assert get_unmasker(model).unmasked > 0
-    backward(model, [{**batches[1], "x": batches[1]["x"] * torch.inf}])
-    backward(model, batches[2:3])
-    assert get_unmasker(model).unmasked == 0
-    assert not model.sparse_values.grad.isfinite().any()
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("out of memory")
-
-
-def test_a_step_after_a_micro_batch_that_failed_leaves_free_slots_at_zero():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
-    optimizer = optimizer_of(model)
-    for batch in batches[:2]:  # the first step has no entries of earlier ones
-        optimizer.zero_grad()
-        backward(model, [batch])
-        with pytest.raises(RuntimeError, match="out of memory"):
-            loss_of(model, {**batch, "x": Failing.apply(batch["x"].clone().requires_grad_())}).backward()
-        optimizer.step()
-        assert not model.sparse_values[get_unmasker(model).unmasked :].any()
-        optimizer.zero_grad()
-        backward(model, [batch])
-        optimizer.step()
-        assert get_unmasker(model).unmasked > 0
-
-
-def test_a_tensor_that_only_an_early_micro_batch_used_is_chosen_from():
-    class Either(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
-
-        def forward(self, x, side):
-            return getattr(self, side)(x).square().sum()
-
-    torch.manual_seed(0)
-    model, x = sparsify(Either(), 2, steps=1, accumulation="exact"), torch.randn(3, 4)
-    model(100 * x, "left").backward()
-    model(x, "right").backward()
-    assert [tensor.count for tensor in get_unmasker(model).tensors] == [2, 0]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gradient_of_an_input_alone_is_no_micro_batch(compiled):
     def model():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-        return sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
+        return sparsify(model, BUDGET, steps=STEPS)
 
     plain, asked = model(), model()
     if compiled:
@@ -171,15 +52,63 @@ def test_the_gradient_of_an_input_alone_is_no_micro_batch(compiled):
 
 def test_a_copy_of_the_model_begins_the_step_anew():
     model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS, accumulation="exact")
+    sparsify(model, BUDGET, steps=STEPS)
     backward(model, batches[:1])
     other = copy.deepcopy(model)
     backward(other, batches[1:2])
     assert get_unmasker(other).unmasked == get_unmasker(model).unmasked
 
 
-def test_an_unknown_accumulation_is_refused_before_anything_is_changed():
-    model, _ = build("mlp")
-    with pytest.raises(SparsifyError, match="accumulation='last'; expected one of 'first', 'exact'"):
-        sparsify(model, BUDGET, steps=STEPS, accumulation="last")
-    assert type(model.first) is torch.nn.Linear
+# ------------------------------------------------------------------------------------ optimizers with several passes
+
+
+class SAM(torch.optim.SGD):
+    """Sharpness-aware minimisation: climbs along the gradient, takes the gradient there, goes back and descends by it."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        (values,) = self.param_groups[0]["params"]
+        climb = 0.05 * values.grad / values.grad.norm()
+        values.add_(climb)
+        with torch.enable_grad():
+            closure()
+        values.sub_(climb)
+        super().step()
+
+
+OPTIMIZERS = {
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"),
+    "sam": lambda parameters: SAM(parameters, lr=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
+@pytest.mark.parametrize("architecture", ["mlp", "bert"])
+def test_frozen_entries_stay_bit_equal_while_the_optimizer_moves_the_values_between_passes(
+    name, strategy, architecture
+):
+    plain, batches = build(architecture)
+    model = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
+    optimizer = OPTIMIZERS[name]([model.sparse_values])
+    for step in range(STEPS):
+
+        def closure(micro_batches=tuple(batches[2 * step : 2 * step + 2])):
+            optimizer.zero_grad()
+            backward(model, micro_batches)
+            return sum(loss_of(model, batch).detach() for batch in micro_batches)
+
+        closure()
+        chosen = unmasked_sets(model)
+        optimizer.step(closure)
+        assert unmasked_sets(model) == chosen, "the step's entries are those of its first pass"
+    assert get_unmasker(model).step == STEPS
+    assert summary(model, verify=True).verification.ok
+    base = dict(plain.named_parameters())
+    for tensor in get_unmasker(model).tensors:
+        masked = torch.ones(tensor.numel, dtype=torch.bool).index_fill(0, tensor.indices, False)
+        before, now = (weight.detach().view(-1) for weight in (base[tensor.name], tensor.parameter))
+        assert torch.equal(now[masked], before[masked])
+        trained = (before[~masked] + tensor.delta[tensor.indices.argsort()]).to(now.dtype)
+        assert torch.equal(now[~masked], trained), "what was trained is what the delta says"

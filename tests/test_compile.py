@@ -415,17 +415,6 @@ def test_a_lora_that_is_trained_sparsely_is_one_graph():
     assert counter.frame_count == PRELUDE + 1
 
 
-def test_exact_accumulation_is_what_it_is_in_eager_mode():
-    eager = sparsify(Tied().double(), BUDGET, steps=STEPS, accumulation="exact")
-    model = copy.deepcopy(eager)
-    compiled = aot(model)
-    for batch in batches_of_ids():
-        for loss in (eager(batch), compiled(batch)):
-            loss.backward()
-        assert unmasked_sets(model) == unmasked_sets(eager)
-        torch.testing.assert_close(model.sparse_values.grad, eager.sparse_values.grad)
-
-
 def test_bitfit_keeps_no_input_of_a_layer_whose_weight_is_never_trained():
     model, batches = built("mlp")
     sparsify(model, None, "bitfit")

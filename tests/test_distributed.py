@@ -141,11 +141,6 @@ def accumulating(rank):
     return train(rank, sparsify(model, BUDGET, steps=STEPS), batches, micro=2)
 
 
-def accumulating_exactly(rank):
-    model, batches = words()
-    return train(rank, sparsify(model, BUDGET, steps=STEPS, accumulation="exact"), batches, micro=2)
-
-
 def within_another_model(rank):
     """DDP is told of the outer model, whose names of the index buffers are others, and broadcasts them."""
     model, batches = words()
@@ -213,7 +208,6 @@ LIKE_ONE_PROCESS = [
     exact_with_options_of_ddp,
     exact_with_a_static_graph,
     accumulating,
-    accumulating_exactly,
     within_another_model,
     an_importance_that_is_not_monotone,
     repeat,

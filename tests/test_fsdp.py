@@ -78,11 +78,6 @@ def accumulating(rank):
     return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches, micro=2)
 
 
-def accumulating_exactly(rank):
-    model, batches = words()
-    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS, accumulation="exact")), batches, micro=2)
-
-
 def checkpointed(rank):
     model, batches = words()
     shard(sparsify(model, BUDGET, steps=STEPS))
@@ -96,7 +91,6 @@ LIKE_ONE_PROCESS = [
     rows_that_do_not_divide,
     static_beside_a_dense_head,
     accumulating,
-    accumulating_exactly,
     checkpointed,
 ]
 

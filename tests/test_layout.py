@@ -39,7 +39,7 @@ LAYERS = [
     {"masked.conv1d", "masked.quantized"},
     {"masked.bitsandbytes"},
     {"masked.swap", "masked"},
-    {"accumulation", "anchors", "export", "fresh", "ranking", "search", "calibration", "budget"},
+    {"anchors", "export", "fresh", "ranking", "search", "calibration", "budget"},
     {"screen", "small"},
     {"choosers", "device_pool", "static", "verification"},
     {"agreement", "consensus", "dense_form", "sharding"},
@@ -57,7 +57,6 @@ LAYERS = [
     {"cli", "commands", "bench"},
 ]
 TRAINING = {
-    "accumulation",
     "agreement",
     "allocation",
     "anchors",

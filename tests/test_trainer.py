@@ -97,19 +97,6 @@ def test_the_logs_say_how_far_the_unmasking_has_come(tmp_path, capsys):
     json.dumps(trainer.state.log_history)
 
 
-def test_exact_accumulation_makes_the_trainers_micro_batches_one_batch(tmp_path):
-    """Of a language model, whose loss the Trainer divides by the number of tokens in all micro-batches."""
-    runs = []
-    for accumulation, arguments in (("first", {}), ("exact", ACCUMULATION)):
-        model = make_model("llama", dtype=torch.float64, accumulation=accumulation)
-        trainer = make_trainer(model, tmp_path, rows_of("llama"), save_strategy="no", **arguments)
-        trainer.train()
-        runs.append(outcome(trainer))
-    assert runs[0][1] == runs[1][1]
-    for step, log in runs[0][0].items():
-        assert log == pytest.approx(runs[1][0][step], rel=1e-5)
-
-
 # ------------------------------------------------------------------------------------ checkpoints
 
 
@@ -201,7 +188,6 @@ CASES = {
     "repeat": ("bert", {"strategy": "d3-repeat", "steps": STEPS, "budget": 12}, {}),
     "static": ("bert", {"strategy": "pafi"}, {}),
     "accumulation": ("bert", {}, ACCUMULATION),
-    "exact accumulation": ("bert", {"accumulation": "exact"}, ACCUMULATION),
     "epochs": ("bert", {}, EPOCHS),
     "autocast": ("bert", {}, {"bf16": True}),
     "sgd": ("bert", {}, {"optim": "sgd"}),
