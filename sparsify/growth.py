@@ -141,12 +141,13 @@ class IncrementGrowth(Growth):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._full = False  # whether the whole budget is unmasked
-        self._ranking: Tensor | None = None  # the masked entries that an importance of the weights will unmask next
+        # the masked entries that an importance of the weights unmasks next, and how many there were before the first
+        self._ranking: tuple[int, Tensor] | None = None
 
     @property
     def growing(self) -> bool:
-        return not self._full and (self.engine.steps is None or self.engine.step < self.engine.steps)
+        engine = self.engine
+        return engine.buffers.total < engine.budget and (engine.steps is None or engine.step < engine.steps)
 
     def quota(self) -> int:
         engine = self.engine
@@ -161,13 +162,9 @@ class IncrementGrowth(Growth):
         return engine.schedule.quota(engine.step, engine.steps, engine.budget, engine.buffers.total)
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:
-        if self._ranking is not None:
-            self._ranking = self._ranking[winners.ids.numel() :]
         self._append(winners.ids, winners.grads, grad)
-        self._full = self.engine.buffers.total >= self.engine.budget
 
     def restart(self) -> None:
-        self._full = self.engine.buffers.total >= self.engine.budget
         self._ranking = None
 
     def _rank(self, importance: WeightImportance, number: int) -> Tensor:
@@ -176,10 +173,13 @@ class IncrementGrowth(Growth):
         It is no state: it can be found again from the weights and the index buffers.
         """
         engine, values = self.engine, self.engine.values
+        unmasked = engine.buffers.total
         if self._ranking is None:
-            pool = Pool(engine.budget - engine.buffers.total, values.dtype, values.device)
-            self._ranking = rank_by_weight(engine.tensors, importance, pool, str(engine.seed), masked_only=True)
-        return self._ranking[:number]
+            pool = Pool(engine.budget - unmasked, values.dtype, values.device)
+            ranking = rank_by_weight(engine.tensors, importance, pool, str(engine.seed), masked_only=True)
+            self._ranking = unmasked, ranking
+        first, ranking = self._ranking
+        return ranking[unmasked - first :][:number]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranking": None}
@@ -201,11 +201,12 @@ class RepeatGrowth(Growth):
     def unmask(self, winners: Winners, grad: Tensor) -> None:
         buffers, ids, grads = self.engine.buffers, winners.ids, winners.grads
         first, touched = buffers.total, self._touched(self.engine.tensors, ids)
-        self.active = torch.zeros_like(grad, dtype=torch.bool)
-        self.active[buffers.all_slots.to(ids)[torch.isin(touched, ids)]] = True
+        active = torch.zeros_like(grad, dtype=torch.bool)
+        active[buffers.all_slots.to(ids)[torch.isin(touched, ids)]] = True
         new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: grad.numel() - first]
-        self.active[first : first + new.numel()] = True
+        active[first : first + new.numel()] = True
         self._append(ids[new], grads[new], grad)
+        self.active = active
 
     def restart(self) -> None:
         self.active = None

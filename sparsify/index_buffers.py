@@ -1,18 +1,21 @@
 """The unmasked entries of a whole model, in flat buffers of its root, one tensor after the other.
 
     sparse_counts   (tensors,) int64   how many entries each tensor has
-    sparse_indices  (k,) int64         flat, row-major positions in their tensor
-    sparse_slots    (k,) int64         where each entry's delta lives in the flat vector
-    sparse_base     (k,)               the pretrained values, in a dtype that holds those of every tensor
+    sparse_indices  (capacity,) int64  flat, row-major positions in their tensor
+    sparse_slots    (capacity,) int64  where each entry's delta lives in the flat vector
+    sparse_base     (capacity,)        the pretrained values, in a dtype that holds those of every tensor
 
-A tensor's entries are in order of unmasking. They are on the root and not in the modules, so that whoever picks parts
-of a state dict by modules' names (PEFT saves whatever has ``lora_`` in its name) gets plain weights.
+Only the first k elements are in use, with k the sum of the counts; the others are zero. The sizes never change, so a
+copy of the model made before training (``AveragedModel``, a hand-written EMA) takes the buffers by ``copy_``. A tensor's
+entries are in order of unmasking. They are on the root and not in the modules, so that whoever picks parts of a state
+dict by modules' names (PEFT saves whatever has ``lora_`` in its name) gets plain weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +35,15 @@ class IndexBuffers:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._starts = [0]  # of each tensor's entries, and the end of the last one's: the counts, on the host
+        self._seen: tuple[Tensor, int] | None = None  # the counts that these are of, and how often they were written
 
-    def register(self, num_tensors: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Adds empty buffers to the root; base values will be kept in ``dtype``."""
+    def register(self, num_tensors: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Adds buffers without entries to the root; base values will be kept in ``dtype``."""
         self._root.register_buffer(COUNTS, torch.zeros(num_tensors, dtype=torch.int64, device=device))
         for name in (INDICES, SLOTS):
-            self._root.register_buffer(name, torch.empty(0, dtype=torch.int64, device=device))
-        self._root.register_buffer(BASE, torch.empty(0, dtype=dtype, device=device))
-        self._starts = [0] * (num_tensors + 1)
+            self._root.register_buffer(name, torch.zeros(capacity, dtype=torch.int64, device=device))
+        self._root.register_buffer(BASE, torch.zeros(capacity, dtype=dtype, device=device))
+        self.loaded()
 
     def remove(self) -> None:
         """Takes the buffers from the root."""
@@ -78,17 +82,17 @@ class IndexBuffers:
     @property
     def all_indices(self) -> Tensor:
         """(k,) int64: the flat positions of all entries, each in its tensor."""
-        return self._buffer(INDICES)
+        return self._buffer(INDICES)[: self.total]
 
     @property
     def all_slots(self) -> Tensor:
         """(k,) int64: the slots of all entries."""
-        return self._buffer(SLOTS)
+        return self._buffer(SLOTS)[: self.total]
 
     @property
     def all_base(self) -> Tensor:
         """(k,) the pretrained values of all entries."""
-        return self._buffer(BASE)
+        return self._buffer(BASE)[: self.total]
 
     def append(self, sizes: Sequence[int], indices: Tensor, slots: Tensor, base: Tensor) -> None:
         """Adds entries after those that their tensors have.
@@ -99,34 +103,43 @@ class IndexBuffers:
             slots: (n,) int64.
             base: (n,) pretrained values.
         """
+        grown = []
         for name, more in zip(PER_ENTRY, (indices, slots, base), strict=True):
             old = self._buffer(name)
-            pairs = zip(self.split(old), more.to(old).split(list(sizes)), strict=True)
-            self._root._buffers[name] = torch.cat(list(chain.from_iterable(pairs)))
-        self._buffer(COUNTS).add_(upload(sizes, self._buffer(COUNTS).device))
-        self._starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
-
-    def keep_slots_below(self, end: int) -> None:
-        """Takes out the entries whose slot is ``end`` or above."""
-        kept = self.all_slots < end
-        counts = torch.stack([part.sum() for part in self.split(kept)])
-        for name in PER_ENTRY:
-            self._root._buffers[name] = self._buffer(name)[kept]
-        self._buffer(COUNTS).copy_(counts)
-        self.loaded()
+            pairs = zip(self.split(old[: self.total]), more.to(old).split(list(sizes)), strict=True)
+            grown.append(torch.cat(list(chain.from_iterable(pairs))))
+        more_counts = upload(sizes, self._buffer(COUNTS).device)
+        starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
+        # whatever can fail has been done
+        for name, entries in zip(PER_ENTRY, grown, strict=True):
+            self._buffer(name)[: starts[-1]].copy_(entries)
+        self._buffer(COUNTS).add_(more_counts)
+        self._know(starts)
 
     def set_base(self, where: Tensor, base: Tensor) -> None:
         """Sets the pretrained values (n,) of the entries where ``where`` (k,) is true."""
-        self._buffer(BASE)[where] = base.to(self._buffer(BASE))
+        self.all_base[where] = base.to(self._buffer(BASE))
 
-    def resize(self, state: Mapping[str, Tensor]) -> None:
-        """Makes room for the buffers of a state dict, by name, that has been checked."""
-        for name in PER_ENTRY:
-            self._root._buffers[name] = self._buffer(name).new_empty(state[name].shape)
+    @property
+    def written_from_outside(self) -> bool:
+        """Whether the counts were written to other than by this object, as ``AveragedModel`` copies buffers."""
+        counts = self._buffer(COUNTS)
+        return self._seen is not None and self._seen[0] is counts and self._seen[1] != counts._version
 
     def loaded(self) -> None:
-        """The buffers hold other entries now."""
-        self._starts = list(accumulate(self._buffer(COUNTS).tolist(), initial=0))
+        """Reads the counts anew: the buffers hold other entries now."""
+        self._know(list(accumulate(self._buffer(COUNTS).tolist(), initial=0)))
+
+    def problem(self, sizes: Sequence[int]) -> str | None:
+        """What is wrong with the buffers as they are, if anything; as :func:`problem_with`."""
+        return problem_with({name: self._buffer(name) for name in BUFFERS}, sizes, self._buffer(SLOTS).numel())
+
+    def _know(self, starts: list[int]) -> None:
+        counts = self._buffer(COUNTS)
+        self._starts, self._seen = starts, (counts, counts._version)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}  # a copy's buffers count their writes from 0
 
     def _part(self, name: str, number: int) -> Tensor:
         return self._buffer(name)[self._starts[number] : self._starts[number + 1]]
@@ -142,31 +155,44 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
+def padded(state: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
+    """The buffers per entry of a state dict, by name and checked, at their full size (capacity,); integers are int64."""
+    whole, total = {}, int(state[COUNTS].sum())
+    for name in PER_ENTRY:
+        entries = state[name][:total] if name == BASE else state[name][:total].long()
+        whole[name] = torch.cat([entries, entries.new_zeros(capacity - entries.numel())])
+    return whole
+
+
 def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: int) -> str | None:
     """What is wrong with the index buffers in a state dict, if anything.
 
     Args:
-        state: those of the buffers that are there, by name.
+        state: those of the buffers that are there, by name; those per entry as long as there are entries, or longer.
         sizes: number of entries, masked or not, of each tensor of the model.
         capacity: how many entries the model has room for.
     """
     if missing := [name for name in BUFFERS if name not in state]:
         return f"index buffers are missing: {', '.join(missing)}; expected all of {', '.join(BUFFERS)}, or none."
     shapes = {name: tuple(state[name].shape) for name in BUFFERS}
-    counts, slots = state[COUNTS], state[SLOTS]
+    counts = state[COUNTS]
     if shapes[COUNTS] != (len(sizes),):
         return (
             f"the index buffers are about {counts.numel():,} tensors, and this model has {len(sizes):,} that are "
             "masked; sparsify it with the same target_modules as the model that was saved."
         )
-    if bool((counts < 0).any()) or any(shapes[name] != (int(counts.sum()),) for name in PER_ENTRY):
+    length = state[SLOTS].numel()
+    one_length = all(shapes[name] == (length,) for name in PER_ENTRY)
+    total = int(counts.clamp(-1, length + 1).sum())  # no sum of absurd numbers
+    if not one_length or bool((counts < 0).any()) or total > length:
         return f"the index buffers do not agree: {shapes}; expected as many of each as sparse_counts adds up to."
+    indices, slots = state[INDICES][:total], state[SLOTS][:total]
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
         return (
             f"the state dict has more than {capacity:,} unmasked entries, which this model has room for; "
             "sparsify it with the budget of the model that was saved."
         )
     limits = torch.tensor(sizes, device=counts.device).repeat_interleave(counts)
-    if bool(((state[INDICES] < 0) | (state[INDICES] >= limits)).any()):
+    if bool(((indices < 0) | (indices >= limits)).any()):
         return "the index buffers point beyond their tensors; sparsify the model that was saved, not another one."
     return None

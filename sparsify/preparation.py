@@ -71,7 +71,7 @@ def mask_model(engine: Unmasker, targets: Targets, capacity: int) -> None:
         VALUES, SparseValues(torch.zeros(capacity, dtype=values_dtype(engine.tensors), device=device))
     )
     model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
-    engine.buffers.register(len(engine.tensors), _base_dtype(engine.tensors), device)
+    engine.buffers.register(len(engine.tensors), capacity, _base_dtype(engine.tensors), device)
     install(engine)
     listen(engine)
     engine.compiled.make_root()

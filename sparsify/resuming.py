@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsify.errors import BaseMismatchError
 from sparsify.export import changed_buffers, is_pruned
-from sparsify.index_buffers import BASE, COUNTS, INDICES, SLOTS
+from sparsify.index_buffers import BASE, COUNTS, INDICES, PER_ENTRY, SLOTS
 from sparsify.unmasker import STATE, Unmasker
 
 
@@ -39,6 +39,8 @@ def trained_state_of(
         for name, value in state_dict.items()
         if name in first_names and (not name.startswith(prefix) or name[len(prefix) :] in needed)
     }
+    total = int(kept[prefix + COUNTS].sum())
+    kept.update({prefix + name: kept[prefix + name][:total] for name in PER_ENTRY})
     if max(engine.capacity, *(tensor.numel for tensor in engine.tensors)) < 2**31:
         kept.update({prefix + name: kept[prefix + name].int() for name in (INDICES, SLOTS)})
     return kept
@@ -60,7 +62,7 @@ class PartialLoad:
 
     Args:
         engine: of the model.
-        state_dict: of which the placeholders are taken away, and the short integers made long.
+        state_dict: of which the placeholders are taken away.
         prefix: of the model's names in it.
     """
 
@@ -69,8 +71,6 @@ class PartialLoad:
         self._needed = _needed(engine)
         for name in _frozen_names(engine, self._needed):
             state_dict.pop(prefix + name, None)
-        for name in (INDICES, SLOTS):  # load_state_dict(assign=True) takes tensors as they are
-            state_dict[prefix + name] = state_dict[prefix + name].long()
 
     def without_frozen(self, missing: list[str]) -> list[str]:
         """Of the names that a state dict lacks those that a trained state should have."""
@@ -94,7 +94,8 @@ def check_same_base(engine: Unmasker, stored: Mapping[str, Tensor]) -> None:
         stored: the index buffers of the trained state, checked.
     """
     needed, counts = _needed(engine), stored[COUNTS].tolist()
-    parts = zip(engine.tensors, stored[INDICES].split(counts), stored[BASE].split(counts), strict=True)
+    indices, base = (stored[name][: sum(counts)].split(counts) for name in (INDICES, BASE))
+    parts = zip(engine.tensors, indices, base, strict=True)
     for tensor, indices, base in parts:
         if tensor.name in needed or not indices.numel():
             continue  # it comes with the trained state

@@ -2,7 +2,7 @@
 
     root forward        the weights are refreshed if the flat delta was written behind the optimizer's back
     root state_dict     likewise, so that a saved weight is the trained one
-    load_state_dict     index buffers take the size they have in the state dict; afterwards the weights are in step.
+    load_state_dict     index buffers are filled up to their full size; afterwards the weights are in step.
                         A trained state (resuming.py) has no frozen weights, and they are not missed
 
 All hooks are plain functions, so that a model with them pickles and deep-copies.
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
-from sparsify.index_buffers import BUFFERS, problem_with
+from sparsify.index_buffers import BUFFERS, padded, problem_with
 from sparsify.names import ENGINE
 from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
 from sparsify.sharding import check_sharding
@@ -108,7 +108,7 @@ def _refresh(root: nn.Module) -> None:
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Gives the index buffers the sizes that they have in the state dict, unless something is wrong with them there."""
+    """Gives the state dict index buffers of the model's size, unless something is wrong with them there."""
     engine = engine_of(root)
     if engine is None:
         return
@@ -128,7 +128,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
                 engine.weights.write()
                 raise
             root.__dict__[PARTIAL_LOAD] = PartialLoad(engine, state_dict, prefix)
-        engine.buffers.resize(stored)
+        state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.capacity).items()})
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:

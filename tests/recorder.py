@@ -53,7 +53,7 @@ def mask(module, *attributes):
         if not attributes or attribute in attributes:
             row = frozen_row(module)
             tensors[attribute] = MaskedTensor(len(tensors), module, attribute, attribute, 0, recorder, row)
-    recorder.buffers.register(len(tensors), torch.float64, torch.device("cpu"))
+    recorder.buffers.register(len(tensors), 1000, torch.float64, torch.device("cpu"))
     swap(module, tensors)
     return recorder, tensors
 

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsify.index_buffers import BUFFERS, IndexBuffers, problem_with
+from sparsify.index_buffers import BASE, BUFFERS, PER_ENTRY, IndexBuffers, padded, problem_with
 
-CPU = torch.device("cpu")
+CPU, CAPACITY = torch.device("cpu"), 60
 
 
 def filled(additions):
     """Buffers of three tensors after some additions, each the number of entries for each tensor; and what went in."""
     root = nn.Module()
     buffers, expected = IndexBuffers(root), [[], [], []]
-    buffers.register(3, torch.float32, CPU)
+    buffers.register(3, CAPACITY, torch.float32, CPU)
     slot = 0
     for sizes in additions:
         total = sum(sizes)
@@ -45,7 +45,7 @@ def test_each_tensor_keeps_its_entries_in_the_order_in_which_they_came(additions
 def test_the_buffers_are_the_roots_and_go_where_it_goes():
     root, buffers, _ = filled([[1, 0, 2]])
     assert tuple(root.state_dict()) == BUFFERS
-    assert buffers.nbytes == 3 * 8 + 3 * (8 + 8 + 4)
+    assert buffers.nbytes == 3 * 8 + CAPACITY * (8 + 8 + 4)
     root.to(torch.float64)
     assert buffers.base(0).dtype == torch.float64
     assert buffers.indices(0).dtype == buffers.slots(0).dtype == torch.int64
@@ -54,15 +54,29 @@ def test_the_buffers_are_the_roots_and_go_where_it_goes():
     assert not root.state_dict()
 
 
-def test_a_state_dict_of_another_size_can_be_loaded():
-    _, source, expected = filled([[1, 0, 2], [0, 1, 1]])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_state_dict_with_other_entries_can_be_loaded(cut):
+    source, _, expected = filled([[1, 0, 2], [0, 1, 1]])
     root, buffers, _ = filled([[2, 2, 2]])
-    state = source._root.state_dict()
+    state = source.state_dict()
+    if cut:  # as in a trained state, or of an older version
+        state.update({name: state[name][:5].int() if name != BASE else state[name][:5] for name in PER_ENTRY})
     assert problem_with(state, [100] * 3, capacity=5) is None
-    buffers.resize(state)
-    root.load_state_dict(state)
+    root.load_state_dict(state | padded(state, CAPACITY))
     buffers.loaded()
     assert buffers.indices(2).tolist() == [index for index, _, _ in expected[2]]
+
+
+def test_buffers_that_were_copied_into_are_noticed():
+    source, _, _ = filled([[1, 0, 2]])
+    root, buffers, _ = filled([[2, 0, 0]])
+    assert not buffers.written_from_outside
+    for own, other in zip(root.buffers(), source.buffers(), strict=True):
+        own.copy_(other)
+    assert buffers.written_from_outside
+    buffers.loaded()
+    assert not buffers.written_from_outside
+    assert [buffers.count(number) for number in range(3)] == [1, 0, 2]
 
 
 def test_an_index_is_checked_against_its_own_tensor():
@@ -72,6 +86,13 @@ def test_an_index_is_checked_against_its_own_tensor():
     assert problem_with(root.state_dict(), [51, 4, 1], capacity=2) is None
     assert "point beyond their tensors" in problem_with(root.state_dict(), [51, 3, 1], capacity=2)
     assert "point beyond their tensors" in problem_with(root.state_dict(), [50, 4, 1], capacity=2)
+
+
+def test_counts_that_do_not_fit_the_entries_are_refused():
+    for counts in ([-1, 1, 0], [CAPACITY, 1, 0], [2**62, 2**62, 2**63 - 1]):
+        state = filled([[1, 1, 0]])[0].state_dict()
+        state["sparse_counts"] = torch.tensor(counts)
+        assert "do not agree" in problem_with(state, [100] * 3, capacity=CAPACITY)
 
 
 @pytest.mark.parametrize("name", BUFFERS)

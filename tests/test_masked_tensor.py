@@ -122,7 +122,7 @@ def test_a_frozen_row_is_excluded():
 
 def masked(owner):
     recorder = Recorder()
-    recorder.buffers.register(1, owner.weight.dtype, owner.weight.device)
+    recorder.buffers.register(1, 10, owner.weight.dtype, owner.weight.device)
     return MaskedTensor(0, owner, "weight", "layer.weight", 0, recorder)
 
 
