@@ -14,7 +14,9 @@ pass. The root anchor is shared by all graphs over the same flat delta; compiled
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import Counter
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +30,10 @@ REENTRANT = (
     "entries that are selected over the whole model. Use the non-reentrant form: "
     'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
 )
+
+
+# of the numbers of uses, which threads change together; what it guards may be called again by garbage collection
+LOCK = threading.RLock()
 
 
 class Sink(Protocol):
@@ -99,13 +105,23 @@ def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
 class Anchor:
     """One tensor's anchor in the graphs that are being built, with the number of its uses and of those pending."""
 
-    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor) -> None:
+    _living: Counter[MaskedTensor] | None = None
+
+    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor, living: Counter[MaskedTensor]) -> None:
         self.root = root
         self.sink = sink
         self.tensor = tensor
         self.uses = 0
         self.pending = 0
         self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)
+        with LOCK:
+            living[tensor] += 1
+        self._living = living  # last, so that an interrupt before it leaves one too many and never one too few
+
+    def __del__(self) -> None:
+        if self._living is not None:
+            with LOCK:
+                self._living[self.tensor] -= 1
 
 
 class AnchoredUse:
@@ -117,15 +133,17 @@ class AnchoredUse:
         self.anchor = anchor.output
         self._anchor = anchor
         self._recomputed = recomputed
-        self._waits = not recomputed
         if not recomputed:
-            anchor.uses += 1
-            anchor.pending += 1
+            with LOCK:
+                anchor.uses += 1
+                anchor.pending += 1
+            self._waits = True  # last, likewise
 
     def __del__(self) -> None:
         if self._waits:  # a weight that was only looked at, as for its dtype, or a graph that was dropped
-            self._end()
-            self._anchor.uses -= 1
+            with LOCK:
+                self._end()
+                self._anchor.uses -= 1
 
     def wanted(self) -> bool:
         if self._recomputed:
@@ -140,7 +158,8 @@ class AnchoredUse:
 
     def _end(self) -> None:
         self._waits = False
-        self._anchor.pending -= 1
+        with LOCK:
+            self._anchor.pending -= 1
 
 
 class Anchors:
@@ -154,16 +173,22 @@ class Anchors:
         self._sink = sink
         self.current: Root | None = None  # the root anchor that was last asked for
         self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
+        self._living: Counter[MaskedTensor] = Counter()  # anchors of each tensor
 
     def use(self, tensor: MaskedTensor, values: Tensor) -> AnchoredUse:
         """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
-        root, anchor = self.root(values), self._anchor(tensor)
-        if anchor is None or anchor.pending == 0 or anchor.root is not root:
-            anchor = Anchor(root, self._sink, tensor)
-            self._anchors[tensor] = weakref.ref(anchor)
-        return AnchoredUse(anchor, recomputed=recomputed)
+        with LOCK:  # forward passes in several threads
+            root, anchor = self.root(values), self._anchor(tensor)
+            if anchor is None or anchor.pending == 0 or anchor.root is not root:
+                anchor = Anchor(root, self._sink, tensor, self._living)
+                self._anchors[tensor] = weakref.ref(anchor)
+            return AnchoredUse(anchor, recomputed=recomputed)
+
+    def are_alive(self, tensor: MaskedTensor) -> bool:
+        """Whether there is a graph still that uses the tensor, be its backward pass over or not."""
+        return self._living[tensor] > 0
 
     def root(self, values: Tensor) -> Root:
         """The root anchor of the flat delta ``values`` (budget,) as it is now."""
@@ -182,4 +207,5 @@ class Anchors:
         return None if known is None else known()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sink": self._sink, "current": None, "_anchors": {}}  # a copy of the model starts with no open graph
+        # a copy of the model starts with no open graph
+        return {"_sink": self._sink, "current": None, "_anchors": {}, "_living": Counter()}

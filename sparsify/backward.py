@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,15 @@ class BackwardPass:
         graph: autograd's id of the pass.
         grad: (capacity,) the flat gradient.
         chooser: finds this step's entries; ``None`` when this pass chooses nothing.
+        unmasked: number of entries that were unmasked when it began.
+        thread: the thread that its first node ran in.
         held: sums over the uses of tensors that are used more than once.
     """
 
-    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None) -> None:
+    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None, unmasked: int) -> None:
         self.graph = graph
+        self.unmasked = unmasked
+        self.thread = threading.get_ident()
         self.grad = torch.zeros_like(values)
         self.chooser = chooser
         self.held: dict[MaskedTensor, Gradient] = {}

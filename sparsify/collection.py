@@ -25,21 +25,36 @@ from sparsify.anchors import Anchors
 from sparsify.backward import BackwardPass
 from sparsify.choosers import Chooser
 from sparsify.compiled import CompiledGraphs
+from sparsify.errors import SparsifyError
 from sparsify.growth import Engine as Growing
 from sparsify.growth import growth_of
+from sparsify.interrupts import uninterrupted
 from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
+from sparsify.stepping import Listener, listen
+from sparsify.values import SparseValues
 from sparsify.weights import EffectiveWeights
 
+OVERLAPPING = (
+    "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
+    "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
+    "passes one after the other (with a lock around backward()); forward passes may overlap."
+)
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ranges
 
 
-class Engine(Growing, Comparable, Protocol):
+class Engine(Growing, Comparable, Listener, Protocol):
     """What is trained, and on how many ranks."""
 
     weights: EffectiveWeights
+
+    @property
+    def values(self) -> SparseValues: ...
+
+    def settle(self) -> None:
+        """Brings its books in order after what came past them."""
 
 
 class Collection:
@@ -53,6 +68,7 @@ class Collection:
         compiled: the uses in compiled graphs.
         growth: how the unmasked set unfolds.
         selected: whether the optimizer step in progress has had its selection.
+        passes: backward passes since the last optimizer step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +77,9 @@ class Collection:
         self.compiled = CompiledGraphs(engine, self, self.anchors)
         self.growth = growth_of(engine)
         self.selected = False
-        self._pass: BackwardPass | None = None
+        self.passes = 0
+        self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
+        self._dropped: set[int] = set()  # ids of those that were taken to have failed
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
@@ -72,7 +90,7 @@ class Collection:
         return self.growth.growing
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_pass": None}
+        return {**self.__dict__, "_lock": None, "_passes": {}, "_dropped": set(), "passes": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -86,7 +104,7 @@ class Collection:
             self._reached.add(tensor)
         with self._lock:
             chooser = self._running_pass().chooser
-        return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
+            return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
@@ -109,24 +127,30 @@ class Collection:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with _range(COMMIT):
+        with self._lock, _range(COMMIT):
             return self._commit()
 
     def _commit(self) -> Tensor:
         engine = self._engine
-        current, self._pass = self._running_pass(), None
+        current = self._running_pass()
+        del self._passes[current.graph]
         current.settle_held()
         current.settle_small()
         self.compiled.forget_recomputed()
         release_memory()
         grad, chooser = current.grad, current.chooser
+        if engine.buffers.total != current.unmasked:
+            raise SparsifyError(OVERLAPPING)
         if chooser is not None:
             winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
             if not (finite if num_ranks() == 1 else agree_on_winners(engine, winners, finite)):
                 # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
+                self.passes += 1
                 return grad.fill_(torch.nan)
-            self.growth.unmask(winners, grad)
-            self.selected = True
+            with uninterrupted():
+                self.growth.unmask(winners, grad)
+                self.selected = True
+        self.passes += 1
         if self.growth.active is not None:
             grad.masked_fill_(~self.growth.active, 0)
         return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
@@ -136,22 +160,37 @@ class Collection:
     def step_done(self) -> None:
         """An optimizer step is over."""
         self._warn_of_unreached()
-        self.selected = False
+        self.selected, self.passes = False, 0
         self.compiled.forget()
 
     def restart(self) -> None:
         """The unmasked set is another one now: a state dict was loaded."""
-        self.selected = False
+        self.selected, self.passes = False, 0
         self.growth.restart()
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
-        if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
-            self._engine.weights.check_trained("backward()")
+        current = self._passes.get(graph)
+        if current is None:
+            engine = self._engine
+            engine.weights.check_trained("backward()")
+            engine.settle()
+            listen(engine)  # a copy of a model is whole by now
             self._compare_ranks()
-            chooser = self._chooser()
-            self._pass = BackwardPass(graph, self._engine.values.detach(), chooser)
-        return self._pass
+            self._drop_failed(graph)
+            current = BackwardPass(graph, engine.values.detach(), self._chooser(), engine.buffers.total)
+            self._passes[graph] = current
+        return current
+
+    def _drop_failed(self, graph: int) -> None:
+        """Drops what failed passes left behind: a thread runs one pass at a time, so its earlier one is over."""
+        if graph in self._dropped:
+            raise SparsifyError(OVERLAPPING)
+        thread = threading.get_ident()
+        failed = [key for key, other in self._passes.items() if other.thread == thread]
+        for key in failed:
+            del self._passes[key]
+        self._dropped.update(failed)
 
     def _chooser(self) -> Chooser | None:
         """Who finds the entries that this backward pass is to unmask."""

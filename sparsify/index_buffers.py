@@ -6,9 +6,9 @@
     sparse_base     (capacity,)        the pretrained values, in a dtype that holds those of every tensor
 
 Only the first k elements are in use, with k the sum of the counts; the others are zero. The sizes never change, so a
-copy of the model made before training (``AveragedModel``, a hand-written EMA) takes the buffers by ``copy_``. A tensor's
-entries are in order of unmasking. They are on the root and not in the modules, so that whoever picks parts of a state
-dict by modules' names (PEFT saves whatever has ``lora_`` in its name) gets plain weights.
+copy of the model that was made before training (``AveragedModel``, a hand-written EMA) takes the buffers by ``copy_``.
+A tensor's entries are in order of unmasking. They are on the root and not in the modules, so that whoever picks parts
+of a state dict by modules' names (PEFT saves whatever has ``lora_`` in its name) gets plain weights.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def padded(state: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
-    """The buffers per entry of a state dict, by name and checked, at their full size (capacity,); integers are int64."""
+    """The buffers per entry of a state dict that was checked, at their full size (capacity,); integers are int64."""
     whole, total = {}, int(state[COUNTS].sum())
     for name in PER_ENTRY:
         entries = state[name][:total] if name == BASE else state[name][:total].long()

@@ -11,8 +11,8 @@ root too. This object holds settings and what lives for a single step.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,15 @@ from sparsify.collection import Collection
 from sparsify.compiled import CompiledGraphs
 from sparsify.counters import Counters
 from sparsify.draws import Draw
+from sparsify.errors import SparsifyError
 from sparsify.export import Export, digest_buffers, export
 from sparsify.index_buffers import BUFFERS, IndexBuffers, upload
+from sparsify.interrupts import uninterrupted
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranks import Ranks
 from sparsify.schedules import Schedule
 from sparsify.sharding import read_base
-from sparsify.stepping import listen
+from sparsify.stepping import has_uncounted_step, note_counted
 from sparsify.strategies import Strategy
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import Verification, verify
@@ -36,6 +38,21 @@ from sparsify.weights import EffectiveWeights
 
 POSITION = "sparse_position"
 STATE = (VALUES, POSITION, *BUFFERS)  # what the root's state dict has beside the model's own
+
+
+class _Forward(threading.local):
+    """The root's forward passes in one thread.
+
+    Attributes:
+        depth: how many it is in.
+        number: how many there were.
+    """
+
+    depth = 0
+    number = 0
+
+    def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
+        return _Forward, ()  # a copy of the model is in none
 
 
 class Unmasker:
@@ -60,7 +77,7 @@ class Unmasker:
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
         base_digests: what the base was, for :meth:`verify`.
-        running: whether the root is in its forward.
+        running: whether the root is in its forward, and that is compiled.
         weights: keeps the effective values in step.
         collection: takes the gradients.
         ranks: the other ranks, if there are any.
@@ -99,6 +116,8 @@ class Unmasker:
         self.step = 0
         self.updates = 0
         self.running = False
+        self._forward = _Forward()
+        self._counted_by_hook = False  # whether the last step was
         self.ranks = Ranks()
         self.counters = Counters()
         self.check = False
@@ -146,9 +165,14 @@ class Unmasker:
         """Whether the step in progress has had its selection."""
         return self.collection.selected
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        listen(self)
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a backward pass has run since the last optimizer step that was counted."""
+        return self.collection.passes > 0
+
+    def has_frozen(self, ids: set[int]) -> bool:
+        """Whether a parameter with one of these ids is one of the masked tensors'."""
+        return any(id(tensor.parameter) in ids for tensor in self.tensors)
 
     # -------------------------------------------------------------------------------- forward
 
@@ -160,32 +184,43 @@ class Unmasker:
     @property
     def in_forward(self) -> bool:
         """Whether a weight that is read is a weight that is used: in the root's forward, or a recomputed part of it."""
-        return self.running or torch._C._current_graph_task_id() != -1
+        return self.running or self._forward.depth > 0 or torch._C._current_graph_task_id() != -1
+
+    @property
+    def forward_pass(self) -> int:
+        """Number of the root's forward pass that this thread is in, or was in last."""
+        return self._forward.number
 
     def use(self, tensor: MaskedTensor) -> AnchoredUse | None:
         """Announces a use of a tensor in a forward pass; ``None`` where no gradient will be collected."""
         if self.weights.are_base or not torch.is_grad_enabled():
             return None
-        values = self.values
-        if not values.requires_grad or not (tensor.count or self.growing):
+        values, anchors = self.values, self.collection.anchors
+        # a tensor that a living graph uses is used on, so that a checkpoint is recomputed as it was made, though
+        # the budget was spent meanwhile
+        if not values.requires_grad or not (tensor.count or self.growing or anchors.are_alive(tensor)):
             return None
         tensor.check_shape()
-        return self.collection.anchors.use(tensor, values)
+        return anchors.use(tensor, values)
 
     def enter(self) -> None:
         """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
         if torch.compiler.is_dynamo_compiling():
             self.compiled.enter()
+            self.running = True
         else:
             self.weights.freeze()
-            self.weights.refresh()
+            self.refresh()
             self.compiled.make_root()
-        self.running = True
+            self._forward.number += 1
+            self._forward.depth += 1
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
         self.compiled.leave()
         self.running = False
+        if not torch.compiler.is_dynamo_compiling():
+            self._forward.depth = max(0, self._forward.depth - 1)
 
     # -------------------------------------------------------------------------------- unmasking
 
@@ -219,17 +254,54 @@ class Unmasker:
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
         self.weights.check_trained("optimizer.step()")
-        self.step += 1
-        self.updates += self.trained
-        self.counters.step_done()
-        self.collection.step_done()
-        position = self.root._buffers[POSITION]
-        assert position is not None
-        position.copy_(upload([self.step, self.updates], position.device))
-        self.weights.write()
+        with uninterrupted():
+            note_counted(self)
+            self._counted_by_hook = True
+            self._forward.depth = 0  # forward passes that were interrupted have not left
+            self.step += 1
+            self.updates += self.trained
+            self.counters.step_done()
+            self.collection.step_done()
+            position = self.root._buffers[POSITION]
+            assert position is not None
+            position.copy_(upload([self.step, self.updates], position.device))
+            self.weights.write()
+
+    def count_step(self) -> None:
+        """Likewise, told by the user, of an optimizer that ``torch.optim`` knows nothing of.
+
+        Raises:
+            SparsifyError: when a hook of ``torch.optim`` has counted the step.
+        """
+        if self._counted_by_hook and not self.awaits_step:
+            raise SparsifyError(
+                "this optimizer step was counted already: the optimizer is one of torch.optim's, or derives from it, "
+                "and tells of its steps by itself; leave optimizer_stepped(model) out."
+            )
+        self.optimizer_stepped()
+        self._counted_by_hook = False
+
+    def settle(self) -> None:
+        """Brings the books in order after what came past them: a step that was cut off, buffers that were copied into.
+
+        Raises:
+            SparsifyError: when the index buffers were averaged, or written to in another way that makes no sense.
+        """
+        if has_uncounted_step(self) and not self.weights.are_in_step:
+            self.optimizer_stepped()
+        if not self.buffers.written_from_outside:
+            return
+        if problem := self.buffers.problem([tensor.numel for tensor in self.tensors]):
+            raise SparsifyError(
+                f"the index buffers of this model were written to, and cannot be read any more: {problem} They can be "
+                "copied, but not averaged: use AveragedModel with use_buffers=False; in an EMA of your own average "
+                "parameters(), and copy_() the buffers()."
+            )
+        self.state_loaded(set())
 
     def refresh(self) -> None:
         """The weights are in step with the flat delta."""
+        self.settle()
         self.weights.refresh()
 
     @torch.no_grad()
@@ -273,5 +345,12 @@ class Unmasker:
     def _prepare(self, call: str) -> None:
         """The trained weights can be read."""
         self.weights.check_trained(call)
-        self.weights.refresh()
+        self.refresh()
+        if bool(self.values.detach()[self.unmasked :].any()):
+            raise SparsifyError(
+                f"{call}: `sparse_values` has values for entries that this model does not know: the parameters of "
+                "another sparsified model were copied or averaged into it, and its buffers were not. Copy these too, "
+                "as torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
+                "own.copy_(other)."
+            )
         self.weights.reshard()

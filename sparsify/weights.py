@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import IndexBuffers
+from sparsify.interrupts import uninterrupted
 from sparsify.kernels import runs_ahead
 from sparsify.kernels.sync import sync
 from sparsify.masked.tensor import MaskedTensor
@@ -71,6 +72,7 @@ class EffectiveWeights:
         engine = self._engine
         check_root(engine)
         self.reshard()
+        self._written = None  # should this be cut off, it is done again
         values, base = engine.values.detach(), engine.buffers.all_base
         effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[engine.buffers.all_slots]
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
@@ -84,20 +86,23 @@ class EffectiveWeights:
                     tensor.write(own)
         self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
 
-    def refresh(self) -> None:
-        """Writes the weights if the flat delta, or the weights' dtype, is not the one they were written from.
+    @property
+    def are_in_step(self) -> bool:
+        """Whether the flat delta and the weights' dtype are those that they were written from.
 
         The values themselves are compared: a version counter misses writes through ``.data``.
         """
-        if self.are_base:
-            return
         written, values = self._written, self._engine.values.detach()
-        if (
-            written is None
-            or (written.device, written.dtype) != (values.device, values.dtype)
-            or (self._written_dtype != self._engine.tensors[0].dtype and not self.sharded)
-            or not torch.equal(written, values)
-        ):
+        return (
+            written is not None
+            and (written.device, written.dtype) == (values.device, values.dtype)
+            and (self._written_dtype == self._engine.tensors[0].dtype or self.sharded)
+            and torch.equal(written, values)
+        )
+
+    def refresh(self) -> None:
+        """Writes the weights if they are not in step with the flat delta."""
+        if not self.are_base and not self.are_in_step:
             self.write()
 
     def freeze(self) -> None:
@@ -125,15 +130,17 @@ class EffectiveWeights:
         self.refresh()
         self.reshard()
         trained = [tensor.own_effective for tensor in self._engine.tensors]
-        self.are_base = True
         try:
-            self.write_base()
+            with uninterrupted():
+                self.are_base = True
+                self.write_base()
             yield
         finally:
-            self.reshard()
-            for tensor, values in zip(self._engine.tensors, trained, strict=True):
-                tensor.write_unseen(values)
-            self.are_base = False
+            with uninterrupted():
+                self.reshard()
+                for tensor, values in zip(self._engine.tensors, trained, strict=True):
+                    tensor.write_unseen(values)
+                self.are_base = False
 
     def reshard(self) -> None:
         """Sharded ones are in their shards, where they may be read and written."""

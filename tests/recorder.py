@@ -18,6 +18,7 @@ class Recorder:
         self.listening = True
         self.wanted = True
         self.in_forward = self.sharded = False
+        self.forward_pass = 0
         self.values = torch.empty(0)
         self.buffers = IndexBuffers(nn.Module())
 

@@ -63,7 +63,7 @@ def test_a_copy_of_the_model_begins_the_step_anew():
 
 
 class SAM(torch.optim.SGD):
-    """Sharpness-aware minimisation: climbs along the gradient, takes the gradient there, goes back and descends by it."""
+    """Sharpness-aware minimisation: descends from where it was by the gradient a little uphill."""
 
     @torch.no_grad()
     def step(self, closure):

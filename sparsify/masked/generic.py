@@ -1,8 +1,9 @@
 """The form for any other module that owns parameters: norms, convolutions, experts, class tokens.
 
-Two forward hooks put *tapped* parameters in the place of the plain ones for the length of the module's own forward. A
+For the length of the module's own forward its parameters are read as *taps*, which two forward hooks make and drop. A
 tap is the identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and
-hands it to ``collect``. The module keeps its class, so nothing that looks at types, names or signatures notices.
+hands it to ``collect``. The module keeps its class, so nothing that looks at types, names or signatures notices. The
+parameters themselves stay where they are, so that a forward pass that is interrupted leaves nothing behind.
 
 A masked weight that is read in the model's forward past its own module's (an embedding's table as the output layer, the
 projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) comes as a tap too, and so
@@ -11,6 +12,7 @@ does one in an ``nn.ParameterList`` or ``nn.ParameterDict``, which are never cal
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -19,8 +21,6 @@ from torch import Tensor, nn
 from sparsify.masked.module import announce_use, frozen_if_masked, masked_tensors
 from sparsify.masked.recompute import announce_layer_norm
 from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
-
-PLAIN = "_plain_parameters"  # attribute of a module in its forward: what the taps stand for
 
 
 class _Tap(torch.autograd.Function):
@@ -52,11 +52,19 @@ class ReadParameters(dict[str, Any]):
     Args:
         parameters: the module's own, plain.
         tensors: the module's masked tensors by attribute name.
+
+    Attributes:
+        taps: for each thread that the module runs forward in: the taps of each call, with the model's forward pass. What
+            an interrupt left there belongs to an earlier pass, and is not read any more.
     """
 
     def __init__(self, parameters: dict[str, Any], tensors: dict[str, MaskedTensor]) -> None:
         super().__init__(parameters)
         self.tensors = tensors
+        self.taps: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tensors": self.tensors, "taps": {}}
 
     def __getitem__(self, attribute: str) -> Any:
         parameter = super().__getitem__(attribute)
@@ -65,7 +73,13 @@ class ReadParameters(dict[str, Any]):
             from sparsify.masked.compiled import compiled_tap
 
             return compiled_tap(tensor, parameter) if parameter.is_leaf else parameter
-        if tensor is None or not parameter.is_leaf or not tensor.collector.in_forward:  # no leaf: a tap already
+        if tensor is None or not parameter.is_leaf:  # no leaf: put there by somebody else, as functional_call() does
+            return parameter
+        if calls := self.taps.get(threading.get_ident()):
+            forward_pass, taps = calls[-1]
+            if forward_pass == tensor.collector.forward_pass and attribute in taps:
+                return taps[attribute]
+        if not tensor.collector.in_forward:
             return parameter
         use = tensor.collector.use(tensor)
         if use is not None:
@@ -97,26 +111,32 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: the module's forward will read taps instead of its masked parameters."""
     if torch.compiler.is_dynamo_compiling():
         return  # every parameter that is read comes as a tap; checkpointed parts of a graph may not change a module
-    plain: dict[str, nn.Parameter | None] = {}
+    taps: dict[str, Any] = {}
     for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
         use = announce_use(module, attribute)
-        parameter = plain[attribute] = module._parameters.get(attribute)
         frozen = frozen_if_masked(module, attribute)
-        tap = frozen if use is None else _Tap.apply(parameter, use.anchor, use)
-        module._parameters[attribute] = tap
-    module.__dict__.setdefault(PLAIN, []).append(plain)
+        taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use.anchor, use)
+    forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
+    calls = _read_parameters(module).taps.setdefault(threading.get_ident(), [])
+    calls[:] = [call for call in calls if call[0] == forward_pass]
+    calls.append((forward_pass, taps))
 
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook, run even if the forward failed: the plain parameters are back in their place."""
+    """Forward hook, run even if the forward failed: the parameters are read as they are again."""
     # a sharded norm's weight need not be at hand when a layer behind it, in another block, would make its input again
     if isinstance(output, Tensor) and not torch.compiler.is_dynamo_compiling() and not _is_sharded(module):
         announce_layer_norm(module, output)
-    waiting = module.__dict__.get(PLAIN)
-    if waiting:  # none where another pre-hook failed before the taps were placed, or no tap was
-        module._parameters.update(waiting.pop())
-        if not waiting:
-            del module.__dict__[PLAIN]
+    if not torch.compiler.is_dynamo_compiling():
+        calls = _read_parameters(module).taps.get(threading.get_ident())
+        if calls:  # none where another pre-hook failed before the taps were made
+            calls.pop()
+
+
+def _read_parameters(module: nn.Module) -> ReadParameters:
+    parameters = module._parameters
+    assert isinstance(parameters, ReadParameters)
+    return parameters
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.foreign import foreign_problem
-from sparsify.masked.generic import PLAIN, MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
+from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
 from sparsify.masked.quantized import MaskedQuantized, MaskedQuantizedLinear
@@ -101,7 +101,6 @@ def unswap(module: nn.Module) -> None:
         module.__class__ = module.plain_class  # type: ignore[assignment]
     for handle in module.__dict__.pop(HOOKS, ()):
         handle.remove()
-    module.__dict__.pop(PLAIN, None)
     module.__dict__["_parameters"] = dict(module._parameters)
     del module.__dict__[TENSORS]
 

@@ -168,6 +168,10 @@ class Collector(Protocol):
         """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
 
     @property
+    def forward_pass(self) -> int:
+        """Number of the model's forward pass that this thread is in, or was in last."""
+
+    @property
     def compiled(self) -> Compiled:
         """Its part in compiled graphs."""
 
