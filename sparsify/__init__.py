@@ -13,10 +13,10 @@ from sparsify.api import (
     base_weights,
     desparsify,
     get_unmasker,
+    optimizer_stepped,
     print_trainable_parameters,
     sparsify,
     summary,
-    sync,
     trained_state,
 )
 from sparsify.comparing import overlap
@@ -58,12 +58,12 @@ __all__ = [
     "desparsify",
     "get_unmasker",
     "load_model",
+    "optimizer_stepped",
     "overlap",
     "print_trainable_parameters",
     "register_importance",
     "sparsify",
     "summary",
-    "sync",
     "trained_state",
 ]
 

@@ -259,24 +259,28 @@ def base_weights(model: Model) -> Iterator[Model]:
         yield model
 
 
-def sync(model: nn.Module) -> None:
-    """Writes the flat delta into the weights now; needed only by optimizers that are not ``torch.optim``'s.
+def optimizer_stepped(model: nn.Module) -> None:
+    """Counts an optimizer step and writes the flat delta into the weights; for optimizers outside of ``torch.optim``.
 
-    Every forward pass of the root, ``state_dict()`` and step of a ``torch.optim`` optimizer does so by itself.
+    To be called after each step of such an optimizer: without it an incremental strategy unmasks the entries of its
+    first step and no others. Optimizers that derive from ``torch.optim.Optimizer`` do so by themselves.
 
     Args:
         model: a sparsified model.
 
     Raises:
-        SparsifyError: when the model is not sparsified.
+        SparsifyError: when the model is not sparsified, or a ``torch.optim`` optimizer has counted the step.
 
     Example:
-        >>> model = sparsify(torch.nn.Linear(4, 4), budget=16, strategy="pafi", target_modules=None)
-        >>> model.sparse_values.data.add_(1.0)[0].item()
-        1.0
-        >>> sync(model)
+        >>> model = sparsify(torch.nn.Linear(4, 4), budget=10, steps=2)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> model.sparse_values.data.sub_(model.sparse_values.grad)[0].item()
+        -1.0
+        >>> optimizer_stepped(model)
+        >>> summary(model).step
+        1
     """
-    get_unmasker(model).weights.write()
+    get_unmasker(model).count_step()
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:

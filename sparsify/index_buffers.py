@@ -120,26 +120,39 @@ class IndexBuffers:
         """Sets the pretrained values (n,) of the entries where ``where`` (k,) is true."""
         self.all_base[where] = base.to(self._buffer(BASE))
 
-    @property
-    def written_from_outside(self) -> bool:
-        """Whether the counts were written to other than by this object, as ``AveragedModel`` copies buffers."""
+    def have_changed(self) -> bool:
+        """Whether other counts were written into the buffers than by this object, as ``AveragedModel`` copies them.
+
+        Waits for the device only where something was written.
+        """
         counts = self._buffer(COUNTS)
-        return self._seen is not None and self._seen[0] is counts and self._seen[1] != counts._version
+        if self._seen is None or self._seen[0] is not counts:  # moved to another device, with what is in it
+            self._seen = counts, counts._version
+        if self._seen[1] == counts._version:
+            return False
+        if self._read() != self._starts:
+            return True
+        self._know(self._starts)  # DDP's broadcast has written what was there
+        return False
 
     def loaded(self) -> None:
         """Reads the counts anew: the buffers hold other entries now."""
-        self._know(list(accumulate(self._buffer(COUNTS).tolist(), initial=0)))
+        self._know(self._read())
 
     def problem(self, sizes: Sequence[int]) -> str | None:
         """What is wrong with the buffers as they are, if anything; as :func:`problem_with`."""
         return problem_with({name: self._buffer(name) for name in BUFFERS}, sizes, self._buffer(SLOTS).numel())
+
+    def _read(self) -> list[int]:
+        return list(accumulate(self._buffer(COUNTS).tolist(), initial=0))
 
     def _know(self, starts: list[int]) -> None:
         counts = self._buffer(COUNTS)
         self._starts, self._seen = starts, (counts, counts._version)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}  # a copy's buffers count their writes from 0
+        # a copy's buffers count their writes from 0
+        return {**self.__dict__, "_seen": None if self._seen is None else (self._seen[0], -1)}
 
     def _part(self, name: str, number: int) -> Tensor:
         return self._buffer(name)[self._starts[number] : self._starts[number + 1]]

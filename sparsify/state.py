@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, padded, problem_with
@@ -21,6 +23,7 @@ from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
 from sparsify.sharding import check_sharding
 from sparsify.shards import is_fully_sharded
 from sparsify.unmasker import POSITION, STATE, Unmasker
+from sparsify.values import VALUES
 
 HANDLES = "_sparsify_handles"  # attribute of the root: the handles of the hooks placed here
 SHARDED = "_sparsify_sharded"  # attribute of the root: it has run forward under FSDP2
@@ -93,8 +96,22 @@ def _first_under_fsdp(root: nn.Module) -> None:
 
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
     engine = engine_of(root)
-    if engine is not None:
-        engine.leave()
+    if engine is None:
+        return
+    engine.leave()
+    if not engine.values.requires_grad and torch.is_grad_enabled() and not engine.weights.are_base:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(_refuse_frozen)
+
+
+def _refuse_frozen(grad: Tensor) -> None:
+    raise SparsifyError(
+        f"`{VALUES}` does not require grad, so this backward pass trains nothing of the sparsified model. Something "
+        "has frozen all parameters since sparsify(): get_peft_model() does, and trainers that are given a peft_config. "
+        f"Call sparsify() afterwards, or model.{VALUES}.requires_grad_(True). To train other parts alone for a while, "
+        "let it require grad, and give the optimizer only these parts."
+    )
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:

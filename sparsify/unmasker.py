@@ -166,9 +166,14 @@ class Unmasker:
         return self.collection.selected
 
     @property
+    def passes(self) -> int:
+        """Backward passes since the last optimizer step that was counted."""
+        return self.collection.passes
+
+    @property
     def awaits_step(self) -> bool:
-        """Whether a backward pass has run since the last optimizer step that was counted."""
-        return self.collection.passes > 0
+        """Whether there were any."""
+        return self.passes > 0
 
     def has_frozen(self, ids: set[int]) -> bool:
         """Whether a parameter with one of these ids is one of the masked tensors'."""
@@ -289,11 +294,11 @@ class Unmasker:
         """
         if has_uncounted_step(self) and not self.weights.are_in_step:
             self.optimizer_stepped()
-        if not self.buffers.written_from_outside:
+        if not self.buffers.have_changed():
             return
-        if problem := self.buffers.problem([tensor.numel for tensor in self.tensors]):
+        if self.buffers.problem([tensor.numel for tensor in self.tensors]):
             raise SparsifyError(
-                f"the index buffers of this model were written to, and cannot be read any more: {problem} They can be "
+                f"the index buffers of this model were written to, and make no sense any more. They can be "
                 "copied, but not averaged: use AveragedModel with use_buffers=False; in an EMA of your own average "
                 "parameters(), and copy_() the buffers()."
             )

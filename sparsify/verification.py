@@ -31,6 +31,7 @@ class Verification:
         recast: tensors that are in another dtype than at ``sparsify()``, so that nothing can be said of them.
         unmasked: number of unmasked entries.
         expected: number that the schedule says; for repeat-S the number of slots in use.
+        passes_without_step: backward passes that ran though no optimizer step has ever been counted.
     """
 
     num_frozen: int
@@ -38,11 +39,13 @@ class Verification:
     recast: tuple[str, ...]
     unmasked: int
     expected: int
+    passes_without_step: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether the frozen entries are bit-equal to the base, and the count is the schedule's."""
-        return not self.changed and not self.recast and self.unmasked == self.expected
+        """Whether the frozen entries are bit-equal to the base, the count is the schedule's, and steps were counted."""
+        counts = self.unmasked == self.expected and not self.passes_without_step
+        return counts and not self.changed and not self.recast
 
     def __str__(self) -> str:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
@@ -55,6 +58,12 @@ class Verification:
             problems.append(
                 f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (entries without a "
                 "gradient wait for one)"
+            )
+        if self.passes_without_step:
+            problems.append(
+                f"{self.passes_without_step:,} backward passes ran, and no optimizer step was counted: the optimizer "
+                "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
+                "steps)"
             )
         return "; ".join(problems) or (
             f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
@@ -69,6 +78,10 @@ class Engine(Exportable, Protocol):
     @property
     def selected(self) -> bool:
         """Whether the step in progress has had its selection."""
+
+    @property
+    def passes(self) -> int:
+        """Backward passes since the last optimizer step."""
 
 
 def digest_base(
@@ -103,7 +116,8 @@ def verify(engine: Engine) -> Verification:
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
     entries = sum(sizes[name] for name in before)
-    return Verification(entries - engine.unmasked, changed, recast, engine.unmasked, _expected(engine))
+    unstepped = 0 if engine.step else engine.passes
+    return Verification(entries - engine.unmasked, changed, recast, engine.unmasked, _expected(engine), unstepped)
 
 
 def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:

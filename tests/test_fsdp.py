@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary, sync
+from sparsify import SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.integrations.distributed import check_ranks, keep_whole
 from sparsify.ranks import num_ranks
 
@@ -135,7 +135,7 @@ def written_behind_its_back(rank):
         engine.values.data.zero_()
         through_forward = model(**batches[0])
         engine.values.data.fill_(0.1)
-        sync(model)
+        engine.refresh()
         synced = model(**batches[0])
         expected = plain(**batches[0])
     same = torch.equal(trained, again), torch.equal(base, expected), torch.equal(through_forward, expected)

@@ -6,7 +6,16 @@ from recorder import mask
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sparsify import MaskedEmbedding, MaskedLinear, SparsifyError, desparsify, get_unmasker, sparsify, summary, sync
+from sparsify import (
+    MaskedEmbedding,
+    MaskedLinear,
+    SparsifyError,
+    desparsify,
+    get_unmasker,
+    optimizer_stepped,
+    sparsify,
+    summary,
+)
 from sparsify.masked.conv1d import MaskedConv1D
 from sparsify.masked.generic import MaskedParameterList
 from sparsify.masked.swap import check_maskable, frozen_row, unswap
@@ -137,7 +146,7 @@ def test_a_parameter_that_the_model_gives_up_is_plain_if_it_comes_back():
     del model[0]["a"]
     model[0]["a"] = torch.ones(DIM)
     model.sparse_values.data += 1
-    sync(model)
+    optimizer_stepped(model)
     assert torch.equal(model[0]["a"], torch.ones(DIM))
     assert [tensor.parameter for tensor in get_unmasker(model).tensors] == [given_up, model[0]["b"]]
     assert summary(model, verify=True).verification.unmasked == 2 * DIM

@@ -24,7 +24,6 @@ from sparsify import (
     get_unmasker,
     sparsify,
     summary,
-    sync,
 )
 
 BUDGET, STEPS = 40, 8
@@ -494,14 +493,14 @@ def test_writes_that_keep_every_sum_are_seen_too(mlp, write):
     assert_weights_follow_the_delta(model)
 
 
-def test_writes_through_data_are_seen_by_the_next_state_dict_and_by_sync(mlp):
+def test_writes_through_data_are_seen_by_the_next_state_dict_and_refresh(mlp):
     model, batches = mlp
     train(model, batches, steps=4)
     model.sparse_values.data.mul_(3.0)
     model.state_dict()
     assert_weights_follow_the_delta(model)
     model.sparse_values.data.mul_(3.0)
-    sync(model)
+    get_unmasker(model).refresh()
     assert_weights_follow_the_delta(model)
 
 

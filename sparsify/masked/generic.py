@@ -54,8 +54,8 @@ class ReadParameters(dict[str, Any]):
         tensors: the module's masked tensors by attribute name.
 
     Attributes:
-        taps: for each thread that the module runs forward in: the taps of each call, with the model's forward pass. What
-            an interrupt left there belongs to an earlier pass, and is not read any more.
+        taps: for each thread that the module runs forward in: the taps of each call, with the model's forward pass.
+            What an interrupt left there belongs to an earlier pass, and is not read any more.
     """
 
     def __init__(self, parameters: dict[str, Any], tensors: dict[str, MaskedTensor]) -> None:
