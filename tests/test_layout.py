@@ -13,10 +13,10 @@ import sparsify
 PACKAGE = Path(sparsify.__file__).parent
 # from the ground up; a module imports those of lower layers, and its neighbours within a subpackage
 LAYERS = [
-    {"errors", "version"},
+    {"errors", "interrupts", "version"},
     {"allocation", "counters", "draws", "extras", "importance", "index_buffers", "layout", "names", "schedules"}
-    | {"ranks", "stepping", "values"},
-    {"entries", "trainable"},
+    | {"ranks", "values"},
+    {"entries", "stepping", "trainable"},
     {"kernels"},
     {"costs"},
     {"quantized", "shards"},
