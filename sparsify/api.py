@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_s
 from sparsify.targets import Candidate, Pattern, check_own_memory, find_targets
 from sparsify.unmasker import STATE, Unmasker
 from sparsify.verification import digest_base
+from sparsify.weights import BaseWeights
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -238,8 +239,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
     print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
 
 
-@contextmanager
-def base_weights(model: Model) -> Iterator[Model]:
+def base_weights(model: Model) -> AbstractContextManager[Model]:
     """Runs the pretrained model inside a ``with`` block, as a reference model (DPO, KL); O(budget), bit-exact.
 
     ``modules_to_save`` keep their trained weights; they have no base.
@@ -255,8 +255,7 @@ def base_weights(model: Model) -> Iterator[Model]:
         >>> with base_weights(model):
         ...     reference = model(torch.ones(1, 4))
     """
-    with get_unmasker(model).weights.base():
-        yield model
+    return BaseWeights(get_unmasker(model).weights, model)
 
 
 def optimizer_stepped(model: nn.Module) -> None:

@@ -139,6 +139,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
     """The summary of an engine's model."""
+    engine.settle()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
     parameters = dict(engine.root.named_parameters())
     return Summary(

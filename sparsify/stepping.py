@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsify.errors import SparsifyError
+from sparsify.interrupts import uninterrupted
 from sparsify.values import SparseValues
 
 
@@ -147,20 +148,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LISTENERS:
         return
-    step = None if torch.compiler.is_dynamo_compiling() else _STEPS.end(optimizer)
-    held = {id(parameter) for parameter in _parameters(optimizer)}
-    errors = []
-    for listener in list(_LISTENERS):
-        values = listener.values
-        if id(values) not in held or values.grad is None or _skipped(optimizer):
-            continue
-        try:
-            if step is not None and listener in step.counted:
-                listener.refresh()
-            else:
-                listener.optimizer_stepped()
-        except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
-            errors.append(error)
+    with uninterrupted():  # until here the step has begun and not ended, so it is counted later
+        step = None if torch.compiler.is_dynamo_compiling() else _STEPS.end(optimizer)
+        held = {id(parameter) for parameter in _parameters(optimizer)}
+        errors = []
+        for listener in list(_LISTENERS):
+            values = listener.values
+            if id(values) not in held or values.grad is None or _skipped(optimizer):
+                continue
+            try:
+                if step is not None and listener in step.counted:
+                    listener.refresh()
+                else:
+                    listener.optimizer_stepped()
+            except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
+                errors.append(error)
     if errors:
         raise errors[0]
 

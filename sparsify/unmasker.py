@@ -298,7 +298,7 @@ class Unmasker:
             return
         if self.buffers.problem([tensor.numel for tensor in self.tensors]):
             raise SparsifyError(
-                f"the index buffers of this model were written to, and make no sense any more. They can be "
+                "the index buffers of this model were written to, and make no sense any more. They can be "
                 "copied, but not averaged: use AveragedModel with use_buffers=False; in an EMA of your own average "
                 "parameters(), and copy_() the buffers()."
             )

@@ -8,9 +8,9 @@ before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, should the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranks import Ranks
 from sparsify.sharding import check_root
 from sparsify.shards import is_fully_sharded, is_shard, reshard
+
+Model = TypeVar("Model", bound=nn.Module)
 
 OFFLOADED = (
     "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
@@ -43,6 +45,48 @@ class Engine(Protocol):
     @property
     def values(self) -> Tensor:
         """(capacity,) the flat delta."""
+
+
+class BaseWeights(AbstractContextManager[Model]):
+    """A model whose weights are the pretrained ones inside a ``with`` block, however the block ends.
+
+    Args:
+        weights: of the model.
+        model: what the block gets.
+    """
+
+    _trained: list[Tensor] | None = None
+
+    def __init__(self, weights: EffectiveWeights, model: Model) -> None:
+        self._weights = weights
+        self._model = model
+
+    def __enter__(self) -> Model:
+        try:
+            with uninterrupted():
+                if not self._weights.are_base:
+                    self._trained = self._weights.make_base()
+        except BaseException:
+            self._leave()
+            raise
+        return self._model
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._leave()
+        except KeyboardInterrupt:  # before it had begun, or after it had ended
+            self._leave()
+            raise
+
+    def __del__(self) -> None:
+        if self._trained is not None:  # an interrupt came between the block and its exit
+            self._leave()
+
+    def _leave(self) -> None:
+        with uninterrupted():
+            if self._trained is not None:
+                self._weights.make_trained(self._trained)
+                self._trained = None
 
 
 class EffectiveWeights:
@@ -121,26 +165,25 @@ class EffectiveWeights:
             if tensor.count:
                 tensor.write_base()
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        """They are the pretrained ones inside; no graph that was built before is disturbed."""
-        if self.are_base:
-            yield
-            return
+    def make_base(self) -> list[Tensor]:
+        """From now on they are the pretrained ones; no graph that was built before is disturbed.
+
+        Returns:
+            The trained values of each tensor, for :meth:`make_trained`.
+        """
         self.refresh()
         self.reshard()
         trained = [tensor.own_effective for tensor in self._engine.tensors]
-        try:
-            with uninterrupted():
-                self.are_base = True
-                self.write_base()
-            yield
-        finally:
-            with uninterrupted():
-                self.reshard()
-                for tensor, values in zip(self._engine.tensors, trained, strict=True):
-                    tensor.write_unseen(values)
-                self.are_base = False
+        self.are_base = True
+        self.write_base()
+        return trained
+
+    def make_trained(self, trained: list[Tensor]) -> None:
+        """They are the trained ones again."""
+        self.reshard()
+        for tensor, values in zip(self._engine.tensors, trained, strict=True):
+            tensor.write_unseen(values)
+        self.are_base = False
 
     def reshard(self) -> None:
         """Sharded ones are in their shards, where they may be read and written."""

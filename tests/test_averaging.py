@@ -1,0 +1,98 @@
+"""Averages of a sparsified model over its training: torch's AveragedModel, and EMAs as people write them."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from sparsify import SparseDelta, SparsifyError, sparsify, summary
+
+BUDGET, STEPS, DECAY = 24, 6, 0.7
+
+
+def trained(update, start, strategy="id3"):
+    """The pretrained model, the average, and the effective weights after each step of training."""
+    model, batches = build("bert", dtype=torch.float64)
+    pretrained = copy.deepcopy(model)
+    sparsify(model, BUDGET, strategy, steps=STEPS)
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
+    average, seen = start(model), []
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        update(average, model)
+        seen.append({name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"})
+    return pretrained, average, seen, batches
+
+
+def check(pretrained, average, expected, batches):
+    """The average's weights, its delta on the base, and what it computes, are the average of the models' weights."""
+    delta = SparseDelta.from_model(average)
+    assert delta.num_entries == BUDGET
+    delta.apply(pretrained)
+    for name, parameter in pretrained.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name])
+    torch.testing.assert_close(loss_of(average, batches[-1]), loss_of(pretrained, batches[-1]))
+
+
+@pytest.mark.parametrize("strategy", ["id3", "pafi"])
+def test_torchs_averaged_model_is_the_mean_of_all_steps(strategy):
+    pretrained, average, seen, batches = trained(lambda a, m: a.update_parameters(m), AveragedModel, strategy)
+    mean = {name: sum(weights[name] for weights in seen) / STEPS for name in seen[0]}
+    check(pretrained, average, mean, batches)
+    assert summary(average, verify=True).verification.ok
+
+
+def ema_of(seen):
+    expected = dict(seen[0])
+    for weights in seen[1:]:
+        expected = {name: DECAY * expected[name] + (1 - DECAY) * weights[name] for name in weights}
+    return expected
+
+
+def test_torchs_exponential_average_is_one():
+    pretrained, average, seen, batches = trained(
+        lambda a, m: a.update_parameters(m), lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    )
+    check(pretrained, average, ema_of(seen), batches)
+
+
+@torch.no_grad()
+def average_parameters(average, model):
+    for own, other in zip(average.parameters(), model.parameters(), strict=True):
+        own.mul_(DECAY).add_(other, alpha=1 - DECAY)
+
+
+@torch.no_grad()
+def average_parameters_and_copy_buffers(average, model):
+    average_parameters(average, model)
+    for own, other in zip(average.buffers(), model.buffers(), strict=True):
+        own.copy_(other)
+
+
+def test_an_average_of_ones_own_that_copies_the_buffers_is_one():
+    pretrained, average, seen, batches = trained(average_parameters_and_copy_buffers, copy.deepcopy)
+    start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
+    check(copy.deepcopy(pretrained), average, ema_of([start, *seen]), batches)
+
+
+def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():
+    pretrained, average, seen, batches = trained(average_parameters, copy.deepcopy)
+    start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
+    loss = loss_of(average, batches[-1])
+    for name, parameter in pretrained.named_parameters():
+        parameter.data.copy_(ema_of([start, *seen])[name])
+    torch.testing.assert_close(loss, loss_of(pretrained, batches[-1]))
+    with pytest.raises(SparsifyError, match=r"buffers were not.*own\.copy_\(other\)"):
+        SparseDelta.from_model(average)
+
+
+def test_an_average_of_the_index_buffers_is_refused():
+    _, average, _, batches = trained(
+        lambda a, m: a.update_parameters(m), lambda m: AveragedModel(m, use_buffers=True), "id3"
+    )
+    with pytest.raises(SparsifyError, match=r"make no sense any more.*use_buffers=False"):
+        loss_of(average, batches[0])

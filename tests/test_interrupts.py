@@ -1,0 +1,187 @@
+"""Ctrl-C at any moment: an interrupted call has happened or it has not, and what follows is as without it."""
+
+import copy
+import random
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparsify import base_weights, get_unmasker, sparsify, summary
+from sparsify.interrupts import uninterrupted
+
+STEPS, BUDGET = 3, 24
+
+
+class Tied(nn.Module):
+    """A table that is looked up in and multiplied by, a norm and a convolution in the generic form, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 6, padding_idx=0)
+        self.norm = nn.LayerNorm(6)
+        self.convolution = nn.Conv1d(6, 6, 1)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, ids):
+        hidden = self.norm(self.table(ids))
+        hidden = hidden + self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
+        hidden = torch.tanh(self.linear(hidden))
+        return F.cross_entropy(F.linear(hidden, self.table.weight).flatten(0, 1), ids.flatten())
+
+
+class Interrupter:
+    """Sends a real SIGINT at one line of Python code, counted from the start, or counts them all."""
+
+    def __init__(self, at=None):
+        self.at, self.lines = at, 0
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def trained(model, ids, optimizer, interrupters):
+    """Trains to the end, an interrupter around each try at a step; what was interrupted is done again."""
+    model.train()
+    while (step := summary(model).step) < STEPS:
+        try:
+            with next(interrupters):
+                optimizer.zero_grad()
+                loss = model(ids[step])
+                loss.backward()
+                with torch.no_grad(), base_weights(model):
+                    model(ids[step])
+                optimizer.step()
+                model.state_dict()
+        except KeyboardInterrupt:
+            pass
+    assert summary(model, verify=True).verification.ok
+    return model.state_dict()
+
+
+def never():
+    while True:
+        yield Interrupter()
+
+
+def fresh(strategy, optimizer):
+    torch.manual_seed(0)
+    model = sparsify(Tied().double(), BUDGET, strategy, steps=STEPS)
+    return model, torch.randint(9, (STEPS, 4, 5)), optimizer([model.sparse_values])
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def check_training(strategy, moments):
+    expected = trained(*fresh(strategy, sgd), never())
+    counter = Interrupter()
+    trained(*fresh(strategy, sgd), iter([counter, *[Interrupter() for _ in range(STEPS)]]))
+    generator = random.Random(0)
+    for _ in range(moments):
+        at = [generator.randrange(1, counter.lines + 1) for _ in range(STEPS)]
+        interrupters = iter([*map(Interrupter, at), *[Interrupter() for _ in range(STEPS)]])
+        state = trained(*fresh(strategy, sgd), interrupters)
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, state[name]), f"`{name}`, interrupted at {at}"
+
+
+@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
+def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strategy):
+    check_training(strategy, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
+def test_training_that_is_interrupted_at_a_thousand_moments_goes_on_as_if_it_were_not(strategy):
+    check_training(strategy, 350)  # three interrupts each
+
+
+def test_an_interrupted_forward_leaves_the_plain_parameters():
+    model, ids, _ = fresh("id3", sgd)
+    parameters = list(model.parameters())
+    handle = model.convolution.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[0])
+    handle.remove()
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert model.convolution.weight.shape == (6, 6, 1)
+    copy.deepcopy(model)(ids[0]).backward()
+    model(ids[0]).backward()
+    assert summary(model).unmasked == BUDGET // STEPS
+
+
+def test_a_section_is_not_interrupted_and_the_interrupt_comes_after_it():
+    done = []
+
+    def section():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_in_a_section_passes_and_the_handler_is_back():
+    with pytest.raises(ValueError, match="mine"), uninterrupted():
+        raise ValueError("mine")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_section_in_another_thread_leaves_the_handler_alone():
+    seen = []
+
+    def run():
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_signal_that_is_ignored_stays_ignored(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with uninterrupted():
+            assert signal.getsignal(signal.SIGINT) == handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_step_that_was_cut_off_is_counted_once():
+    """The optimizer has moved the values, and its hooks did not run."""
+    model, ids, optimizer = fresh("id3", sgd)
+    model(ids[0]).backward()
+    handle = optimizer.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    handle.remove()
+    assert summary(model).step == get_unmasker(model).step == 1
+    optimizer.zero_grad()
+    model(ids[1]).backward()
+    optimizer.step()
+    assert summary(model).step == 2

@@ -1,0 +1,221 @@
+"""Optimizers that hold the flat delta, that should and do not, and that have nothing to do with it."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from torch import nn
+
+from sparsify import SparsifyError, get_unmasker, optimizer_stepped, sparsify, summary
+
+BUDGET, STEPS = 20, 12
+UNHELD = r"holds `sparse_values`.*Make the optimizer after sparsify\(\)"
+
+
+def built(name="bert", **options):
+    model, batches = build(name)
+    return sparsify(model, BUDGET, steps=STEPS, **options), batches
+
+
+def step(model, batch, *optimizers):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------ what would train nothing
+
+
+def made_before():
+    model, batches = build("bert")
+    optimizer = torch.optim.AdamW(model.parameters())
+    return sparsify(model, BUDGET, steps=STEPS), optimizer, batches
+
+
+def groups_of_layers():
+    model, batches = built()
+    return (
+        model,
+        torch.optim.AdamW([{"params": list(layer.parameters())} for layer in model.bert.encoder.layer]),
+        batches,
+    )
+
+
+def a_delta_that_was_replaced():
+    model, batches = built()
+    optimizer = torch.optim.AdamW([model.sparse_values])
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model, optimizer, batches
+
+
+def prepared_before():
+    accelerate = pytest.importorskip("accelerate")
+    model, batches = build("bert")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+    return sparsify(model, BUDGET, steps=STEPS), optimizer, batches
+
+
+@pytest.mark.parametrize(
+    "make", [made_before, groups_of_layers, a_delta_that_was_replaced, prepared_before], ids=lambda f: f.__name__
+)
+def test_an_optimizer_without_the_flat_delta_is_refused_at_its_first_step(make):
+    model, optimizer, batches = make()
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, batches[0]).backward()
+    unmasked = summary(model).unmasked
+    with pytest.raises(SparsifyError, match=UNHELD):
+        optimizer.step()
+    assert not summary(model, verify=True).verification.ok
+    assert summary(model).unmasked == unmasked
+    assert torch.equal(before["sparse_values"], model.state_dict()["sparse_values"])
+    right = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    right.step()
+    assert summary(model, verify=True).verification.ok
+
+
+def test_a_flat_delta_that_was_frozen_is_refused_in_backward():
+    peft = pytest.importorskip("peft")
+    model, batches = built()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(SparsifyError, match=r"does not require grad.*get_peft_model\(\)"):
+        loss_of(model, batches[0]).backward()
+    with torch.no_grad():
+        loss_of(model, batches[0])
+
+
+# ------------------------------------------------------------------------------------ what is as it should be
+
+
+def test_one_of_several_optimizers_may_hold_the_flat_delta():
+    model, batches = built()
+    layer = torch.optim.SGD(model.bert.encoder.layer[0].parameters(), lr=0.1)
+    rest = torch.optim.SGD([*model.bert.encoder.layer[1].parameters(), model.sparse_values], lr=0.1)
+    for batch in batches:
+        step(model, batch, layer, rest)
+    assert summary(model).step == STEPS
+    assert summary(model, verify=True).verification.ok
+
+
+def test_two_models_that_train_each_other_in_turns_are_left_alone():
+    torch.manual_seed(0)
+    generator, critic = (sparsify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 9, steps=4) for _ in "gc")
+    of_generator, of_critic = (torch.optim.SGD([model.sparse_values], lr=0.1) for model in (generator, critic))
+    for _ in range(4):
+        for _ in range(3):  # the generator gets gradients that nobody wants
+            of_critic.zero_grad()
+            critic(generator(torch.randn(5, 4))).mean().backward()
+            of_critic.step()
+        of_generator.zero_grad()
+        (-critic(generator(torch.randn(5, 4))).mean()).backward()
+        of_generator.step()
+    assert (summary(generator).step, summary(critic).step) == (4, 12)
+
+
+def test_a_phase_that_trains_the_head_alone_is_left_alone_and_seen_by_verify():
+    model, batches = built(modules_to_save=["classifier"])
+    head = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
+    step(model, batches[0], head)
+    step(model, batches[1], head)
+    verification = summary(model, verify=True).verification
+    assert not verification.ok
+    assert "2 backward passes ran, and no optimizer step was counted" in str(verification)
+    step(model, batches[2], head, torch.optim.SGD([model.sparse_values], lr=0.1))
+    assert summary(model, verify=True).verification.ok
+
+
+def test_a_step_within_a_step_is_one_step():
+    class Outer(torch.optim.Optimizer):
+        """SAM's usual form: it has the base optimizer's groups and calls its step."""
+
+        def __init__(self, parameters, inner):
+            super().__init__(parameters, {})
+            self.inner = inner(self.param_groups, lr=0.1)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    model, batches = built()
+    optimizer = Outer([model.sparse_values], torch.optim.SGD)
+    for batch in batches[:3]:
+        step(model, batch, optimizer)
+    assert summary(model).step == 3
+
+
+def test_a_step_that_failed_is_not_taken_for_one_around_the_next():
+    model, batches = built()
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    loss_of(model, batches[0]).backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    for batch in batches[:2]:
+        step(model, batch, optimizer)
+    assert summary(model).step == 2
+
+
+# ------------------------------------------------------------------------------------ optimizers that are not torch's
+
+
+def descend(model):
+    with torch.no_grad():
+        model.sparse_values -= 0.1 * model.sparse_values.grad
+    model.sparse_values.grad = None
+
+
+def test_an_optimizer_of_ones_own_trains_as_torchs_does():
+    own, batches = built()
+    torchs = copy.deepcopy(own)
+    optimizer = torch.optim.SGD([torchs.sparse_values], lr=0.1)
+    for batch in batches:
+        loss_of(own, batch).backward()
+        descend(own)
+        optimizer_stepped(own)
+        step(torchs, batch, optimizer)
+    assert summary(own).unmasked == BUDGET
+    state = torchs.state_dict()
+    for name, tensor in own.state_dict().items():
+        torch.testing.assert_close(tensor, state[name])
+
+
+def test_a_step_that_torch_told_of_cannot_be_counted_again():
+    model, batches = built()
+    step(model, batches[0], torch.optim.SGD([model.sparse_values], lr=0.1))
+    with pytest.raises(SparsifyError, match=r"was counted already.*leave optimizer_stepped\(model\) out"):
+        optimizer_stepped(model)
+    assert summary(model).step == 1
+
+
+# ------------------------------------------------------------------------------------ models that are half made
+
+
+class NoCopy:
+    def __deepcopy__(self, memo):
+        raise RuntimeError("cannot be copied")
+
+
+def test_a_copy_that_fails_harms_no_optimizer():
+    model, batches = built()
+    model.resource = NoCopy()
+    with pytest.raises(RuntimeError, match="cannot be copied") as error:
+        copy.deepcopy(model)
+    other, _ = built("mlp")
+    step(other, build("mlp")[1][0], torch.optim.SGD([other.sparse_values], lr=0.1))
+    step(model, batches[0], torch.optim.SGD([model.sparse_values], lr=0.1))
+    assert error.traceback, "what was half made is alive here"
+    assert summary(model).step == summary(other).step == 1
+
+
+def test_an_error_in_one_model_does_not_keep_another_from_its_step():
+    models = [sparsify(nn.Linear(4, 4), 8, steps=4) for _ in range(3)]
+    optimizer = torch.optim.SGD([model.sparse_values for model in models], lr=0.1)
+    for model in models:
+        model(torch.ones(2, 4)).sum().backward()
+    get_unmasker(models[1]).weights.are_base = True
+    with pytest.raises(SparsifyError, match=r"inside base_weights\(\)"):
+        optimizer.step()
+    assert [get_unmasker(model).step for model in models] == [1, 0, 1]
