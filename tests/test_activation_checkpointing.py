@@ -9,7 +9,7 @@ from models import build, loss_of
 from oracle import DenseOracle, unmasked_sets
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from sparsify import SparsifyError, sparsify, summary
+from sparsify import SparsifyError, get_unmasker, sparsify, summary
 
 BUDGET, STEPS = 40, 4
 KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -125,3 +125,48 @@ def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
             each.zero_grad()
         assert unmasked_sets(model) == unmasked_sets(twin)
         assert torch.equal(model.sparse_values, twin.sparse_values)
+
+
+# ------------------------------------------------------------------------------------ graphs that outlive the budget
+
+
+def checkpointed(steps):
+    model, batches = build("bert", dtype=torch.float64)
+    sparsify(model, BUDGET, steps=steps, target_modules=["query", "LayerNorm"])
+    non_reentrant(model)
+    return model, batches
+
+
+def test_two_graphs_may_be_alive_as_the_budget_is_spent():
+    model, batches = checkpointed(steps=1)
+    plain = copy.deepcopy(model)
+    plain.gradient_checkpointing_disable()
+    for each in (model, plain):
+        losses = [loss_of(each, batch) for batch in batches[:2]]
+        for loss in losses:
+            loss.backward()
+    assert summary(model).unmasked == BUDGET
+    assert unmasked_sets(model) == unmasked_sets(plain)
+    torch.testing.assert_close(model.sparse_values.grad, plain.sparse_values.grad)
+
+
+def test_a_graph_that_is_kept_runs_backward_again_after_the_budget_was_spent():
+    model, batches = checkpointed(steps=1)
+    kept = loss_of(model, batches[0])
+    kept.backward(retain_graph=True)
+    once = model.sparse_values.grad.clone()
+    kept.backward(retain_graph=True)
+    torch.testing.assert_close(model.sparse_values.grad, 2 * once)
+    later = loss_of(model, batches[0])
+    later.backward()
+    kept.backward()
+    torch.testing.assert_close(model.sparse_values.grad, 4 * once)
+
+
+def test_a_tensor_without_entries_costs_nothing_once_the_graphs_from_before_are_gone():
+    model, batches = checkpointed(steps=1)
+    loss_of(model, batches[0]).backward()
+    engine = get_unmasker(model)
+    idle = [tensor for tensor in engine.tensors if not tensor.count]
+    assert idle
+    assert all(engine.use(tensor) is None for tensor in idle)

@@ -1,0 +1,129 @@
+"""Several threads that run one model forward and backward: their gradients are summed, as plain torch sums them."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import unmasked_sets
+from torch import nn
+
+from sparsify import SparsifyError, get_unmasker, sparsify, summary
+
+BUDGET, THREADS = 30, 4
+
+
+class Meeting(torch.autograd.Function):
+    """Holds the backward pass until all threads are in theirs."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.barrier.wait(timeout=20)
+        return grad, None
+
+
+def in_threads(function, arguments):
+    """Runs a function of each argument in a thread of its own; the errors that came up."""
+    errors = []
+
+    def run(argument):
+        try:
+            function(argument)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def meet_before(module, barrier):
+    """In backward, all threads have passed the layers above the module before any goes on below it."""
+    return module.register_forward_hook(lambda module, args, output: Meeting.apply(output, barrier))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("mlp", "second"), ("bert", "bert.encoder.layer.0"), ("t5", "encoder.block.0")]
+)
+def test_gradients_of_overlapping_backward_passes_are_summed(name, part):
+    plain, batches = build(name, dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(plain), BUDGET, "random")
+    for batch in batches[:THREADS]:
+        loss_of(plain, batch).backward()
+    barrier = threading.Barrier(THREADS)
+    if name == "mlp":  # the others' blocks return several tensors
+        meet_before(sparse.get_submodule(part), barrier)
+    assert not in_threads(lambda batch: loss_of(sparse, batch).backward(), batches[:THREADS])
+    dense = dict(plain.named_parameters())
+    for tensor in get_unmasker(sparse).tensors:
+        expected = dense[tensor.name].grad
+        if tensor.count and expected is not None:
+            torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected.take(tensor.indices))
+
+
+def test_a_selection_that_another_pass_overlaps_is_an_error_and_not_half_a_gradient():
+    model, batches = build("mlp", dtype=torch.float64)
+    sparsify(model, BUDGET, steps=3)
+    handle = meet_before(model.second, threading.Barrier(2))
+    errors = in_threads(lambda batch: loss_of(model, batch).backward(), batches[:2])
+    assert [type(error) for error in errors] == [SparsifyError]
+    assert "ran at the same time in several threads" in str(errors[0])
+    assert summary(model).unmasked == BUDGET // 3
+    handle.remove()
+    model.zero_grad()
+    assert not in_threads(lambda batch: loss_of(model, batch).backward(), batches[:2]), "the step has its entries"
+
+
+def test_forward_passes_overlap_and_backward_passes_take_turns():
+    plain, batches = build("bert", dtype=torch.float64)
+    serial, threaded = (sparsify(copy.deepcopy(plain), BUDGET, "random") for _ in range(2))
+    lock, barrier = threading.Lock(), threading.Barrier(THREADS)
+
+    def run(batch):
+        loss = loss_of(threaded, batch)
+        barrier.wait(timeout=20)
+        with lock:
+            loss.backward()
+
+    assert not in_threads(run, batches[:THREADS])
+    for batch in batches[:THREADS]:
+        loss_of(serial, batch).backward()
+    torch.testing.assert_close(threaded.sparse_values.grad, serial.sparse_values.grad)
+
+
+def test_a_backward_pass_that_failed_in_one_thread_does_not_hold_up_another():
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, steps=3)
+    twin = copy.deepcopy(model)
+    failing = meet_before(model.second, threading.Barrier(1))
+    (error,) = in_threads(lambda batch: (_fail_in_backward(model), loss_of(model, batch).backward()), batches[:1])
+    assert "out of memory" in str(error)
+    failing.remove()
+    model.first._forward_hooks.clear()
+    for each in (model, twin):
+        loss_of(each, batches[1]).backward()
+    assert unmasked_sets(model) == unmasked_sets(twin)
+    assert torch.equal(model.sparse_values.grad, twin.sparse_values.grad)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+def _fail_in_backward(model: nn.Module):
+    model.first.register_forward_hook(lambda module, args, output: Failing.apply(output))
