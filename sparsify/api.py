@@ -28,7 +28,7 @@ from sparsify.resuming import trained_state_of
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.shards import check_unsharded
 from sparsify.state import engine_of
-from sparsify.static import choose, zero_others
+from sparsify.static import check_new, choose, zero_others
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, check_own_memory, find_targets
 from sparsify.unmasker import STATE, Unmasker
@@ -90,7 +90,8 @@ def sparsify(
             checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
             and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
             left alone and stored whole.
-        fresh_modules: modules that the base does not have either, in the words of ``target_modules``.
+        fresh_modules: modules that the base does not have either, in the words of ``target_modules``; ``Prune``
+            prunes new matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.
 
     Returns:
@@ -137,6 +138,7 @@ def sparsify(
         engine.budget = resolve_budget(budget, strategy, engine.tensors)
         capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
     engine.fresh_names = find_fresh(model, fresh_modules, targets.saved)
+    check_new(engine.tensors, strategy, engine.fresh_names)
     with redrawn(model, find_draws(model, engine.fresh_names, fresh, seed)) as engine.draws:
         if not isinstance(strategy.selection, Given):
             selected = _select(engine, calibration, loss_fn)

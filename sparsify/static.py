@@ -6,7 +6,8 @@ In: the masked tensors of a model that is still plain, the strategy and the budg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -69,6 +70,31 @@ def choose(
     counts = allocate(left, shapes, candidates, selection.allocation)
     parts = [rank([tensor], count) for tensor, count in zip(ranked, counts, strict=True) if count]
     return torch.cat([kept, _interleave(parts)])
+
+
+def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
+    """Refuses to prune what may be pretrained, unless the user insists.
+
+    Args:
+        tensors: the candidates.
+        strategy: any; only one with ``Prune`` is refused.
+        new: names of the parameters that the base does not have.
+
+    Raises:
+        SparsifyError: naming a pretrained matrix and the ways out.
+    """
+    selection = strategy.selection
+    if not isinstance(selection, Prune) or selection.pretrained:
+        return
+    pruned = [tensor.name for tensor in tensors if selection.removes_from(tensor.shape)]
+    if old := [name for name in pruned if name not in new]:
+        raise SparsifyError(
+            f"{strategy.importance} with {selection} sets every entry that is not chosen to zero, and {len(old):,} of "
+            f"the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`: a pretrained model "
+            "would lose nearly all its weights. Add adapters or a LoRA first, or name new modules in "
+            f"fresh_modules=[...]. To prune pretrained weights all the same, pass "
+            f"Strategy({strategy.importance}, {replace(selection, pretrained=True)})."
+        )
 
 
 @torch.no_grad()

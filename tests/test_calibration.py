@@ -241,7 +241,12 @@ def test_grasp_leaves_the_model_as_it_was(tiny):
 def test_a_function_that_runs_backward_once_is_not_enough_for_grasp(tiny):
     model, batches = tiny
     with pytest.raises(SparsifyError, match=r"GraSP\(\) got a function .* differentiate each loss twice; expected"):
-        sparsify(model, 10, Strategy(GraSP(), Prune()), calibration=lambda model: loss_of(model, batches[0]).backward())
+        sparsify(
+            model,
+            10,
+            Strategy(GraSP(), Prune(pretrained=True)),
+            calibration=lambda model: loss_of(model, batches[0]).backward(),
+        )
 
 
 def test_a_loss_without_a_gradient_has_no_product_either(tiny):
@@ -255,7 +260,11 @@ def test_a_new_lora_has_nothing_that_snip_could_tell_apart():
     nn.init.zeros_(model[1].weight)  # as LoRA's B
     with pytest.raises(SparsifyError, match=r"budget=5, but only 0 entries .*1 of 2 tensors are all zeros"):
         sparsify(
-            model, 5, "sparseadapter", calibration=[torch.ones(3, 4)], loss_fn=lambda m, x: (m(x) - 1).square().sum()
+            model,
+            5,
+            Strategy(SNIP(), Prune(pretrained=True)),
+            calibration=[torch.ones(3, 4)],
+            loss_fn=lambda m, x: (m(x) - 1).square().sum(),
         )
 
 
