@@ -52,7 +52,8 @@ def choose(
         the whole is. Before all others come the tensors that ``Prune`` leaves whole.
 
     Raises:
-        SparsifyError: when the budget leaves nothing to the matrices, or the calibration does not give enough.
+        SparsifyError: when the budget leaves nothing to the matrices, or the importance or the calibration does not
+            give enough scores.
     """
     importance: Any = strategy.importance
     selection = strategy.selection
@@ -152,9 +153,17 @@ def _ranking(
     """Ranks by the weights, or by a calibration, which is run here and once."""
     device = ranked[0].parameter.device
     if calibration is None:
-        return lambda group, number: rank_by_weight(
-            group, importance, Pool(number, dtype, device), str(seed), masked_only=False
-        )
+
+        def by_weight(group: Sequence[MaskedTensor], number: int) -> Tensor:
+            ids = rank_by_weight(group, importance, Pool(number, dtype, device), str(seed), masked_only=False)
+            if ids.numel() < number:
+                raise SparsifyError(
+                    f"the importance {importance.name!r} gave only {ids.numel():,} entries a finite score, and "
+                    f"{number:,} are to be chosen; correct it, or lower the budget."
+                )
+            return ids
+
+        return by_weight
     parameters: Any = [tensor.parameter for tensor in ranked]
     totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
     return lambda group, number: rank_by_gradient(

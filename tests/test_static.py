@@ -26,6 +26,7 @@ from sparsify import (
     base_weights,
     desparsify,
     get_unmasker,
+    register_importance,
     sparsify,
     summary,
 )
@@ -397,6 +398,27 @@ def test_a_tensor_without_a_gradient_cannot_have_its_share():
 
     with pytest.raises(SparsifyError, match=r"`unused\.weight` is to get 4 entries, but only 0 entries have"):
         sparsify(Half(), 8, Strategy(SNIP(), Prune("uniform", pretrained=True)), calibration=[{"x": torch.ones(2, 4)}])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
+def test_an_importance_that_scores_nothing_in_the_calibration_is_an_error_by_its_name(model_and_batches, value):
+    model, batches = model_and_batches
+    useless = register_importance("test-static-useless")(lambda weight, grad: torch.full_like(weight, value))
+    with pytest.raises(
+        SparsifyError, match=r"the importance 'test-static-useless' gave only 0 entries a score above 0"
+    ):
+        sparsify(model, BUDGET, Strategy(useless, Static()), calibration=batches[:2])
+    assert type(model.first) is nn.Linear
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_importance_of_weights_without_finite_scores_is_an_error_by_its_name(model_and_batches, value):
+    useless = register_importance("test-static-weights", uses_gradient=False)(
+        lambda weight: weight.where(weight.abs() > 0.4, value)
+    )
+    with pytest.raises(SparsifyError, match=r"'test-static-weights' gave only \d+ entries a finite score, and 90 are"):
+        sparsify(model_and_batches[0], BUDGET, Strategy(useless, Static()))
+    assert type(model_and_batches[0].first) is nn.Linear
 
 
 def test_vectors_alone_are_nothing_to_prune():
