@@ -23,7 +23,7 @@ from sparsify.preparation import freeze, mask_model, plan_engine, unmask_model, 
 from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
 from sparsify.ranks import MODES
-from sparsify.report import Summary, num_parameters, summarize
+from sparsify.report import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
 from sparsify.resuming import trained_state_of
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.shards import check_unsharded
@@ -126,6 +126,8 @@ def sparsify(
                 f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA."
             )
         freeze(targets.frozen.values())
+        names = tuple(candidate.name for candidate in targets.candidates)
+        vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
         return model
     _check_maskable(model, targets.candidates)
     engine = plan_engine(model, targets, strategy, schedule, steps, seed, accumulation, sync)
@@ -145,6 +147,7 @@ def sparsify(
 
     if isinstance(strategy.selection, Prune):
         zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
+    vars(model).pop(FULL, None)
     mask_model(engine, targets, capacity)
     engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
@@ -154,6 +157,8 @@ def sparsify(
 
 def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     """Gives back the plain modules, the trained values in their weights; what required grad before does so again.
+
+    Of strategy "full", whose model is plain already, the latter is all there is to do.
 
     Args:
         model: a sparsified model.
@@ -172,6 +177,13 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         >>> type(desparsify(model)).__name__
         'Linear'
     """
+    if found := find_full(model):
+        root, full = found
+        del vars(root)[FULL]
+        for name, parameter in root.named_parameters():
+            if name in full.frozen_names:
+                parameter.requires_grad_(True)
+        return model
     engine = get_unmasker(model)
     if engine.weights.sharded:
         raise SparsifyError(
@@ -222,12 +234,18 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
         The numbers; ``print`` lays them out.
 
     Raises:
-        SparsifyError: when the model is not sparsified.
+        SparsifyError: when the model is not sparsified; with ``verify``, when strategy "full" trains all of it.
 
     Example:
         >>> summary(sparsify(torch.nn.Linear(4, 4), budget=3, strategy="pafi"), verify=True).verification.ok
         True
     """
+    if found := find_full(model):
+        if verify:
+            raise SparsifyError(
+                'strategy "full" freezes no entries and keeps no base, so there is nothing to verify; leave verify out.'
+            )
+        return summarize_full(*found)
     return summarize(get_unmasker(model), verify=verify)
 
 

@@ -54,6 +54,7 @@ class Unmasker:
         sync_mode: how several ranks choose the same entries: ``"exact"`` or ``"candidates"``.
 
     Attributes:
+        found_steps: the ``steps`` that a Trainer had, which the next one may replace; ``None`` where they were given.
         tensors: the masked tensors, by ascending number and offset.
         buffers: their unmasked entries.
         fresh_names: parameters, dense ones apart, that the base does not have.
@@ -88,6 +89,7 @@ class Unmasker:
         self.budget = budget
         self.schedule = schedule
         self.steps = steps
+        self.found_steps: int | None = None
         self.seed = seed
         self.accumulation = accumulation
         self.dense_names = dense_names
