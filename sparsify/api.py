@@ -226,7 +226,7 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
 
     Args:
-        model: a sparsified model.
+        model: a sparsified model, or one that strategy "full" trains, of which it says how much is trained.
         verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, and that as
             many are unmasked as the schedule says; one pass over all weights.
 
