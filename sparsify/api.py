@@ -22,12 +22,12 @@ from sparsify.preparation import freeze, mask_model, plan_engine, unmask_model, 
 from sparsify.quantized import is_quantized
 from sparsify.ranking import find_given
 from sparsify.ranks import MODES
-from sparsify.report import Summary, num_parameters, summarize
+from sparsify.report import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
 from sparsify.resuming import trained_state_of
 from sparsify.schedules import Schedule, resolve_schedule
 from sparsify.shards import check_unsharded
 from sparsify.state import engine_of
-from sparsify.static import choose, zero_others
+from sparsify.static import check_new, choose, zero_others
 from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.targets import Candidate, Pattern, check_own_memory, find_targets
 from sparsify.unmasker import STATE, Unmasker
@@ -88,7 +88,8 @@ def sparsify(
             checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
             and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
             left alone and stored whole.
-        fresh_modules: modules that the base does not have either, in the words of ``target_modules``.
+        fresh_modules: modules that the base does not have either, in the words of ``target_modules``; ``Prune``
+            prunes new matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.
 
     Returns:
@@ -121,6 +122,8 @@ def sparsify(
                 f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA."
             )
         freeze(targets.frozen.values())
+        names = tuple(candidate.name for candidate in targets.candidates)
+        vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
         return model
     _check_maskable(model, targets.candidates)
     engine = plan_engine(model, targets, strategy, schedule, steps, seed, sync)
@@ -133,12 +136,14 @@ def sparsify(
         engine.budget = resolve_budget(budget, strategy, engine.tensors)
         capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
     engine.fresh_names = find_fresh(model, fresh_modules, targets.saved)
+    check_new(engine.tensors, strategy, engine.fresh_names)
     with redrawn(model, find_draws(model, engine.fresh_names, fresh, seed)) as engine.draws:
         if not isinstance(strategy.selection, Given):
             selected = _select(engine, calibration, loss_fn)
 
     if isinstance(strategy.selection, Prune):
         zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
+    vars(model).pop(FULL, None)
     mask_model(engine, targets, capacity)
     engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
     engine.append(selected, torch.arange(selected.numel(), device=selected.device))
@@ -148,6 +153,8 @@ def sparsify(
 
 def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     """Gives back the plain modules, the trained values in their weights; what required grad before does so again.
+
+    Of strategy "full", whose model is plain already, the latter is all there is to do.
 
     Args:
         model: a sparsified model.
@@ -166,6 +173,13 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         >>> type(desparsify(model)).__name__
         'Linear'
     """
+    if found := find_full(model):
+        root, full = found
+        del vars(root)[FULL]
+        for name, parameter in root.named_parameters():
+            if name in full.frozen_names:
+                parameter.requires_grad_(True)
+        return model
     engine = get_unmasker(model)
     if engine.weights.sharded:
         raise SparsifyError(
@@ -208,7 +222,7 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
 
     Args:
-        model: a sparsified model.
+        model: a sparsified model, or one that strategy "full" trains, of which it says how much is trained.
         verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, and that as
             many are unmasked as the schedule says; one pass over all weights.
 
@@ -216,12 +230,18 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
         The numbers; ``print`` lays them out.
 
     Raises:
-        SparsifyError: when the model is not sparsified.
+        SparsifyError: when the model is not sparsified; with ``verify``, when strategy "full" trains all of it.
 
     Example:
         >>> summary(sparsify(torch.nn.Linear(4, 4), budget=3, strategy="pafi"), verify=True).verification.ok
         True
     """
+    if found := find_full(model):
+        if verify:
+            raise SparsifyError(
+                'strategy "full" freezes no entries and keeps no base, so there is nothing to verify; leave verify out.'
+            )
+        return summarize_full(*found)
     return summarize(get_unmasker(model), verify=verify)
 
 

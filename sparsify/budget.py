@@ -44,6 +44,11 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, tensors: Sequ
                 f"budget={budget!r} is a float and so a share of the candidates, which must lie in (0, 1); "
                 "pass an int for a number of entries."
             )
+        if budget * available < 1:
+            raise SparsifyError(
+                f"budget={budget!r} is a share of the {available:,} candidates that comes to less than one entry; "
+                f"expected at least {1 / available:.2g}, or an int for a number of entries."
+            )
         budget = int(budget * available)
     if not 1 <= budget <= available:
         raise SparsifyError(

@@ -45,8 +45,13 @@ def calibrate(
         For each parameter, in its shape, float32 or float64.
 
     Raises:
-        SparsifyError: when there is no loss, or no gradient reaches a candidate.
+        SparsifyError: when these are rows in place of batches, there is no loss, or no gradient reaches a candidate.
     """
+    if isinstance(calibration, (Mapping, str)):
+        raise SparsifyError(
+            f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
+            "DataLoader or [batch]."
+        )
     if isinstance(importance, GraSP):
         totals = _hessian_gradient_product(model, parameters, calibration, loss_fn or _loss_of_model)
     else:
@@ -142,7 +147,16 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
         raise SparsifyError(
             f"a calibration batch is a {type(batch).__name__}; expected a dict for model(**batch), or pass loss_fn=."
         )
-    output = model(**batch)
+    try:
+        output = model(**batch)
+    except Exception as error:
+        if not _is_row(batch):
+            raise
+        values = ", ".join(f"`{name}` is {_described(value)}" for name, value in batch.items())
+        raise SparsifyError(
+            f"calibration= got single rows of a dataset, and expects batches of tensors: {values}. Pass a DataLoader, "
+            "such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
+        ) from error
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None or loss.numel() != 1:
         raise SparsifyError(
@@ -150,6 +164,17 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
             "put labels into it, or pass loss_fn=."
         )
     return loss
+
+
+def _is_row(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch that the model failed on looks like one row of a dataset."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    tokens, labels = tensors.get("input_ids"), tensors.get("labels", tensors.get("label"))
+    return not tensors or (tokens is not None and tokens.dim() < 2) or (labels is not None and not labels.dim())
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _examples(batch: Any) -> list[Any]:

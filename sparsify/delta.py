@@ -103,7 +103,8 @@ class SparseDelta(Summable, Exchange):
         if engine is None:
             raise SparsifyError(
                 f"this {type(model).__name__} is not sparsified, so there is nothing to take a delta from: pass the "
-                "model that `sparsify(model, ...)` returned, before `desparsify`."
+                "model that `sparsify(model, ...)` returned, before `desparsify`. What full fine-tuning changed is "
+                "`SparseDelta.diff(base, model)`."
             )
         export = engine.export(budget)
         tensors: dict[str, TensorDelta] = {}

@@ -7,6 +7,7 @@ repeat-S      the whole budget afresh at each step; an entry that leaves keeps i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
@@ -19,7 +20,7 @@ from sparsify.counters import Counters
 from sparsify.dense_form import CheckedChooser
 from sparsify.device_pool import DeviceChooser
 from sparsify.errors import SparsifyError
-from sparsify.importance import GradientImportance, WeightImportance
+from sparsify.importance import D3, Fisher, GradientImportance, WeightImportance
 from sparsify.index_buffers import IndexBuffers
 from sparsify.kernels import runs_ahead
 from sparsify.masked.tensor import MaskedTensor
@@ -122,6 +123,23 @@ class Growth:
         """The unmasked set is another one now: a state dict was loaded."""
 
     _masked_only = True
+    _warned = False  # whether _warn_if_none has warned
+
+    def _warn_if_none(self, winners: Winners) -> None:
+        """Warns once where an importance left nothing to unmask; the number of winners is known without a wait."""
+        importance = self.engine.strategy.importance
+        # D3 and Fisher score any gradient that is not zero
+        if winners.ids.numel() or self._warned or isinstance(importance, (D3, Fisher)):
+            return
+        self._warned = True
+        assert importance is not None
+        scores = "above 0" if importance.uses_gradient else "that is finite"
+        warnings.warn(
+            f"the importance {importance.name!r} gave no masked entry a score {scores} in step {self.engine.step:,}, "
+            "so nothing was unmasked: NaN and infinite scores never count, nor do scores up to 0 of an importance of "
+            "gradients. If the loss had a gradient in this step, correct the importance.",
+            stacklevel=2,
+        )
 
     def _rank(self, importance: WeightImportance, number: int) -> Tensor:
         """The global ids (number,) that the weights say are next."""
@@ -162,6 +180,7 @@ class IncrementGrowth(Growth):
         return engine.schedule.quota(engine.step, engine.steps, engine.budget, engine.buffers.total)
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:
+        self._warn_if_none(winners)
         self._append(winners.ids, winners.grads, grad)
 
     def restart(self) -> None:
@@ -199,6 +218,7 @@ class RepeatGrowth(Growth):
         return self.engine.budget
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:
+        self._warn_if_none(winners)
         buffers, ids, grads = self.engine.buffers, winners.ids, winners.grads
         first, touched = buffers.total, self._touched(self.engine.tensors, ids)
         active = torch.zeros_like(grad, dtype=torch.bool)

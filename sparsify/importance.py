@@ -307,7 +307,8 @@ def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[C
     Returns:
         A decorator. The function gets blocks of weights and gradients of one shape, in float32 or float64, and
         returns their scores in that shape; entry by entry, since where the blocks begin and end is not its business.
-        With the gradient, only entries that score above 0 are ever unmasked.
+        With the gradient, only entries that score above 0 are ever unmasked. Scores that are not finite do not count,
+        and where no entry has one that does, an error (before training) or a warning (in training) names it.
 
     Raises:
         SparsifyError: when the name is one of the built-in importances'.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.importance import SNIP, Fisher, GradientImportance, GraSP, WeightImportance
+from sparsify.importance import SNIP, Custom, Fisher, GradientImportance, GraSP, WeightImportance
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.names import plain_name
 from sparsify.selection import Pool, in_blocks, offer_scores
@@ -31,7 +31,7 @@ def rank_by_weight(
         masked_only: leave out what is unmasked already.
 
     Returns:
-        (n,) int64 global ids; fewer than wanted only where there are no more.
+        (n,) int64 global ids; fewer than wanted where no more have a finite score.
     """
     for tensor in tensors:
         if importance.covers(tensor.name):
@@ -68,6 +68,11 @@ def rank_by_gradient(
 def _too_few(tensors: Sequence[MaskedTensor], importance: GradientImportance, wanted: int, found: int) -> str:
     """``wanted`` is the whole budget, or what the allocation gives to a single tensor."""
     share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
+    if isinstance(importance, Custom):
+        return (
+            f"{share}, but the importance {importance.name!r} gave only {found:,} entries a score above 0 in the "
+            "calibration: NaN, infinite, negative and zero scores do not count. Correct it, or lower the budget."
+        )
     text = (
         f"{share}, but only {found:,} entries have an importance above 0 in the calibration; "
         "give it more examples, or lower the budget."

@@ -9,14 +9,33 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from sparsify.counters import Work
+from sparsify.names import find_engine
 from sparsify.quantized import true_sizes
 from sparsify.ranks import num_ranks
-from sparsify.strategies import PRESETS, Given, Repeat, Strategy
+from sparsify.strategies import PRESETS, Dense, Given, Repeat, Strategy
 from sparsify.unmasker import Unmasker
 from sparsify.values import VALUES
 from sparsify.verification import Verification
 
 TENSORS_SHOWN = 10
+FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
+
+
+@dataclass(frozen=True)
+class Full:
+    """What strategy "full" trains of a model, which has no engine.
+
+    Attributes:
+        strategy: with ``Dense``.
+        names: parameters that are trained as candidates.
+        dense_names: parameters of ``modules_to_save``.
+        frozen_names: parameters that required grad before and are frozen.
+    """
+
+    strategy: Strategy
+    names: tuple[str, ...]
+    dense_names: tuple[str, ...]
+    frozen_names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -25,12 +44,12 @@ class Summary:
 
     Attributes:
         strategy: which entries are unmasked.
-        budget: how many entries may be, in all.
+        budget: how many entries may be, in all; under strategy "full" all candidates, which count as unmasked.
         unmasked: how many are so far; for repeat-S, how many ever were.
         num_candidates: entries that may be selected.
         num_parameters: entries of the whole model, dense and frozen ones included.
         num_dense: entries trained dense (``modules_to_save``), apart from the budget.
-        step: optimizer steps done.
+        step: optimizer steps done; 0 under strategy "full", which counts none.
         steps: optimizer steps planned; ``None`` when not known.
         counts: unmasked entries by tensor name.
         sizes: entries by tensor name.
@@ -78,6 +97,13 @@ class Summary:
         return selection_entropy(self.counts, self.sizes)
 
     def __str__(self) -> str:
+        if isinstance(self.strategy.selection, Dense):
+            rows = [
+                ("strategy", "full"),
+                ("trained", f"{self.budget:,} of {self.num_parameters:,} ({self.budget / self.num_parameters:.4%})"),
+                ("trained dense", f"{self.num_dense:,} in modules_to_save" if self.num_dense else "nothing"),
+            ]
+            return "\n".join(f"{label:<18} {value}" for label, value in rows)
         rows = [
             ("strategy", strategy_name(self.strategy)),
             ("step", f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")),
@@ -160,6 +186,33 @@ def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
         sent_bytes=engine.ranks.bytes_sent,
         last_work=engine.counters.last,
         total_work=replace(engine.counters.total),
+    )
+
+
+def find_full(model: nn.Module) -> tuple[nn.Module, Full] | None:
+    """The module that strategy "full" trains, also within wrappers, and what of it; ``None`` for any other model."""
+    if find_engine(model) is not None:
+        return None
+    return next(((module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)), None)
+
+
+def summarize_full(root: nn.Module, full: Full) -> Summary:
+    """The summary of a model that strategy "full" trains."""
+    parameters = dict(root.named_parameters())
+    sizes = {name: parameters[name].numel() for name in full.names if name in parameters}
+    return Summary(
+        strategy=full.strategy,
+        budget=sum(sizes.values()),
+        unmasked=sum(sizes.values()),
+        num_candidates=sum(sizes.values()),
+        num_parameters=num_parameters(root),
+        num_dense=sum(parameters[name].numel() for name in full.dense_names if name in parameters),
+        step=0,
+        steps=None,
+        updates=0,
+        state_bytes=0,
+        counts=sizes,
+        sizes=sizes,
     )
 
 

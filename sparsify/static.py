@@ -6,7 +6,8 @@ In: the masked tensors of a model that is still plain, the strategy and the budg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,8 @@ def choose(
         the whole is. Before all others come the tensors that ``Prune`` leaves whole.
 
     Raises:
-        SparsifyError: when the budget leaves nothing to the matrices, or the calibration does not give enough.
+        SparsifyError: when the budget leaves nothing to the matrices, or the importance or the calibration does not
+            give enough scores.
     """
     importance: Any = strategy.importance
     selection = strategy.selection
@@ -69,6 +71,31 @@ def choose(
     counts = allocate(left, shapes, candidates, selection.allocation)
     parts = [rank([tensor], count) for tensor, count in zip(ranked, counts, strict=True) if count]
     return torch.cat([kept, _interleave(parts)])
+
+
+def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
+    """Refuses to prune what may be pretrained, unless the user insists.
+
+    Args:
+        tensors: the candidates.
+        strategy: any; only one with ``Prune`` is refused.
+        new: names of the parameters that the base does not have.
+
+    Raises:
+        SparsifyError: naming a pretrained matrix and the ways out.
+    """
+    selection = strategy.selection
+    if not isinstance(selection, Prune) or selection.pretrained:
+        return
+    pruned = [tensor.name for tensor in tensors if selection.removes_from(tensor.shape)]
+    if old := [name for name in pruned if name not in new]:
+        raise SparsifyError(
+            f"{strategy.importance} with {selection} sets every entry that is not chosen to zero, and {len(old):,} of "
+            f"the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`: a pretrained model "
+            "would lose nearly all its weights. Add adapters or a LoRA first, or name new modules in "
+            f"fresh_modules=[...]. To prune pretrained weights all the same, pass "
+            f"Strategy({strategy.importance}, {replace(selection, pretrained=True)})."
+        )
 
 
 @torch.no_grad()
@@ -126,9 +153,17 @@ def _ranking(
     """Ranks by the weights, or by a calibration, which is run here and once."""
     device = ranked[0].parameter.device
     if calibration is None:
-        return lambda group, number: rank_by_weight(
-            group, importance, Pool(number, dtype, device), str(seed), masked_only=False
-        )
+
+        def by_weight(group: Sequence[MaskedTensor], number: int) -> Tensor:
+            ids = rank_by_weight(group, importance, Pool(number, dtype, device), str(seed), masked_only=False)
+            if ids.numel() < number:
+                raise SparsifyError(
+                    f"the importance {importance.name!r} gave only {ids.numel():,} entries a finite score, and "
+                    f"{number:,} are to be chosen; correct it, or lower the budget."
+                )
+            return ids
+
+        return by_weight
     parameters: Any = [tensor.parameter for tensor in ranked]
     totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
     return lambda group, number: rank_by_gradient(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -33,11 +33,9 @@ class Static:
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
-            near = get_close_matches(str(self.allocation), ALLOCATIONS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise SparsifyError(
                 f"{type(self).__name__} got allocation={self.allocation!r}; expected one of "
-                f"{', '.join(ALLOCATIONS)}.{hint}"
+                f"{', '.join(ALLOCATIONS)}.{_hint(self.allocation, ALLOCATIONS)}"
             )
 
 
@@ -45,23 +43,27 @@ class Static:
 class Prune(Static):
     """Pruning at initialisation: choose once, set every entry that is not chosen to zero, train those that are.
 
-    For modules that are new, such as adapters: a pretrained matrix loses what is not chosen. Matrices, and tensors of
-    more dimensions, are pruned; biases, norms and other vectors are trained whole. The budget counts both, so that it
-    is the number of entries that are trained, and has to leave some to the matrices.
+    For modules that are new, such as adapters: a pretrained matrix loses what is not chosen, and ``sparsify`` refuses
+    to prune one unless ``pretrained`` is set. Matrices, and tensors of more dimensions, are pruned; biases, norms and
+    other vectors are trained whole. The budget counts both, so that it is the number of entries that are trained, and
+    has to leave some to the matrices.
 
     ``desparsify()`` leaves the zeros where they are; the base, for ``base_weights()``, is the pruned model.
 
     Args:
         allocation: as for :class:`Static`.
+        pretrained: also prune matrices that are not known to be new. New are those that PEFT and adapters add, those
+            that the model's checkpoint lacks, and those in ``fresh_modules``.
 
     Example:
         >>> Strategy(SNIP(), Prune())  # SparseAdapter's choice: strategy="sparseadapter"
-        Strategy(importance=SNIP(), selection=Prune(allocation='global'))
+        Strategy(importance=SNIP(), selection=Prune(allocation='global', pretrained=False))
 
     Source: He et al. 2022, "SparseAdapter: An easy approach for improving the parameter-efficiency of adapters", where
     biases and norms are not pruned either, and come on top of the budget.
     """
 
+    pretrained: bool = False
     name: ClassVar[str] = "prune"
 
     def removes_from(self, shape: Sequence[int]) -> bool:
@@ -237,9 +239,13 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
         return Strategy(None, Given(strategy))
     if isinstance(strategy, str) and strategy in PRESETS:
         return PRESETS[strategy]
-    near = get_close_matches(str(strategy), PRESETS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise SparsifyError(
-        f"unknown strategy {strategy!r}; expected one of {', '.join(PRESETS)}, "
-        f"a Strategy(importance=..., selection=...), or a set of entries such as delta.support.{hint}"
+        f"unknown strategy {strategy!r}; expected one of {', '.join(PRESETS)}, a Strategy(importance=..., "
+        f"selection=...), or a set of entries such as delta.support.{_hint(strategy, PRESETS)}"
     )
+
+
+def _hint(value: Any, names: Iterable[str]) -> str:
+    """A sentence with the name that is nearest to a value, whatever its case; empty where none is near."""
+    near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

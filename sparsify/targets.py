@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -181,15 +181,20 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
         except re.error as error:
             raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
         if not found:
-            raise SparsifyError(_no_match(argument, pattern, names))
+            raise SparsifyError(_no_full_match(argument, pattern, names))
         return found
     found = set()
     for suffix in pattern:
-        hits = {first for name, first in names.items() if name == suffix or name.endswith(f".{suffix}")}
+        hits = _ending_in(suffix, names)
         if not hits:
             raise SparsifyError(_no_match(argument, suffix, names))
         found |= hits
     return found
+
+
+def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
+    """First names of the modules with a name that is, or ends in, the suffix."""
+    return {first for name, first in names.items() if name == suffix or name.endswith(f".{suffix}")}
 
 
 def _linear_names(model: nn.Module) -> Iterator[str]:
@@ -204,6 +209,18 @@ def _linear_names(model: nn.Module) -> Iterator[str]:
 
 def _inside(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _no_full_match(argument: str, pattern: str, names: Mapping[str, str]) -> str:
+    """What to say of a string that matches no whole name."""
+    if get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
+        return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
+    if number := len(_ending_in(pattern, names)):
+        return (
+            f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name. Pass a "
+            f"list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
+        )
+    return _no_match(argument, pattern, names)
 
 
 def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:

@@ -70,6 +70,7 @@ class Unmasker:
         sync_mode: how several ranks choose the same entries: ``"exact"`` or ``"candidates"``.
 
     Attributes:
+        found_steps: the ``steps`` that a Trainer had, which the next one may replace; ``None`` where they were given.
         tensors: the masked tensors, by ascending number and offset.
         buffers: their unmasked entries.
         fresh_names: parameters, dense ones apart, that the base does not have.
@@ -103,6 +104,7 @@ class Unmasker:
         self.budget = budget
         self.schedule = schedule
         self.steps = steps
+        self.found_steps: int | None = None
         self.seed = seed
         self.dense_names = dense_names
         self.frozen_names = frozen_names

@@ -56,7 +56,7 @@ BAD_CALLS = {
     ),
     "share of one": ({"budget": 1.0}, r"budget=1\.0 is a float and so a share.*\(0, 1\)"),
     "negative share": ({"budget": -0.5}, r"budget=-0\.5 is a float and so a share"),
-    "share of less than one entry": ({"budget": 1e-6}, r"budget=0 entries"),
+    "share of less than one entry": ({"budget": 1e-6}, r"budget=1e-06 is a share of .* less than one entry"),
     "bool budget": ({"budget": True}, r"budget=True; expected an int"),
     "text budget": ({"budget": "320k"}, r"budget='320k'; expected an int"),
     "no budget": ({"budget": None}, r"budget=None with D3.*Only bitfit and full"),

@@ -33,6 +33,14 @@ def test_others_do_not(tensors):
         resolve_budget(None, Strategy(Random(), Static()), tensors)
 
 
+def test_a_share_of_less_than_one_entry_is_an_error_that_names_the_smallest(tensors):
+    with pytest.raises(
+        SparsifyError,
+        match=r"budget=1e-09 is a share of the 19 candidates that comes to less than one entry; .* least 0\.053",
+    ):
+        resolve_budget(1e-9, Strategy(D3(), Increment()), tensors)
+
+
 @pytest.mark.parametrize(
     ("selection", "steps", "capacity"),
     [(Static(), None, 6), (Increment(), 100, 6), (Repeat(), 2, 12), (Repeat(), 100, 19), (Repeat(7), None, 7)],

@@ -8,7 +8,7 @@ from models import build, loss_of
 from torch import nn
 from tqdm import tqdm
 
-from sparsify import D3, SNIP, Fisher, GraSP, Prune, SparsifyError, Strategy, sparsify
+from sparsify import D3, SNIP, Fisher, GraSP, Prune, SparsifyError, Static, Strategy, sparsify
 from sparsify.calibration import calibrate
 
 
@@ -113,6 +113,46 @@ def test_a_model_that_makes_no_loss_says_so():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(SparsifyError, match="Sequential made no loss of a calibration batch with input; put labels"):
         calibrate(model, list(model.parameters()), D3(), [{"input": torch.ones(3, 2)}])
+
+
+ROWS = {
+    "lists": {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": 1},
+    "text too": {"text": "a row", "input_ids": [5, 6, 7], "labels": 1},
+    "tensors": {"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor(1)},
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("importance", [SNIP(), Fisher(), GraSP()], ids=lambda importance: importance.name)
+def test_rows_of_a_dataset_are_told_from_batches(kind, importance):
+    model, _ = build("bert")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        SparsifyError, match=r"got single rows of a dataset, .* `input_ids` is a .*DataLoader\(dataset, batch_size=8"
+    ):
+        sparsify(model, 20, Strategy(importance, Static()), calibration=[ROWS[kind]] * 3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+
+
+def test_a_dataset_of_rows_is_told_from_batches():
+    datasets = pytest.importorskip("datasets", reason="an optional library")
+    rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "labels": 1}] * 3)
+    for dataset in (rows, rows.with_format("torch")):
+        with pytest.raises(SparsifyError, match="got single rows of a dataset"):
+            sparsify(build("bert")[0], 20, "fish", calibration=dataset)
+
+
+def test_an_error_of_the_model_with_a_batch_is_the_models_own(model_and_batches):
+    model, batches = model_and_batches
+    with pytest.raises(TypeError, match="unexpected keyword argument 'text'"):
+        sparsify(model, 20, "fish", calibration=[{**batches[0], "text": ["a"] * 4}])
+
+
+def test_a_single_batch_is_not_taken_for_batches(model_and_batches):
+    model, batches = model_and_batches
+    with pytest.raises(SparsifyError, match=r"calibration= is a single dict; expected an iterable .* or \[batch\]"):
+        calibrate(model, list(model.parameters()), D3(), batches[0])
 
 
 @pytest.mark.parametrize(("importance", "total", "passes"), [(Fisher(num_samples=5), 5, 5), (D3(), None, 2)])
@@ -241,7 +281,12 @@ def test_grasp_leaves_the_model_as_it_was(tiny):
 def test_a_function_that_runs_backward_once_is_not_enough_for_grasp(tiny):
     model, batches = tiny
     with pytest.raises(SparsifyError, match=r"GraSP\(\) got a function .* differentiate each loss twice; expected"):
-        sparsify(model, 10, Strategy(GraSP(), Prune()), calibration=lambda model: loss_of(model, batches[0]).backward())
+        sparsify(
+            model,
+            10,
+            Strategy(GraSP(), Prune(pretrained=True)),
+            calibration=lambda model: loss_of(model, batches[0]).backward(),
+        )
 
 
 def test_a_loss_without_a_gradient_has_no_product_either(tiny):
@@ -255,7 +300,11 @@ def test_a_new_lora_has_nothing_that_snip_could_tell_apart():
     nn.init.zeros_(model[1].weight)  # as LoRA's B
     with pytest.raises(SparsifyError, match=r"budget=5, but only 0 entries .*1 of 2 tensors are all zeros"):
         sparsify(
-            model, 5, "sparseadapter", calibration=[torch.ones(3, 4)], loss_fn=lambda m, x: (m(x) - 1).square().sum()
+            model,
+            5,
+            Strategy(SNIP(), Prune(pretrained=True)),
+            calibration=[torch.ones(3, 4)],
+            loss_fn=lambda m, x: (m(x) - 1).square().sum(),
         )
 
 

@@ -9,7 +9,17 @@ from oracle import unmasked_sets
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparsify import BaseMismatchError, Increment, Magnitude, Strategy, get_unmasker, sparsify, trained_state
+from sparsify import (
+    SNIP,
+    BaseMismatchError,
+    Increment,
+    Magnitude,
+    Prune,
+    Strategy,
+    get_unmasker,
+    sparsify,
+    trained_state,
+)
 from sparsify.resuming import placeholder
 from sparsify.unmasker import STATE
 
@@ -103,7 +113,8 @@ def test_what_the_base_does_not_have_is_in_the_trained_state():
 
 def test_a_pruned_adapter_is_in_the_trained_state():
     plain, batches = build("mlp")
-    model = sparsify(plain, 0.5, "sparseadapter", target_modules=["second"], calibration=batches[:2], loss_fn=loss_of)
+    strategy = Strategy(SNIP(), Prune(pretrained=True))
+    model = sparsify(plain, 0.5, strategy, target_modules=["second"], calibration=batches[:2], loss_fn=loss_of)
     assert trained_state(model).keys() == {*STATE, "second.weight"}
 
 

@@ -26,13 +26,16 @@ from sparsify import (
     base_weights,
     desparsify,
     get_unmasker,
+    register_importance,
     sparsify,
     summary,
 )
+from sparsify.adapters import add_adapters
 from sparsify.allocation import ALLOCATIONS, GLOBAL, allocate
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
+PRUNED = Strategy(SNIP(), Prune(pretrained=True))  # the MLP stands for any pretrained model
 IMPORTANCES = [SNIP(), GraSP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
 
 
@@ -92,7 +95,12 @@ def test_pruning_keeps_the_best_entries_of_matrices_and_all_vectors(model_and_ba
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     scores = dense_scores(model, importance, batches[:2])
     expected = expected_sets(model, scores, allocation, BUDGET - VECTORS)
-    sparsify(model, BUDGET, Strategy(importance, Prune(allocation)), **calibration_of(importance, batches[:2]))
+    sparsify(
+        model,
+        BUDGET,
+        Strategy(importance, Prune(allocation, pretrained=True)),
+        **calibration_of(importance, batches[:2]),
+    )
     found = unmasked_sets(model)
     for name, value in before.items():
         kept = expected.get(name, list(range(value.numel())))
@@ -121,7 +129,7 @@ def test_random_pruning_has_the_allocations_counts_and_depends_on_the_seed(alloc
     sets = []
     for seed in (0, 0, 1):
         model, _ = build("mlp")
-        sparsify(model, BUDGET, Strategy(Random(), Prune(allocation)), seed=seed)
+        sparsify(model, BUDGET, Strategy(Random(), Prune(allocation, pretrained=True)), seed=seed)
         sets.append(unmasked_sets(model))
     assert sets[0] == sets[1] != sets[2]
     if allocation != GLOBAL:
@@ -156,7 +164,7 @@ def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
 def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_pruned_weights(importance):
     model, batches = build("mlp", dtype=torch.float64)
     dense = copy.deepcopy(model)
-    sparsify(model, BUDGET, Strategy(importance, Prune()), **calibration_of(importance, batches[:2]))
+    sparsify(model, BUDGET, Strategy(importance, Prune(pretrained=True)), **calibration_of(importance, batches[:2]))
     kept, masks = unmasked_sets(model), {}
     for name, parameter in dense.named_parameters():
         mask = torch.zeros(parameter.numel(), dtype=torch.bool)
@@ -178,7 +186,7 @@ def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_p
 
 def test_pruned_entries_stay_zero_whatever_the_optimizer_does():
     model, batches = build("mlp")
-    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2])
+    sparsify(model, BUDGET, PRUNED, calibration=batches[:2])
     pruned = {name: p == 0 for name, p in model.named_parameters() if p.dim() > 1}
     assert sum(int(zeros.sum()) for zeros in pruned.values()) == MATRICES - (BUDGET - VECTORS)
     optimizer = torch.optim.AdamW([model.sparse_values], lr=0.1, weight_decay=0.5)
@@ -194,7 +202,7 @@ def test_pruned_entries_stay_zero_whatever_the_optimizer_does():
 
 def test_the_base_of_a_pruned_model_is_the_pruned_one_and_zeros_stay_after_desparsify():
     model, batches = build("mlp")
-    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2])
+    sparsify(model, BUDGET, PRUNED, calibration=batches[:2])
     pruned = {name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"}
     train(model, batches[:4])
     with base_weights(model):
@@ -210,7 +218,7 @@ def test_the_base_of_a_pruned_model_is_the_pruned_one_and_zeros_stay_after_despa
 def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_pruned(tmp_path):
     model, batches = build("mlp")
     base = copy.deepcopy(model)
-    train(sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2]), batches[:4])
+    train(sparsify(model, BUDGET, PRUNED, calibration=batches[:2]), batches[:4])
     delta = SparseDelta.from_model(model)
     assert set(delta.whole) == {"first.weight", "second.weight", "head.weight"}
     assert all("weight" not in name or "norm" in name for name in delta.tensors)
@@ -227,7 +235,7 @@ def test_a_pruned_model_without_vectors_is_a_delta_too(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False))
     base = copy.deepcopy(model)
-    sparsify(model, 6, Strategy(Magnitude(largest=True), Prune()))
+    sparsify(model, 6, Strategy(Magnitude(largest=True), Prune(pretrained=True)))
     SparseDelta.from_model(model).save(tmp_path / "delta")
     SparseDelta.load(tmp_path / "delta").apply(base)
     assert torch.equal(base(torch.ones(1, 4)), model(torch.ones(1, 4)))
@@ -236,7 +244,7 @@ def test_a_pruned_model_without_vectors_is_a_delta_too(tmp_path):
 
 def test_a_delta_of_the_first_entries_has_the_others_as_they_were_when_pruned():
     model, batches = build("mlp")
-    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2])
+    sparsify(model, BUDGET, PRUNED, calibration=batches[:2])
     pruned = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(model, batches[:4])
     first = SparseDelta.from_model(model, budget=60)
@@ -250,9 +258,7 @@ def test_a_delta_of_the_first_entries_has_the_others_as_they_were_when_pruned():
 
 def test_a_pruned_run_goes_on_from_its_state_dict():
     batches = build("mlp")[1]
-    whole, half, resumed = (
-        sparsify(build("mlp")[0], BUDGET, "sparseadapter", calibration=batches[:2]) for _ in range(3)
-    )
+    whole, half, resumed = (sparsify(build("mlp")[0], BUDGET, PRUNED, calibration=batches[:2]) for _ in range(3))
     train(whole, batches[:2])
     train(half, batches[:2])
     resumed.load_state_dict(half.state_dict())
@@ -266,7 +272,7 @@ def test_an_embeddings_padding_row_is_neither_chosen_nor_zeroed():
     torch.manual_seed(0)
     model = nn.Embedding(5, 4, padding_idx=2)
     model.weight.data[2] = 7.0
-    sparsify(model, 3, Strategy(Magnitude(largest=True), Prune()))
+    sparsify(model, 3, Strategy(Magnitude(largest=True), Prune(pretrained=True)))
     assert (model.weight[2] == 7).all()
     assert int((model.weight != 0).sum()) == 3 + 4
 
@@ -275,7 +281,7 @@ def test_a_tied_matrix_is_pruned_once():
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     model["b"].weight = model["a"].weight
-    sparsify(model, 5, Strategy(Magnitude(largest=True), Prune()))
+    sparsify(model, 5, Strategy(Magnitude(largest=True), Prune(pretrained=True)))
     assert int((model["b"].weight != 0).sum()) == 5
 
 
@@ -283,7 +289,7 @@ def test_only_what_requires_grad_is_pruned():
     model, batches = build("mlp")
     model.second.requires_grad_(False)
     frozen = model.second.weight.detach().clone()
-    sparsify(model, 0.5, "sparseadapter", calibration=batches[:2], exclude_modules=["norm"], modules_to_save=["head"])
+    sparsify(model, 0.5, PRUNED, calibration=batches[:2], exclude_modules=["norm"], modules_to_save=["head"])
     assert torch.equal(model.second.weight, frozen)
     assert model.head.weight.all()
     assert summary(model).unmasked == 35 == int((model.first.weight != 0).sum()) + 10
@@ -313,21 +319,62 @@ def test_snip_unmasks_while_training_as_the_dense_oracle_does():
 # Refusals: nothing has been changed
 
 
+@pytest.mark.parametrize("strategy", ["sparseadapter", Strategy(Magnitude(largest=True), Prune("uniform"))])
+def test_pretrained_matrices_are_not_pruned_unless_the_user_insists(model_and_batches, strategy):
+    model, batches = model_and_batches
+    before = copy.deepcopy(model.state_dict())
+    options = {"calibration": batches[:2]} if strategy == "sparseadapter" else {}
+    with pytest.raises(
+        SparsifyError,
+        match=r"3 of the 3 matrices to prune are not known to be new, such as `first\.weight`.*"
+        r"pass Strategy\(.*, Prune\(allocation='(global|uniform)', pretrained=True\)\)",
+    ):
+        sparsify(model, BUDGET, strategy, **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert type(model.first) is nn.Linear
+
+
+def test_one_pretrained_matrix_among_new_ones_is_refused(model_and_batches):
+    model, batches = model_and_batches
+    options = {"calibration": batches[:2], "fresh_modules": ["first", "second"]}
+    with pytest.raises(SparsifyError, match=r"1 of the 3 matrices to prune .* such as `head\.weight`"):
+        sparsify(model, BUDGET, "sparseadapter", **options)
+    sparsify(model, 75, "sparseadapter", target_modules=["first", "second"], **options)
+    assert int((model.first.weight != 0).sum() + (model.second.weight != 0).sum()) == 75 - 18
+
+
+def test_new_modules_are_pruned_without_insisting(model_and_batches):
+    model, batches = model_and_batches
+    sparsify(model, BUDGET, "sparseadapter", calibration=batches[:2], fresh_modules=["first", "second", "head"])
+    assert summary(model).unmasked == BUDGET
+
+
+def test_adapters_in_a_pretrained_model_are_pruned_and_the_model_is_not():
+    model, batches = build("bert")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    add_adapters(model, "pfeiffer", reduction_factor=4)
+    sparsify(model, 0.4, "sparseadapter", calibration=batches[:1], modules_to_save=["classifier"])
+    pruned = [name for name, p in model.named_parameters() if p.dim() > 1 and "adapter" in name and not p.all()]
+    assert pruned
+    assert all(torch.equal(value, model.get_parameter(name)) for name, value in before.items())
+
+
 @pytest.mark.parametrize(
     ("budget", "strategy", "message"),
     [
-        (VECTORS, "sparseadapter", r"budget=41 with Prune\(allocation='global'\): biases, norms .* take 41 entries of "
-         r"it; expected 42 to 205, or freeze the vectors before \(requires_grad_\(False\)\)"),
-        (None, Strategy(Bias(), Prune()), r"finds nothing to prune: no candidate that it covers has two dimensions"),
-        (60, Strategy(Bias(), Prune()), r"expected 1 to 31, the number of candidates"),
-        (None, "sparseadapter", r"budget=None with SNIP\(\); expected a number of entries, 1 to 205"),
-        (206, "sparseadapter", r"budget=206 entries; expected 1 to 205"),
+        (VECTORS, PRUNED, r"budget=41 with Prune\(allocation='global', pretrained=True\): biases, norms .* take 41 "
+         r"entries of it; expected 42 to 205, or freeze the vectors before \(requires_grad_\(False\)\)"),
+        (None, Strategy(Bias(), Prune(pretrained=True)),
+         r"finds nothing to prune: no candidate that it covers has two dimensions"),
+        (60, Strategy(Bias(), Prune(pretrained=True)), r"expected 1 to 31, the number of candidates"),
+        (None, PRUNED, r"budget=None with SNIP\(\); expected a number of entries, 1 to 205"),
+        (206, PRUNED, r"budget=206 entries; expected 1 to 205"),
     ],
 )  # fmt: skip
 def test_budgets_that_do_not_fit_a_pruning_change_nothing(model_and_batches, budget, strategy, message):
     model, batches = model_and_batches
     before = copy.deepcopy(model.state_dict())
-    options = {"calibration": batches[:2]} if strategy == "sparseadapter" else {}
+    options = {"calibration": batches[:2]} if strategy == PRUNED else {}
     with pytest.raises(SparsifyError, match=message):
         sparsify(model, budget, strategy, **options)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -337,7 +384,7 @@ def test_budgets_that_do_not_fit_a_pruning_change_nothing(model_and_batches, bud
 @pytest.mark.parametrize("importance", [SNIP(), GraSP()])
 def test_pruning_by_gradients_needs_a_calibration(importance):
     with pytest.raises(SparsifyError, match=r"with Prune\(.*\) chooses by gradients before training"):
-        sparsify(nn.Linear(4, 4), 8, Strategy(importance, Prune()))
+        sparsify(nn.Linear(4, 4), 8, Strategy(importance, Prune(pretrained=True)))
 
 
 def test_a_tensor_without_a_gradient_cannot_have_its_share():
@@ -350,9 +397,30 @@ def test_a_tensor_without_a_gradient_cannot_have_its_share():
             return self.used(x).square().mean()
 
     with pytest.raises(SparsifyError, match=r"`unused\.weight` is to get 4 entries, but only 0 entries have"):
-        sparsify(Half(), 8, Strategy(SNIP(), Prune("uniform")), calibration=[{"x": torch.ones(2, 4)}])
+        sparsify(Half(), 8, Strategy(SNIP(), Prune("uniform", pretrained=True)), calibration=[{"x": torch.ones(2, 4)}])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
+def test_an_importance_that_scores_nothing_in_the_calibration_is_an_error_by_its_name(model_and_batches, value):
+    model, batches = model_and_batches
+    useless = register_importance("test-static-useless")(lambda weight, grad: torch.full_like(weight, value))
+    with pytest.raises(
+        SparsifyError, match=r"the importance 'test-static-useless' gave only 0 entries a score above 0"
+    ):
+        sparsify(model, BUDGET, Strategy(useless, Static()), calibration=batches[:2])
+    assert type(model.first) is nn.Linear
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_importance_of_weights_without_finite_scores_is_an_error_by_its_name(model_and_batches, value):
+    useless = register_importance("test-static-weights", uses_gradient=False)(
+        lambda weight: weight.where(weight.abs() > 0.4, value)
+    )
+    with pytest.raises(SparsifyError, match=r"'test-static-weights' gave only \d+ entries a finite score, and 90 are"):
+        sparsify(model_and_batches[0], BUDGET, Strategy(useless, Static()))
+    assert type(model_and_batches[0].first) is nn.Linear
 
 
 def test_vectors_alone_are_nothing_to_prune():
     with pytest.raises(SparsifyError, match=r"finds nothing to prune: .*expected trainable matrices, such as"):
-        sparsify(nn.LayerNorm(4), 5, Strategy(Random(), Prune()))
+        sparsify(nn.LayerNorm(4), 5, Strategy(Random(), Prune(pretrained=True)))

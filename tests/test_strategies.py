@@ -43,6 +43,7 @@ def test_presets_have_the_papers_settings():
         Strategy(SNIP(), Increment()),
         Strategy(GraSP(), Prune()),
         Strategy(Random(), Prune("erdos-renyi")),
+        Strategy(Random(), Prune(pretrained=True)),
         Strategy(Magnitude(largest=True), Static("uniform")),
     ],
     ids=repr,
@@ -191,7 +192,13 @@ def test_a_strategy_stands_for_itself():
     assert resolve_strategy(strategy) is strategy
 
 
-@pytest.mark.parametrize(("typo", "meant"), [("id-3", "id3"), ("bitft", "bitfit"), ("pafy", "pafi"), ("ID3", None)])
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("id-3", "id3"), ("ID3", "id3"), ("Id3", "id3"), ("d3", "id3"), ("D3_Repeat", "d3-repeat"),
+        ("bitft", "bitfit"), ("pafy", "pafi"), ("SparseAdapter", "sparseadapter"), ("xyz", None),
+    ],
+)  # fmt: skip
 def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant):
     with pytest.raises(
         SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat, pafi, fish,"

@@ -196,6 +196,22 @@ def test_a_string_for_the_beginning_of_a_name_matches_nothing(model):
         find_targets(model, target_modules="blocks.0.que")
 
 
+@pytest.mark.parametrize("argument", ["target_modules", "exclude_modules"])
+def test_a_name_that_is_no_list_is_told_from_a_regular_expression(model, argument):
+    with pytest.raises(
+        SparsifyError,
+        match=rf"{argument}='query' matches no module: a string is a regular expression for the whole name\. "
+        rf"Pass a list, {argument}=\['query'\], to match the ends of names \(2 here\)",
+    ):
+        find_targets(model, **{argument: "query"})
+
+
+@pytest.mark.parametrize("typo", ["all_linear", "All-Linear", "all linear", "alllinear"])
+def test_a_misspelt_all_linear_is_suggested(model, typo):
+    with pytest.raises(SparsifyError, match=rf"'{typo}' matches no module of the model\. Did you mean 'all-linear'\?"):
+        find_targets(model, target_modules=typo)
+
+
 def test_a_broken_regular_expression_is_called_one(model):
     with pytest.raises(SparsifyError, match=r"target_modules='\(query' is not a regular expression: missing \)"):
         find_targets(model, target_modules="(query")

@@ -1,24 +1,30 @@
 """The Hugging Face Trainer, and those that derive from it: what a callback does for a sparsified model.
 
     on_init_end      checkpoint folders that an interrupted run left incomplete are set aside
-    on_train_begin   the number of steps is found; from here on, checkpoints hold the trained state only
+    on_train_begin   the callback moves before the reporters; the number of steps is found; from here on, checkpoints
+                     hold the trained state only
     on_pre_optimizer_step
                      a run that was done already stays as it is
     on_log           how far the unmasking has come
     on_push_begin    the delta goes to the hub beside the model
     on_train_end     ``save_pretrained`` is the model's own again
 
-What is in a checkpoint is in checkpoints.py. To load one, the Trainer needs no callback.
+What is in a checkpoint is in checkpoints.py. To load one, the Trainer needs no callback. A model of strategy "full" is
+plain: its logs have the same numbers, and its checkpoints are the Trainer's own.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from safetensors.torch import load_file
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import get_unmasker, summary
 from sparsify.card import public_config
@@ -33,6 +39,11 @@ from sparsify.integrations.checkpoints import (
     set_aside_incomplete,
     write_trained_state,
 )
+from sparsify.report import find_full
+from sparsify.strategies import Increment
+from sparsify.unmasker import Unmasker
+
+logger = logging.getLogger(__name__)
 
 SAVE = "save_pretrained"  # attribute of the model in which the writer stands while it is trained
 
@@ -40,12 +51,11 @@ SAVE = "save_pretrained"  # attribute of the model in which the writer stands wh
 class SparsifyCallback(TrainerCallback):
     """Makes the Hugging Face Trainer know that its model is sparsified; no subclass of the Trainer is needed.
 
-    - It finds ``steps``, where ``sparsify`` was not given them.
+    - It finds ``steps``, where ``sparsify`` was not given them; the next Trainer's, if it makes others, take their
+      place.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
-      loss, with what the last step looked at to choose (``entries_screened``, ``entries_verified``,
-      ``entries_multiplied``, ``entries_skipped``), and to ``trainer.state.log_history``. Reporters that ``report_to``
-      brings come before it in the list of callbacks and do not see them; list those after it, in
-      ``callbacks=[SparsifyCallback(), TensorBoardCallback()]``.
+      loss, for every reporter that ``report_to`` brings, and to ``trainer.state.log_history``. What the last step
+      looked at to choose is logged on the logger ``sparsify``, at level DEBUG.
     - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
       the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
@@ -63,9 +73,6 @@ class SparsifyCallback(TrainerCallback):
         ...     trainer.train(resume_from_checkpoint=True)
     """
 
-    def __init__(self) -> None:
-        self._steps: int | None = None  # the planned steps that were found, not given
-
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
@@ -78,11 +85,16 @@ class SparsifyCallback(TrainerCallback):
             SparsifyError: when the model is not sparsified; when the run was resumed from a checkpoint that is
                 incomplete, or does not tell which entries were trained.
         """
+        _move_to_front(self)
         model = event["model"]
+        if find_full(model):
+            return
         engine = get_unmasker(model)
         _check_resumed(args, state, engine.step)
-        if engine.steps is None or engine.steps == self._steps:
-            engine.steps = self._steps = state.max_steps
+        if not state.global_step:
+            _warn_of_earlier_run(engine, state.max_steps)
+        if engine.steps is None or engine.steps == engine.found_steps:
+            engine.steps = engine.found_steps = state.max_steps
         elif engine.steps != state.max_steps:
             warnings.warn(
                 f"sparsify() was given steps={engine.steps:,}, and the Trainer makes {state.max_steps:,}: entries are "
@@ -108,22 +120,21 @@ class SparsifyCallback(TrainerCallback):
             "budget_share": now.unmasked / now.budget,
             "tensor_sparsity": now.tensor_sparsity,
             "selection_entropy": now.selection_entropy,
-            "entries_screened": now.last_work.screened,
-            "entries_verified": now.last_work.verified,
-            "entries_multiplied": now.last_work.multiplied,
-            "entries_skipped": now.last_work.skipped,
         }
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
+        logger.debug("step %d: %s", state.global_step, now.last_work)
 
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        if find_full(event["model"]):
+            return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # a model without save_pretrained was just written with its frozen weights
         if args.should_save and (folder / WEIGHTS).is_file() and not has_trained_state(folder):
             write_trained_state(event["model"], folder, expected_files(args))
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and find_full(event["model"]) is None:
             delta = SparseDelta.from_model(event["model"])
             delta.config = public_config(delta.config)
             delta.save(args.output_dir)
@@ -136,6 +147,36 @@ class SparsifyCallback(TrainerCallback):
             best = Path(state.best_model_checkpoint)
             if has_trained_state(best):
                 model.load_state_dict(load_file(best / WEIGHTS), strict=False)
+
+
+def _move_to_front(callback: SparsifyCallback) -> None:
+    """Moves a callback before all others of its Trainer.
+
+    The Trainer puts the user's callbacks after the reporters, which read the logs before these add to them. No event
+    hands over the list of callbacks; the handler that holds it is the caller.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            # the handler goes through the list by position: those before the callback move up by one, and those after
+            # it stay, so that none is passed over or called twice
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
+
+
+def _warn_of_earlier_run(engine: Unmasker, steps: int) -> None:
+    """Warns where a run that begins anew has a budget that a shorter one has used up."""
+    full = engine.unmasked >= engine.budget
+    if isinstance(engine.strategy.selection, Increment) and full and 0 < engine.step < steps:
+        warnings.warn(
+            f"all {engine.unmasked:,} entries were unmasked by an earlier run of {engine.step:,} steps, and the "
+            f"Trainer's {steps:,} steps train these and choose no others. To choose over all steps, start from a model "
+            "that is sparsified anew.",
+            stacklevel=3,
+        )
 
 
 def _check_resumed(args: Any, state: Any, steps_done: int) -> None:

@@ -1,0 +1,73 @@
+"""How the unmasked set unfolds, where an importance gives it nothing to unfold by."""
+
+import warnings
+
+import pytest
+import torch
+from models import build, loss_of, train
+
+from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, register_importance, sparsify
+
+USELESS = {
+    "NaN": lambda weight, grad: weight * torch.nan,
+    "infinity": lambda weight, grad: torch.full_like(weight, torch.inf),
+    "zero": lambda weight, grad: torch.zeros_like(weight),
+    "negative": lambda weight, grad: -grad.abs(),
+}
+
+
+@pytest.mark.parametrize("kind", USELESS)
+@pytest.mark.parametrize("selection", [Increment(), Repeat()])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_importance_that_scores_nothing_is_warned_of_once_by_its_name(kind, selection, on_device, monkeypatch):
+    monkeypatch.setattr("sparsify.growth.runs_ahead", lambda device: on_device)  # a GPU's selector runs on a CPU too
+    useless = register_importance("test-growth-useless")(USELESS[kind])
+    model, batches = build("mlp")
+    sparsify(model, 20, Strategy(useless, selection), steps=5)
+    with pytest.warns(
+        UserWarning, match="'test-growth-useless' gave no masked entry a score above 0 in step 0"
+    ) as told:
+        train(model, batches[:3])
+    assert len([warning for warning in told if "test-growth-useless" in str(warning.message)]) == 1
+    assert get_unmasker(model).unmasked == 0
+
+
+def test_an_importance_of_weights_without_a_finite_score_is_warned_of_once():
+    useless = register_importance("test-growth-weights", uses_gradient=False)(lambda weight: weight / 0)
+    model, batches = build("mlp")
+    sparsify(model, 20, Strategy(useless, Increment()), steps=5)
+    with pytest.warns(UserWarning, match="'test-growth-weights' gave no masked entry a score that is finite") as told:
+        train(model, batches[:3])
+    assert len([warning for warning in told if "test-growth-weights" in str(warning.message)]) == 1
+
+
+def test_snip_on_weights_that_are_all_zero_is_warned_of():
+    model, batches = build("mlp")
+    for parameter in model.head.parameters():
+        torch.nn.init.zeros_(parameter)
+    sparsify(model, 20, Strategy(SNIP(), Increment()), steps=5, target_modules=["head"])
+    with pytest.warns(UserWarning, match="'snip' gave no masked entry a score above 0"):
+        train(model, batches[:2])
+
+
+def test_no_warning_without_a_gradient_or_after_the_budget_is_unmasked():
+    model, batches = build("mlp")
+    sparsify(model, 20, Strategy(D3(), Increment()), steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+        for batch, factor in zip(batches[:6], (0, 1, 1, 1, 0, 1), strict=True):
+            optimizer.zero_grad()
+            (factor * loss_of(model, batch)).backward()
+            optimizer.step()
+    assert get_unmasker(model).unmasked == 20
+
+
+def test_gradients_that_overflow_are_not_blamed_on_the_importance():
+    movement = register_importance("test-growth-movement")(lambda weight, grad: (weight * grad).abs())
+    model, batches = build("mlp")
+    sparsify(model, 20, Strategy(movement, Increment()), steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (loss_of(model, batches[0]) * torch.inf).backward()
+    assert get_unmasker(model).unmasked == 0
