@@ -223,8 +223,9 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
 
     Args:
         model: a sparsified model, or one that strategy "full" trains, of which it says how much is trained.
-        verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, and that as
-            many are unmasked as the schedule says; one pass over all weights.
+        verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, that as
+            many are unmasked as the schedule says, and that nothing else trains that no delta holds; one pass over all
+            weights.
 
     Returns:
         The numbers; ``print`` lays them out.
@@ -242,7 +243,7 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
                 'strategy "full" freezes no entries and keeps no base, so there is nothing to verify; leave verify out.'
             )
         return summarize_full(*found)
-    return summarize(get_unmasker(model), verify=verify)
+    return summarize(get_unmasker(model), model, verify=verify)
 
 
 def print_trainable_parameters(model: nn.Module) -> None:
@@ -306,13 +307,15 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """What training made of the model, for a checkpoint of O(budget): its state dict without what the base has.
 
     Of an interrupted run ``model.load_state_dict`` takes it, strictly, in a model that was built and sparsified in the
-    same way; the optimizer's state dict goes with it.
+    same way; the optimizer's state dict goes with it. Another strategy, schedule, budget or number of steps is refused;
+    ``get_unmasker(model).extend(budget=..., steps=...)`` changes the latter two once it is loaded.
 
     Args:
         model: a sparsified model, or one that holds it.
 
     Returns:
-        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the index buffers,
+        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that the
+        state is compared by when it is loaded, the index buffers,
         ``modules_to_save``, what the base does not have, and buffers that training changed. They are the model's
         own, not copies.
 
@@ -321,7 +324,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
     Example:
         >>> model = sparsify(torch.nn.Linear(100, 100), budget=3, steps=1)
-        >>> sum(tensor.numel() for tensor in trained_state(model).values()) < 20
+        >>> sum(tensor.numel() for tensor in trained_state(model).values()) < 1_000
         True
         >>> model.load_state_dict(trained_state(model))
         <All keys matched successfully>

@@ -98,6 +98,10 @@ class SparseDelta(Summable, Exchange):
 
         Raises:
             SparsifyError: when the model is not sparsified, or holds values that cannot be a delta.
+
+        Warns:
+            UserWarning: when parameters train that no delta holds, since they became trainable, or were added or
+                replaced, after ``sparsify``, or are outside of the module that it was given.
         """
         engine = find_engine(model)
         if engine is None:
@@ -106,7 +110,7 @@ class SparseDelta(Summable, Exchange):
                 "model that `sparsify(model, ...)` returned, before `desparsify`. What full fine-tuning changed is "
                 "`SparseDelta.diff(base, model)`."
             )
-        export = engine.export(budget)
+        export = engine.export(budget, model)
         tensors: dict[str, TensorDelta] = {}
         for item in export.tensors:
             if item.name in tensors:

@@ -5,6 +5,8 @@ In: the engine of a sparsified model. Out: an :class:`Export`, from which :class
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -73,9 +75,11 @@ class Engine(Protocol):
     steps: int | None
     step: int
     dense_names: tuple[str, ...]
+    frozen_names: tuple[str, ...]
     fresh_names: tuple[str, ...]
     draws: dict[str, tuple[Draw, str]]
     buffer_digests: dict[str, str]
+    base_digests: dict[str, tuple[torch.dtype, str]]
 
     @property
     def unmasked(self) -> int: ...
@@ -109,6 +113,72 @@ def export(engine: Engine, budget: int | None = None) -> Export:
         else:
             stored_whole[plain_name(name)] = _as_of(trained, budget)
     return Export(tensors, stored_whole, _config(engine, budget))
+
+
+@dataclass(frozen=True)
+class Unheld:
+    """What of a model trains, or trained, and is in no delta; by plain name.
+
+    Attributes:
+        trainable: parameters that require grad, and were not trainable at ``sparsify()``, or lie outside of its model.
+        replaced: parameters whose entries were trained until another parameter took their place.
+    """
+
+    trainable: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+    def __str__(self) -> str:
+        problems = []
+        if self.trainable:
+            problems.append(
+                f"{_some(self.trainable)} can train, but no delta holds them: they were added, replaced or made "
+                "trainable after sparsify(), or are no part of the module that it was given. Do that first, give "
+                "sparsify() the whole model, and name what is to be trained whole in modules_to_save; freeze what is "
+                "not trained (requires_grad_(False))"
+            )
+        if self.replaced:
+            problems.append(f"{_some(self.replaced)} were replaced after sparsify(): what was trained there is lost")
+        return "; ".join(problems)
+
+
+def find_unheld(engine: Engine, model: nn.Module) -> Unheld:
+    """What trains in a model, or did, though no delta holds it.
+
+    Args:
+        engine: of the sparsified model.
+        model: that model, or one that holds it.
+    """
+    own = dict(engine.root.named_parameters())
+    held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
+    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.fresh_names) if name in own)
+    # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
+    held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
+    replaced = (
+        tensor.name for tensor in engine.tensors if own.get(tensor.name, tensor.parameter) is not tensor.parameter
+    )
+    return Unheld(
+        tuple(plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held),
+        tuple(plain_name(name) for name in replaced),
+    )
+
+
+def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> None:
+    """Warns where something trains that no delta holds."""
+    unheld = find_unheld(engine, model)
+    if str(unheld):
+        warnings.warn(f"{unheld}.", stacklevel=stacklevel)
+
+
+def _is_base(engine: Engine, name: str, parameter: Tensor) -> bool:
+    if not parameter.requires_grad:
+        return True
+    known = engine.base_digests.get(name)
+    return known is not None and known == (parameter.dtype, digest(whole(parameter)))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more
 
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:

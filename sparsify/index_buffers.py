@@ -116,6 +116,11 @@ class IndexBuffers:
         self._buffer(COUNTS).add_(more_counts)
         self._know(starts)
 
+    def make_room(self, capacity: int) -> None:
+        """Makes the buffers longer, or leaves them as long as they are."""
+        state = {name: self._buffer(name) for name in BUFFERS}
+        self._root._buffers.update(padded(state, capacity))
+
     def set_base(self, where: Tensor, base: Tensor) -> None:
         """Sets the pretrained values (n,) of the entries where ``where`` (k,) is true."""
         self.all_base[where] = base.to(self._buffer(BASE))

@@ -18,6 +18,7 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.packed import give_up_packed
 from sparsify.quantized import is_quantized
 from sparsify.schedules import Schedule
+from sparsify.settings import SETTINGS, pack_settings
 from sparsify.state import install, uninstall
 from sparsify.stepping import listen, stop_listening
 from sparsify.strategies import Strategy
@@ -72,6 +73,7 @@ def mask_model(engine: Unmasker, targets: Targets, capacity: int) -> None:
     )
     model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
     engine.buffers.register(len(engine.tensors), capacity, _base_dtype(engine.tensors), device)
+    model.register_buffer(SETTINGS, pack_settings(engine))
     install(engine)
     listen(engine)
     engine.compiled.make_root()
@@ -90,7 +92,7 @@ def unmask_model(engine: Unmasker, *, dequantize: bool) -> None:
     for module in list(root.modules()):
         unswap(module)
     engine.buffers.remove()
-    del root._parameters[VALUES], root._buffers[POSITION]
+    del root._parameters[VALUES], root._buffers[POSITION], root._buffers[SETTINGS]
     give_up_packed(root, packed)
     parameters = dict(root.named_parameters())
     for name in engine.frozen_names:

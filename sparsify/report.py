@@ -163,8 +163,8 @@ def strategy_name(strategy: Strategy) -> str:
     return f"{names[0]} ({parts})" if names else parts
 
 
-def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
-    """The summary of an engine's model."""
+def summarize(engine: Unmasker, model: nn.Module, *, verify: bool = False) -> Summary:
+    """The summary of an engine's model; ``model`` is that, or holds it."""
     engine.settle()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
     parameters = dict(engine.root.named_parameters())
@@ -181,7 +181,7 @@ def summarize(engine: Unmasker, *, verify: bool = False) -> Summary:
         state_bytes=engine.values.nbytes + engine.buffers.nbytes,
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
-        verification=engine.verify() if verify else None,
+        verification=engine.verify(model) if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
         last_work=engine.counters.last,

@@ -2,7 +2,8 @@
 
     root forward        the weights are refreshed if the flat delta was written behind the optimizer's back
     root state_dict     likewise, so that a saved weight is the trained one
-    load_state_dict     index buffers are filled up to their full size; afterwards the weights are in step.
+    load_state_dict     one that was saved with other settings is refused. Index buffers are filled up to their full
+                        size; afterwards the weights are in step.
                         A trained state (resuming.py) has no frozen weights, and they are not missed
 
 All hooks are plain functions, so that a model with them pickles and deep-copies.
@@ -20,6 +21,7 @@ from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, padded, problem_with
 from sparsify.names import ENGINE
 from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
+from sparsify.settings import SETTINGS, adopt_settings, check_settings, record_settings
 from sparsify.sharding import check_sharding
 from sparsify.shards import is_fully_sharded
 from sparsify.unmasker import POSITION, STATE, Unmasker
@@ -51,7 +53,7 @@ def install(engine: Unmasker) -> None:
         root.register_load_state_dict_post_hook(_after_load),
     ]
     # the ranks see to it themselves that these are alike; they grow, and in a broadcast that would go unnoticed
-    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, POSITION])
+    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, POSITION, SETTINGS])
     # a checkpoint with packed weights has no merged ones, so it keeps what was trained beside them
     if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.packed for tensor in engine.tensors):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
@@ -115,13 +117,10 @@ def _refuse_frozen(grad: Tensor) -> None:
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _refresh(root)
-
-
-def _refresh(root: nn.Module) -> None:
     engine = engine_of(root)
     if engine is not None:
         engine.refresh()
+        record_settings(engine)
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -129,7 +128,11 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     engine = engine_of(root)
     if engine is None:
         return
-    stored = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
+    own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
+    saved = check_settings(engine, own)
+    stored = {name: value for name, value in own.items() if name in BUFFERS}
+    if own:
+        state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size; earlier versions have none
     if not stored:
         root.__dict__[PLAIN_LOADS] = {
             tensor for tensor in engine.tensors if prefix + tensor.name in state_dict and not tensor.packed
@@ -146,6 +149,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
                 raise
             root.__dict__[PARTIAL_LOAD] = PartialLoad(engine, state_dict, prefix)
         state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.capacity).items()})
+        adopt_settings(engine, saved)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:

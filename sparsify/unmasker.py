@@ -5,8 +5,9 @@
     step        base + delta is written into the weights                                 ``weights.py``
 
 All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
-``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; and the index buffers, on the
-root too. This object holds settings and what lives for a single step.
+``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; ``sparse_settings`` (n,)
+uint8, what a state dict is compared by when it is loaded; and the index buffers, all on the root. This object holds
+settings and what lives for a single step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from sparsify.compiled import CompiledGraphs
 from sparsify.counters import Counters
 from sparsify.draws import Draw
 from sparsify.errors import SparsifyError
-from sparsify.export import Export, digest_buffers, export
+from sparsify.export import Export, digest_buffers, export, warn_of_unheld
 from sparsify.index_buffers import BUFFERS, IndexBuffers, upload
 from sparsify.interrupts import uninterrupted
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.ranks import Ranks
 from sparsify.schedules import Schedule
+from sparsify.settings import SETTINGS, check_holds, lengthen, plan_extension
 from sparsify.sharding import read_base
 from sparsify.stepping import has_uncounted_step, note_counted
 from sparsify.strategies import Strategy
@@ -37,7 +39,7 @@ from sparsify.verification import Verification, verify
 from sparsify.weights import EffectiveWeights
 
 POSITION = "sparse_position"
-STATE = (VALUES, POSITION, *BUFFERS)  # what the root's state dict has beside the model's own
+STATE = (VALUES, POSITION, SETTINGS, *BUFFERS)  # what the root's state dict has beside the model's own
 
 
 class _Forward(threading.local):
@@ -77,6 +79,7 @@ class Unmasker:
         draws: how the initial values of some of these are drawn, and the digest of them.
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
+        extended_at: number of entries that were unmasked when :meth:`extend` was last called.
         base_digests: what the base was, for :meth:`verify`.
         running: whether the root is in its forward, and that is compiled.
         weights: keeps the effective values in step.
@@ -117,6 +120,7 @@ class Unmasker:
         self.draws: dict[str, tuple[Draw, str]] = {}
         self.step = 0
         self.updates = 0
+        self.extended_at = 0
         self.running = False
         self._forward = _Forward()
         self._counted_by_hook = False  # whether the last step was
@@ -252,6 +256,45 @@ class Unmasker:
         self.buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
         self._find_dormant()
 
+    def extend(
+        self,
+        *,
+        budget: int | float | None = None,
+        steps: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Lets a run go on with a larger budget, or for more steps, than it was begun with.
+
+        The entries that are unmasked stay; from here on the schedule is that of the new budget and steps. To be called
+        between two steps, as after loading an earlier run's state, and on the bare model: before DDP and
+        ``fully_shard()``. A larger budget makes ``sparse_values`` a new, longer parameter.
+
+        Args:
+            budget: entries in all, or a share of the candidates; ``None``: as before.
+            steps: optimizer steps in all, those done included; ``None``: as before.
+            optimizer: one that holds ``sparse_values``: it gets the new parameter, and its state for it is padded with
+                zeros, which for SGD, the Adam family and Lion is what it would be had the budget been larger from the
+                start. ``None``: an optimizer that is made afterwards.
+
+        Raises:
+            SparsifyError: when budget or steps get smaller, a step has begun, or the entries of a larger budget would
+                have been chosen before training; before anything has been changed.
+
+        Example:
+            >>> import sparsify
+            >>> model = sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=10)
+            >>> sparsify.get_unmasker(model).extend(budget=6, steps=20)
+            >>> model.sparse_values.shape
+            torch.Size([6])
+        """
+        budget, steps, capacity = plan_extension(self, budget, steps)
+        if optimizer is not None:
+            check_holds(optimizer, self.values)
+        if capacity > self.capacity:
+            lengthen(self, capacity, optimizer)
+        self.budget, self.steps, self.extended_at = budget, steps, self.unmasked
+        self.collection.restart()
+
     def _find_dormant(self) -> None:
         for tensor in self.tensors if self.collection.growth.static else ():
             tensor.dormant = not tensor.count
@@ -339,15 +382,20 @@ class Unmasker:
             ).to(values)
         self.weights.write(but=plain)
 
-    def verify(self) -> Verification:
-        """Whether the frozen entries are the base's, and as many unmasked as planned."""
+    def verify(self, model: nn.Module | None = None) -> Verification:
+        """Whether the frozen entries are the base's, and as many unmasked as planned; ``model`` holds the root."""
         self._prepare("summary(verify=True)")
-        return verify(self)
+        return verify(self, self.root if model is None else model)
 
-    def export(self, budget: int | None = None) -> Export:
-        """What was learned: the first ``budget`` unmasked entries, and what is stored whole."""
+    def export(self, budget: int | None = None, model: nn.Module | None = None) -> Export:
+        """What was learned: the first ``budget`` unmasked entries, and what is stored whole.
+
+        Warns where something trains in the root, or in the ``model`` that holds it, that is not exported.
+        """
         self._prepare("SparseDelta.from_model()")
-        return export(self, budget)
+        exported = export(self, budget)
+        warn_of_unheld(self, self.root if model is None else model, stacklevel=4)
+        return exported
 
     def _prepare(self, call: str) -> None:
         """The trained weights can be read."""

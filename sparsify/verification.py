@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsify.entries import digest, put
 from sparsify.export import Engine as Exportable
+from sparsify.export import Unheld, find_unheld
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.shards import whole
 from sparsify.strategies import Increment, Repeat
@@ -31,6 +32,7 @@ class Verification:
         recast: tensors that are in another dtype than at ``sparsify()``, so that nothing can be said of them.
         unmasked: number of unmasked entries.
         expected: number that the schedule says; for repeat-S the number of slots in use.
+        unheld: what trains, or did, and is in no delta.
         passes_without_step: backward passes that ran though no optimizer step has ever been counted.
     """
 
@@ -39,13 +41,14 @@ class Verification:
     recast: tuple[str, ...]
     unmasked: int
     expected: int
+    unheld: Unheld
     passes_without_step: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether the frozen entries are bit-equal to the base, the count is the schedule's, and steps were counted."""
+        """Whether frozen entries are bit-equal to the base, the counts are the plan's, and a delta holds all else."""
         counts = self.unmasked == self.expected and not self.passes_without_step
-        return counts and not self.changed and not self.recast
+        return counts and not (self.changed or self.recast or str(self.unheld))
 
     def __str__(self) -> str:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
@@ -65,15 +68,17 @@ class Verification:
                 "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
                 "steps)"
             )
+        if str(self.unheld):
+            problems.append(str(self.unheld))
         return "; ".join(problems) or (
             f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
         )
 
 
 class Engine(Exportable, Protocol):
-    """What is verified: what can be exported, and knows its base."""
+    """What is verified: what can be exported, and knows how far it should be."""
 
-    base_digests: dict[str, tuple[torch.dtype, str]]
+    extended_at: int
 
     @property
     def selected(self) -> bool:
@@ -99,6 +104,8 @@ def digest_base(
     digests = {}
     for name, parameter in model.named_parameters():
         tensor = masked.get(name)
+        if tensor is not None and tensor.parameter is not parameter:
+            tensor = None  # replaced since, and the entries are another parameter's
         if tensor is not None and tensor.packed:
             digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
         elif name not in left_out and not parameter.is_meta and type(values := whole(parameter)) is Tensor:
@@ -106,8 +113,8 @@ def digest_base(
     return digests
 
 
-def verify(engine: Engine) -> Verification:
-    """Compares the model with what it was at ``sparsify()``."""
+def verify(engine: Engine, model: nn.Module) -> Verification:
+    """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
     now = digest_base(engine.root, engine.tensors, engine.dense_names)
     parameters = dict(engine.root.named_parameters())
     before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
@@ -116,8 +123,9 @@ def verify(engine: Engine) -> Verification:
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
     entries = sum(sizes[name] for name in before)
-    unstepped = 0 if engine.step else engine.passes
-    return Verification(entries - engine.unmasked, changed, recast, engine.unmasked, _expected(engine), unstepped)
+    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
+    unheld = find_unheld(engine, model)
+    return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
 
 
 def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
@@ -135,4 +143,5 @@ def _expected(engine: Engine) -> int:
     begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
         return 0
-    return engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
+    target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
+    return max(target, engine.extended_at)  # with more steps the schedule may have to catch up with what there was

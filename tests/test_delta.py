@@ -34,7 +34,7 @@ class FakeEngine:
     def __init__(self, tensors, whole=None, config=CONFIG):
         self.tensors, self.whole, self.config = tensors, whole or {}, config
 
-    def export(self, budget):
+    def export(self, budget, model):
         kept = [self._first(item, budget) for item in self.tensors]
         return SimpleNamespace(tensors=kept, whole=self.whole, config=self.config)
 

@@ -64,7 +64,8 @@ def test_a_fresh_model_has_nothing_unmasked(model):
     assert found.tensor_sparsity == 1
     assert found.selection_entropy == 0
     assert math.copysign(1, found.selection_entropy) == 1
-    assert found.state_bytes == BUDGET * 4 + 8 * len(found.counts)  # the flat delta, and each tensor's count
+    # the flat delta, each entry's index, slot and base value, and each tensor's count
+    assert found.state_bytes == BUDGET * (4 + 8 + 8 + 4) + 8 * len(found.counts)
 
 
 def test_training_is_counted_step_by_step(model):
@@ -75,7 +76,6 @@ def test_training_is_counted_step_by_step(model):
     assert found.static_updates == BUDGET * 3
     assert sum(found.counts.values()) == 15
     assert found.counts == {tensor.name: len(tensor.indices) for tensor in get_unmasker(model).tensors}
-    assert found.state_bytes == BUDGET * 4 + 8 * len(found.counts) + 15 * (8 + 8 + 4)  # and index, slot and base value
 
 
 def test_updates_go_on_after_the_budget_is_full(model):

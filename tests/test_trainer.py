@@ -63,7 +63,7 @@ def test_without_the_callback_steps_have_to_be_given(tmp_path):
 
 def test_other_steps_than_the_trainers_are_complained_of(tmp_path):
     model = make_model(steps=STEPS * 2)
-    with pytest.warns(UserWarning, match="was given steps=16, and the Trainer makes 8"):
+    with pytest.warns(UserWarning, match="has steps=16, and the Trainer makes 8"):
         make_trainer(model, tmp_path, save_strategy="no").train()
     assert steps_done(model) == (STEPS, BUDGET // 2)
 
@@ -213,8 +213,8 @@ def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
     (frozen,) = [name for name, value in state.items() if not value.numel()]
     assert frozen in dict(model.named_parameters())
     assert state.keys() - {frozen} == {
-        "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_counts", "sparse_indices",
-        "sparse_slots", "sparse_base",
+        "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_settings", "sparse_counts",
+        "sparse_indices", "sparse_slots", "sparse_base",
     }  # fmt: skip
 
 
@@ -349,6 +349,39 @@ def test_nothing_is_missed_when_a_checkpoint_is_loaded(tmp_path, caplog):
         logger.removeHandler(caplog.handler)
     assert "missing keys" not in caplog.text
     assert "unexpected keys" not in caplog.text
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_name(tmp_path):
+    make_trainer(make_model(), tmp_path, max_steps=2).train()
+    for options, what in (
+        ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(budget=120\)"),
+        ({"schedule": "cubic"}, r"schedule=uniform\(every=1, until=1.0\), and .* schedule=cubic"),
+        ({"strategy": "pafi"}, r"importance=d3\(exp=2, eps=1\), selection=increment, and .* selection=static"),
+    ):
+        with pytest.raises(SparsifyError, match=what):
+            make_trainer(make_model(**options), tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_a_resumed_run_keeps_its_plan_though_the_trainer_makes_more_steps_and_extends_it_on_request(tmp_path):
+    make_trainer(make_model(), tmp_path, max_steps=4, save_steps=2).train()
+    half = str(tmp_path / "checkpoint-2")
+    kept = make_trainer(make_model(), tmp_path / "kept", save_strategy="no")
+    with pytest.warns(UserWarning, match=r"run that is resumed, has steps=4, and the Trainer makes 8.*extend=True"):
+        kept.train(resume_from_checkpoint=half)
+    callbacks = [SparsifyCallback(extend=True)]
+    extended = make_trainer(make_model(), tmp_path / "extended", callbacks=callbacks, save_strategy="no")
+    extended.train(resume_from_checkpoint=half)
+    unmasked = [[log["unmasked"] for log in t.state.log_history if "unmasked" in log] for t in (kept, extended)]
+    assert unmasked[0] == [15, 30, 45, 60, 60, 60, 60, 60]
+    assert unmasked[1] == [15, 30, 30, 30, 37, 45, 52, 60]
+    assert summary(extended.model, verify=True).verification.ok
+
+
+def test_a_trainer_warns_before_it_trains_what_no_delta_holds(tmp_path):
+    model = make_model(steps=STEPS)
+    model.classifier = nn.Linear(16, 3)
+    with pytest.warns(UserWarning, match=r"`classifier.weight`, `classifier.bias` can train, but no delta holds them"):
+        make_trainer(model, tmp_path, max_steps=1, save_strategy="no").train()
 
 
 def test_a_plain_module_is_resumed_too_and_its_checkpoint_is_as_small(tmp_path):

@@ -30,6 +30,7 @@ from sparsify.api import get_unmasker, summary
 from sparsify.card import public_config
 from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
+from sparsify.export import warn_of_unheld
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
     CheckpointWriter,
@@ -58,7 +59,8 @@ class SparsifyCallback(TrainerCallback):
       looked at to choose is logged on the logger ``sparsify``, at level DEBUG.
     - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
-      the same way. ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model as ever.
+      the same way, by the steps that the interrupted run had planned. ``trainer.save_model()``, elsewhere than in a
+      checkpoint, writes an ordinary model as ever.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
       ``resume_from_checkpoint=True`` takes the one before it. Only one run may use an ``output_dir`` at a
       time: make no Trainer with this callback on that of a run that goes on, not even to evaluate. Ask
@@ -66,12 +68,19 @@ class SparsifyCallback(TrainerCallback):
     - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files
       (transformers 5; version 4 does not tell callbacks of an upload).
 
+    Args:
+        extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
+            ``get_unmasker(model).extend(steps=...)``; otherwise it keeps to the steps it had, with a warning.
+
     Example:
         >>> from transformers import Trainer
         >>> def train(model, args, data):
         ...     trainer = Trainer(model, args, train_dataset=data, callbacks=[SparsifyCallback()])
         ...     trainer.train(resume_from_checkpoint=True)
     """
+
+    def __init__(self, *, extend: bool = False) -> None:
+        self._extend = extend
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
@@ -91,16 +100,20 @@ class SparsifyCallback(TrainerCallback):
             return
         engine = get_unmasker(model)
         _check_resumed(args, state, engine.step)
+        if self._extend and state.global_step and (engine.steps or state.max_steps) < state.max_steps:
+            engine.extend(steps=state.max_steps, optimizer=event["optimizer"])
         if not state.global_step:
             _warn_of_earlier_run(engine, state.max_steps)
         if engine.steps is None or engine.steps == engine.found_steps:
             engine.steps = engine.found_steps = state.max_steps
         elif engine.steps != state.max_steps:
             warnings.warn(
-                f"sparsify() was given steps={engine.steps:,}, and the Trainer makes {state.max_steps:,}: entries are "
-                "unmasked by the former; leave steps out, and the Trainer's are taken.",
+                f"sparsify(), or the run that is resumed, has steps={engine.steps:,}, and the Trainer makes "
+                f"{state.max_steps:,}: entries are unmasked by the former. Leave steps out, and the Trainer's are "
+                "taken; a run that is resumed takes more with SparsifyCallback(extend=True).",
                 stacklevel=2,
             )
+        warn_of_unheld(engine, model)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = CheckpointWriter(model, args, state)
 

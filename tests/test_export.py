@@ -1,0 +1,144 @@
+"""Whoever takes a delta is told what trains that is not in it; what only looks so is passed over."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import build, loss_of
+from torch import nn
+
+from sparsify import SparseDelta, sparsify, summary
+
+STEPS = 4
+
+
+def train(model, batches, loss_fn=loss_of):
+    """Trains whatever requires grad, as most loops do."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return model
+
+
+def assert_complete(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SparseDelta.from_model(model)
+    assert summary(model, verify=True).verification.ok
+
+
+def assert_incomplete(model, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        SparseDelta.from_model(model)
+    assert caught[0].filename == __file__
+    verification = summary(model, verify=True).verification
+    assert not verification.ok
+    return verification
+
+
+def test_a_part_that_is_made_trainable_afterwards_is_named():
+    model, batches = build("mlp")
+    sparsify(model, 20, steps=STEPS, target_modules=["first", "second"])
+    model.head.requires_grad_(True)
+    assert_complete(model)  # frozen by sparsify(), and not changed so far: PEFT sets the flag of such ones too
+    train(model, batches[:STEPS])
+    found = assert_incomplete(model, "`head.weight`, `head.bias` can train, but no delta holds them.* modules_to_save")
+    assert found.unheld.trainable == ("head.weight", "head.bias")
+    assert found.changed == found.unheld.trainable
+    assert "`head.weight`, `head.bias` can train" in str(found)
+
+
+def test_a_part_that_was_frozen_before_and_is_made_trainable_is_named_at_once():
+    model, _ = build("mlp")
+    model.head.requires_grad_(False)
+    sparsify(model, 20, "pafi")
+    model.head.requires_grad_(True)
+    assert assert_incomplete(model, "`head.weight`, `head.bias` can train").changed == ()
+
+
+@pytest.mark.parametrize("outputs", [3, 2])
+def test_a_module_that_is_replaced_afterwards_is_named_with_what_is_lost(outputs):
+    model, batches = build("mlp")
+    sparsify(model, 20, "random")
+    model.head = nn.Linear(8, outputs)
+    train(model, [{**batch, "labels": batch["labels"] % outputs} for batch in batches[:STEPS]])
+    found = assert_incomplete(
+        model,
+        "`head.weight`, `head.bias` can train, but no delta .*; `head.weight`, `head.bias` were replaced after "
+        r"sparsify\(\): what was trained there is lost",
+    )
+    assert found.unheld.trainable == found.unheld.replaced == ("head.weight", "head.bias")
+
+
+def test_a_frozen_module_in_place_of_a_trained_one_is_named():
+    model, _ = build("mlp")
+    sparsify(model, 20, "pafi")
+    model.head = copy.deepcopy(model.head)
+    model.head.requires_grad_(False)
+    assert assert_incomplete(model, "^`head.weight`, `head.bias` were replaced").unheld.trainable == ()
+
+
+def test_a_head_outside_of_the_sparsified_module_is_named():
+    encoder, _ = build("mlp")
+    model = nn.ModuleDict({"encoder": encoder, "head": nn.Linear(8, 3)})
+    sparsify(model["encoder"], 20, "pafi")
+    assert assert_incomplete(model, "`head.weight`, `head.bias` can train").changed == ()
+    assert_complete(model["encoder"])
+    model["head"].requires_grad_(False)
+    assert_complete(model)
+
+
+def test_many_names_are_cut_short():
+    model = nn.ModuleDict({"encoder": build("mlp")[0], "rest": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])})
+    sparsify(model["encoder"], 20, "pafi")
+    assert_incomplete(model, "`rest.0.weight`, `rest.0.bias`, `rest.1.weight` and 5 more can train")
+
+
+def test_dense_modules_and_masked_ones_that_require_grad_again_are_held():
+    model, batches = build("mlp")
+    sparsify(model, 20, steps=STEPS, modules_to_save=["head"])
+    train(model, batches[:STEPS])
+    model.requires_grad_(True)
+    assert_complete(model)
+    model.head = nn.Linear(8, 3)  # under its name
+    SparseDelta.from_model(model).whole["head.weight"].equal(model.head.weight)
+    assert_complete(model)
+
+
+def lora(**options):
+    from peft import LoraConfig, get_peft_model
+
+    model, batches = build("bert")
+    config = LoraConfig(target_modules=["query", "value"], modules_to_save=["classifier"], init_lora_weights=False)
+    return sparsify(get_peft_model(model, config), 20, steps=STEPS, **options), batches, config
+
+
+@pytest.mark.parametrize("target_modules", [None, ["query.lora_A.default"]])
+def test_what_peft_makes_trainable_again_is_held_or_was_not_trained(target_modules):
+    model, batches, _ = lora(target_modules=target_modules)
+    train(model, batches[:STEPS])
+    with model.disable_adapter():
+        pass
+    model.set_adapter("default")
+    assert any(p.requires_grad for name, p in model.named_parameters() if "value.lora_A" in name)
+    assert_complete(model)
+
+
+def test_an_adapter_that_comes_afterwards_is_named_under_its_plain_names():
+    model, _, config = lora()
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    assert_incomplete(model, r"`bert\.encoder\.layer\.0\.attention\.self\.query\.lora_A\.other\.weight`, .* can train")
+
+
+def test_an_adapter_that_is_deleted_is_passed_over():
+    model, _, config = lora()
+    model.add_adapter("other", config)
+    model.delete_adapter("default")
+    model.requires_grad_(False)  # of the other, which PEFT has activated
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SparseDelta.from_model(model)

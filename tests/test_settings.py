@@ -1,0 +1,282 @@
+"""A state of other settings is refused before anything has changed, and a run is extended on purpose, exactly."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import unmasked_sets
+from torch import nn
+
+from sparsify import (
+    D3,
+    Increment,
+    Magnitude,
+    Random,
+    Repeat,
+    Schedule,
+    SparseDelta,
+    SparsifyError,
+    Strategy,
+    get_unmasker,
+    sparsify,
+    summary,
+    trained_state,
+)
+from sparsify.settings import SETTINGS
+
+BUDGET, STEPS = 40, 8
+PLAIN, BATCHES = build("mlp", seed=0)
+RANDOM_STEPS = Strategy(Random(), Increment())
+
+
+def made(budget=BUDGET, strategy="id3", steps=STEPS, **options):
+    return sparsify(copy.deepcopy(PLAIN), budget, strategy, steps=steps, **options)
+
+
+def run(model, batches, optimizer=None):
+    """A step for each batch; the losses and the optimizer."""
+    optimizer = optimizer or torch.optim.AdamW([model.sparse_values], lr=0.01)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def snapshot(model):
+    return copy.deepcopy(dict(model.state_dict()))
+
+
+def assert_unchanged(model, before):
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+OTHERS = {
+    "strategy": (
+        {},
+        {"strategy": "pafi"},
+        r"=d3\(exp=2, eps=1\), selection=increment, and .* importance=mag",
+    ),
+    "exponent": (
+        {},
+        {"strategy": Strategy(D3(exp=1), Increment())},
+        r"d3\(exp=2, eps=1\), and .*d3\(exp=1, eps=1.0\)",
+    ),
+    "schedule": ({}, {"schedule": Schedule(every=2)}, r"uniform\(every=1, until=1.0\), and .*uniform\(every=2"),
+    "more steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(steps=16\)\.$"),
+    "fewer steps": ({}, {"steps": 4}, r"steps=8, and .* steps=4; nothing was loaded. Call .* of the saved run\.$"),
+    "larger": ({}, {"budget": 50, "steps": 9}, r"budget=40, steps=8, and .*extend\(budget=50, steps=9\)\.$"),
+    "smaller": ({}, {"budget": 30}, r"budget=40, and .* budget=30; .* of the saved run\.$"),
+    "static": (
+        {"strategy": "pafi"},
+        {"strategy": "pafi", "budget": 50},
+        r"budget=40, and .* budget=50; .* run\.$",
+    ),
+    "candidates": (
+        {"target_modules": ["first", "head"]},
+        {"target_modules": ["second", "head"]},
+        r"\(4 tensors of 97 entries, digest \w+\), and .*\(4 tensors of 115 .* target_modules and",
+    ),
+    "repeat's room": (
+        {"budget": 5, "strategy": "d3-repeat", "steps": 4},
+        {"budget": 5, "strategy": "d3-repeat"},
+        r"capacity=20, and .*capacity=40; .*extend\(steps=\.\.\.\)",
+    ),
+    "seed": ({"strategy": RANDOM_STEPS}, {"strategy": RANDOM_STEPS, "seed": 1}, "seed=0, and .* seed=1"),
+    "given set": (
+        {"budget": None, "strategy": {"head.weight": torch.arange(5)}},
+        {"budget": None, "strategy": {"head.weight": torch.arange(1, 6)}},
+        "another given set of entries than this model",
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", [trained_state, nn.Module.state_dict], ids=["trained", "whole"])
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded(case, kept):
+    options, others, message = OTHERS[case]
+    saved, model = made(**options), made(**others)
+    run(saved, BATCHES[:2])
+    run(model, BATCHES[2:3])
+    before, weights = snapshot(model), {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(SparsifyError, match=message):
+        model.load_state_dict(copy.deepcopy(dict(kept(saved))), strict=False)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert_unchanged(model, before)
+    run(model, BATCHES[3:4])
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({}, {"seed": 1}),
+        ({"strategy": "random"}, {"strategy": "random", "seed": 1, "steps": None, "schedule": "cubic"}),
+        ({"strategy": Strategy(Magnitude(), Increment())}, {"strategy": Strategy(Magnitude(), Increment()), "seed": 1}),
+        ({}, {"sync": "candidates"}),
+        (
+            {"budget": 5, "strategy": Strategy(D3(), Repeat(capacity=60)), "steps": 4},
+            {"budget": 5, "strategy": Strategy(D3(), Repeat(capacity=60)), "steps": None},
+        ),
+    ],
+)
+def test_settings_that_do_not_matter_to_what_follows_are_not_compared(options, others):
+    saved, model = made(**options), made(**others)
+    run(saved, BATCHES[:2])
+    model.load_state_dict(copy.deepcopy(trained_state(saved)))
+    assert unmasked_sets(model) == unmasked_sets(saved)
+
+
+def test_steps_that_are_not_known_are_those_of_the_saved_run():
+    saved, model = made(steps=None), made(steps=None)
+    get_unmasker(saved).steps = STEPS  # known late
+    run(saved, BATCHES[:2])
+    model.load_state_dict(copy.deepcopy(trained_state(saved)))
+    assert get_unmasker(model).steps == STEPS
+    made(steps=4).load_state_dict(made(steps=None).state_dict())  # and the other way
+
+
+def test_the_settings_take_as_much_room_once_the_steps_are_known():
+    model = made(steps=None)
+    before = model.state_dict()[SETTINGS].shape
+    get_unmasker(model).steps = 10**9
+    assert model.state_dict()[SETTINGS].shape == before
+
+
+def test_a_state_of_an_earlier_version_has_no_settings_and_is_loaded():
+    saved, model = made(), made()
+    run(saved, BATCHES[:2])
+    for kept in (trained_state(saved), saved.state_dict()):
+        state = {name: value.clone() for name, value in kept.items() if name != SETTINGS}
+        model.load_state_dict(state)  # strict
+        assert unmasked_sets(model) == unmasked_sets(saved)
+    other = made(budget=50)
+    before = snapshot(other)
+    with pytest.raises(SparsifyError, match="a flat delta of 40 numbers, and this model one of 50; nothing was loaded"):
+        other.load_state_dict(state)
+    assert_unchanged(other, before)
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{", b'{"steps": "8"}', b'{"budget": -1}', b"[" * 100_000])
+def test_damaged_settings_are_refused(text):
+    model = made()
+    state = {**model.state_dict(), SETTINGS: torch.tensor(list(text), dtype=torch.uint8)}
+    with pytest.raises(SparsifyError, match="`sparse_settings` of the state dict is damaged"):
+        model.load_state_dict(state)
+
+
+def test_the_settings_of_a_part_of_a_model_are_compared_under_its_name():
+    saved, other = nn.ModuleDict({"inner": made()}), nn.ModuleDict({"inner": made(steps=9)})
+    with pytest.raises(SparsifyError, match=r"steps=8, and .* steps=9"):
+        other.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_settings_are_loaded_by_assignment_too(assign):
+    saved, model = made(), made()
+    model.load_state_dict(copy.deepcopy(saved.state_dict()), assign=assign)
+    assert_unchanged(model, saved.state_dict())
+
+
+# ------------------------------------------------------------------------------------ extending
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_extended_run_is_the_one_that_had_the_larger_budget_from_the_start(name, resumed):
+    batches = [*BATCHES, *BATCHES][: 2 * STEPS]
+    straight = made(2 * BUDGET, steps=2 * STEPS)  # as many entries a step
+    losses, optimizer = run(straight, batches, OPTIMIZERS[name]([straight.sparse_values]))
+
+    model = made()
+    head, optimizer = run(model, batches[:4], OPTIMIZERS[name]([model.sparse_values]))
+    if resumed:
+        state, moments = copy.deepcopy((trained_state(model), optimizer.state_dict()))
+        model = made()
+        model.load_state_dict(state)
+        optimizer = OPTIMIZERS[name]([model.sparse_values])
+        optimizer.load_state_dict(moments)
+    get_unmasker(model).extend(budget=2 * BUDGET, steps=2 * STEPS, optimizer=optimizer)
+    assert model.sparse_values.numel() == 2 * BUDGET
+    assert head + run(model, batches[4:], optimizer)[0] == losses
+    assert unmasked_sets(model) == unmasked_sets(straight)
+    assert summary(model, verify=True).verification.ok
+    assert SparseDelta.from_model(model).config["budget"] == 2 * BUDGET
+
+
+def test_a_run_with_more_steps_keeps_what_is_unmasked_and_is_verified_all_along():
+    model = made()
+    _, optimizer = run(model, BATCHES[:4])
+    get_unmasker(model).extend(steps=2 * STEPS)
+    counts = []
+    for batch in [*BATCHES[4:], *BATCHES][:12]:
+        run(model, [batch], optimizer)
+        counts.append(get_unmasker(model).unmasked)
+        assert summary(model, verify=True).verification.ok
+        copied = made(steps=2 * STEPS)
+        copied.load_state_dict(copy.deepcopy(trained_state(model)))
+        assert summary(copied, verify=True).verification.ok
+    assert counts == [20, 20, 20, 20, 22, 25, 27, 30, 32, 35, 37, 40]
+
+
+def test_a_full_run_unmasks_again_once_its_budget_is_larger():
+    model = made(steps=2)
+    _, optimizer = run(model, BATCHES[:2])
+    assert get_unmasker(model).unmasked == BUDGET
+    get_unmasker(model).extend(budget=60, steps=3, optimizer=optimizer)
+    run(model, BATCHES[2:3], optimizer)
+    assert get_unmasker(model).unmasked == 60
+
+
+def test_repeat_gets_room_for_more_steps():
+    model = made(5, "d3-repeat", steps=2)
+    _, optimizer = run(model, BATCHES[:2])
+    get_unmasker(model).extend(steps=4, optimizer=optimizer)
+    assert model.sparse_values.numel() == 20
+    run(model, BATCHES[2:4], optimizer)
+    assert summary(model, verify=True).verification.ok
+
+
+@pytest.mark.parametrize(
+    ("options", "extension", "message"),
+    [
+        ({}, {"budget": 30}, r"extend\(budget=30, steps=None\) of a run with budget=40 and steps=8; expected no less"),
+        ({}, {"steps": 7}, "expected no less of either"),
+        ({}, {"steps": 9.5}, r"extend\(steps=9.5\); expected the planned number"),
+        ({}, {"steps": True}, r"extend\(steps=True\)"),
+        ({"steps": None}, {"steps": 0}, r"extend\(steps=0\)"),
+        ({}, {"budget": 10_000}, "the number of candidates"),
+        ({"strategy": "pafi"}, {"budget": 50}, r"extend\(budget=50\) with Static.*chosen before training"),
+        (
+            {},
+            {"budget": 50, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
+            "does not hold `sparse_values",
+        ),
+    ],
+)
+def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension, message):
+    model = made(**options)
+    before = snapshot(model)
+    with pytest.raises(SparsifyError, match=message):
+        get_unmasker(model).extend(**extension)
+    assert_unchanged(model, before)
+
+
+def test_a_run_is_extended_between_steps_only():
+    model = made()
+    loss_of(model, BATCHES[0]).backward()
+    with pytest.raises(SparsifyError, match="between a backward pass and its optimizer step"):
+        get_unmasker(model).extend(steps=9)
