@@ -85,12 +85,13 @@ _HOOKS: list[Any] = []
 _STEPS = _Steps()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
 
+STEPPED = "was to step after a backward pass of a sparsified model"
 UNHELD = (
-    "{optimizer}.step() was called after a backward pass of a sparsified model, and neither this optimizer nor any "
-    "other holds `sparse_values`, the only parameter that trains there; this one holds weights that sparsify() has "
-    "frozen, which get no gradient. Make the optimizer after sparsify(), from all parameters that require grad: "
-    "{optimizer}(p for p in model.parameters() if p.requires_grad). That is also to say: sparsify() comes before "
-    "accelerate's prepare(), and the Trainer's optimizers= takes none that was made before."
+    "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
+    "trains there; it holds weights that sparsify() has frozen, which get no gradient. Make it after sparsify(), "
+    "from all parameters that require grad: {optimizer}(p for p in model.parameters() if p.requires_grad). With "
+    "accelerate, sparsify() comes before prepare(); with the Trainer, an optimizer that was made before is none for "
+    "optimizers=."
 )
 
 
@@ -110,6 +111,12 @@ def stop_listening(listener: Listener) -> None:
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Whether an optimizer trains a parameter."""
     return any(held is parameter for held in _parameters(optimizer))
+
+
+def check_held(listener: Listener, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ``SparsifyError`` where the one optimizer that there is does not hold the listener's flat delta."""
+    if not holds(optimizer, listener.values):
+        raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when="is to train a sparsified model"))
 
 
 def has_uncounted_step(listener: Listener) -> bool:
@@ -142,7 +149,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         values = listener.values
         is_suspect = listener.awaits_step and id(values) not in held and _is_meant_for(optimizer, listener, held)
         if is_suspect and not any(holds(other, values) for other in _others()):
-            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__))
+            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from sparsify import SparsifyError, get_unmasker, optimizer_stepped, sparsify, summary
 
 BUDGET, STEPS = 20, 12
-UNHELD = r"holds `sparse_values`.*Make the optimizer after sparsify\(\)"
+UNHELD = r"holds `sparse_values`.*Make it after sparsify\(\)"
 
 
 def built(name="bert", **options):

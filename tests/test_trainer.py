@@ -19,7 +19,16 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 import sparsify as package
-from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_unmasker, sparsify, summary
+from sparsify import (
+    SparseDelta,
+    SparsifyCallback,
+    SparsifyError,
+    desparsify,
+    get_unmasker,
+    sparsify,
+    summary,
+    trained_state,
+)
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
@@ -96,9 +105,18 @@ def test_steps_that_were_given_are_not_taken_for_found_ones(tmp_path):
     callback = SparsifyCallback()
     make_trainer(make_model(steps=None), tmp_path, callbacks=[callback], max_steps=2, save_strategy="no").train()
     model = make_model(steps=2)
-    with pytest.warns(UserWarning, match="was given steps=2, and the Trainer makes 8"):
+    with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 8"):
         make_trainer(model, tmp_path, callbacks=[callback], save_strategy="no").train()
     assert get_unmasker(model).steps == 2
+
+
+def test_an_optimizer_that_was_made_before_is_refused_before_the_first_step(tmp_path):
+    plain = build("bert")[0]
+    optimizer = torch.optim.AdamW(plain.parameters())
+    model = sparsify(plain, BUDGET)
+    with pytest.raises(SparsifyError, match=r"AdamW is to train .*holds `sparse_values`.*optimizers="):
+        make_trainer(model, tmp_path, optimizers=(optimizer, None)).train()
+    assert summary(model).unmasked == 0
 
 
 def test_a_model_that_is_not_sparsified_is_an_error(tmp_path):
@@ -509,8 +527,8 @@ def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
     assert trainer.state.best_global_step < STEPS
     assert get_unmasker(trainer.model).unmasked == best["sparse_indices"].numel()
-    state = trainer.model.state_dict()
-    assert all(torch.equal(value, state[name].to(value.dtype)) for name, value in best.items() if value.numel())
+    state = trained_state(trainer.model)
+    assert all(torch.equal(value, state[name]) for name, value in best.items() if value.numel())
 
 
 def test_a_run_of_transformers_own_adapters_is_resumed(tmp_path):

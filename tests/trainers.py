@@ -27,7 +27,7 @@ def rows_of(name="bert"):
     return [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(len(batch["labels"]))]
 
 
-def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, **arguments):
+def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, optimizers=(None, None), **arguments):
     """A Trainer of eight steps that shuffles its data and writes a checkpoint every two."""
     chosen = {
         "per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 3,
@@ -41,6 +41,7 @@ def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, **argum
         train_dataset=rows,
         eval_dataset=rows[:8],
         callbacks=[SparsifyCallback()] if callbacks is None else callbacks,
+        optimizers=optimizers,
     )
 
 

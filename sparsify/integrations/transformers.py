@@ -41,6 +41,7 @@ from sparsify.integrations.checkpoints import (
     write_trained_state,
 )
 from sparsify.report import find_full
+from sparsify.stepping import check_held
 from sparsify.strategies import Increment
 from sparsify.unmasker import Unmasker
 
@@ -91,8 +92,8 @@ class SparsifyCallback(TrainerCallback):
         """Finds the steps, and makes checkpoints small.
 
         Raises:
-            SparsifyError: when the model is not sparsified; when the run was resumed from a checkpoint that is
-                incomplete, or does not tell which entries were trained.
+            SparsifyError: when the model is not sparsified; when the optimizer was made before it was; when the run was
+                resumed from a checkpoint that is incomplete, or does not tell which entries were trained.
         """
         _move_to_front(self)
         model = event["model"]
@@ -100,6 +101,8 @@ class SparsifyCallback(TrainerCallback):
             return
         engine = get_unmasker(model)
         _check_resumed(args, state, engine.step)
+        if not (args.fsdp or args.deepspeed):  # whose optimizers hold parameters of their own
+            check_held(engine, getattr(event["optimizer"], "optimizer", event["optimizer"]))
         if self._extend and state.global_step and (engine.steps or state.max_steps) < state.max_steps:
             engine.extend(steps=state.max_steps, optimizer=event["optimizer"])
         if not state.global_step:
