@@ -36,8 +36,9 @@ def bench(
     ] = "bert-base",
     methods: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(METHODS)}.")] = DEFAULT_METHODS,
     budget: Annotated[
-        str, typer.Option("--budget", "--budgets", help="Entries; several, comma-separated, give curves.")
-    ] = "320000",
+        str, typer.Option("--budget", "--budgets", help="Entries; several, comma-separated, give curves. By default "
+                          f"{SHAPES['bert-base'].budget}, or {SHAPES['tiny'].budget} of tiny.")
+    ] = "",
     layers: Annotated[
         str, typer.Option(help="Layers of a model with random weights; several, comma-separated, give curves. "
                           "0: as published.")
@@ -65,7 +66,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Also draw them: a PNG.")] = None,
 ) -> None:  # fmt: skip
     """Measure training steps side by side: memory, initialisation, update and step, and their ratios."""
-    names, shapes, budgets = _listed(methods), _listed(shape), _numbers(budget, "--budget", "10_000,100_000")
+    names, shapes = _listed(methods), _listed(shape)
+    given = _numbers(budget, "--budget", "10_000,100_000") if budget else []
     depths = _numbers(layers, "--layers", "3,6,12")
     _check(names, shapes, dtype, heap, device, rounds, steps)
     _check_depths(shapes, depths)
@@ -75,6 +77,7 @@ def bench(
     console, all_results = Console(), list[Measurement]()
     console.width = max(console.width, TABLE_WIDTH)
     for one_shape in shapes:
+        budgets = given or [SHAPES[one_shape].budget]
         tokens, text = prepare_tokens(one_shape, seq, _find_data(data))
         common = Settings(
             names[0], one_shape, budgets[0], fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead,

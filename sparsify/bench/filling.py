@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from sparsify.api import get_unmasker, sparsify, trained_state
 from sparsify.bench import cache
-from sparsify.bench.settings import PLANNED_STEPS, Settings
+from sparsify.bench.settings import PLANNED_STEPS, Settings, errors_as_answers
 from sparsify.bench.shapes import build
 from sparsify.bench.tokens import Batches
 from sparsify.schedules import Schedule
@@ -99,6 +99,7 @@ def make_state(settings: Settings) -> dict[str, Tensor]:
     return trained_state(model)
 
 
+@errors_as_answers()
 def main() -> None:
     settings = Settings(**json.loads(sys.stdin.readline()))
     if settings.threads:

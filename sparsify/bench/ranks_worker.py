@@ -25,7 +25,7 @@ from sparsify.api import get_unmasker, sparsify
 from sparsify.bench.filling import fill
 from sparsify.bench.memory import peak_bytes
 from sparsify.bench.methods import LORA_RANK
-from sparsify.bench.settings import Settings
+from sparsify.bench.settings import Settings, errors_as_answers
 from sparsify.bench.shapes import random_bert
 from sparsify.bench.tokens import Batches
 
@@ -70,6 +70,7 @@ def make_step(model: nn.Module, batches: Batches) -> Callable[[], None]:
     return step
 
 
+@errors_as_answers()
 def main() -> None:
     task = json.loads(sys.stdin.readline())
     settings, ranks = Settings(**task["settings"]), task["ranks"]

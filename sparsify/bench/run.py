@@ -18,7 +18,8 @@ import torch
 
 from sparsify.bench.filling import load_state, state_path
 from sparsify.bench.methods import is_profiled, starts_filled, window_of
-from sparsify.bench.settings import HEAPS, PROFILE, WARM_UP, Settings
+from sparsify.bench.settings import ERROR, HEAPS, PROFILE, WARM_UP, Settings
+from sparsify.errors import SparsifyError
 
 Progress = Callable[[str], None]
 # memory is measured in a process of its own, in which glibc gives back to the system whatever is freed
@@ -220,10 +221,16 @@ def _ask(worker: subprocess.Popen[str], line: str) -> dict[str, Any]:
 
 
 def answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line (JSON) that a worker says."""
+    """The next line (JSON) that a worker says.
+
+    Raises:
+        SparsifyError: the worker's, where it ended with one.
+    """
     assert worker.stdout is not None
     line = worker.stdout.readline()
     if not line:
         raise RuntimeError(f"the worker ended with exit code {worker.wait()}; its error is above.")
     result: dict[str, Any] = json.loads(line)
+    if ERROR in result:
+        raise SparsifyError(result[ERROR])
     return result

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,6 +15,7 @@ from sparsify.errors import SparsifyError
 PLANNED_STEPS = 1000  # optimizer steps of the run that the measured ones belong to
 WARM_UP = 2  # steps before the first measured one
 PROFILE = "profile"  # said to a worker before a number of steps: they are not measured but profiled
+ERROR = "error"  # said by a worker in place of an answer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # By itself glibc gives freed memory back to the system or keeps it in holes of its heap, by luck more or less of it,
 # and what was given back comes again page by page: up to a tenth of a step. To keep all, it has to be told, up to the
@@ -93,3 +97,13 @@ class Settings:
     def to_json(self) -> str:
         """One line, for a worker."""
         return json.dumps(asdict(self))
+
+
+@contextmanager
+def errors_as_answers() -> Iterator[None]:
+    """A worker's error of ours is its answer, one line of JSON; the worker ends with status 1."""
+    try:
+        yield
+    except SparsifyError as error:
+        print(json.dumps({ERROR: str(error)}), flush=True)
+        sys.exit(1)

@@ -37,6 +37,7 @@ class Shape:
         on_cpu: what is different in ``config`` on a CPU.
         note: what that means beside the number of layers, in words.
         depth: the words in ``config`` for the number of layers.
+        budget: entries that are trained where no budget is given.
     """
 
     build: Callable[[dict[str, Any]], nn.Module]
@@ -49,6 +50,7 @@ class Shape:
     on_cpu: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     depth: tuple[str, ...] = ("num_hidden_layers",)
+    budget: int = 320_000
 
 
 def build(settings: Settings) -> nn.Module:
@@ -197,5 +199,5 @@ SHAPES = {
         on_cpu={"num_hidden_layers": 1, "vocab_size": 256},
         note="on a CPU a vocabulary of 256",
     ),
-    "tiny": Shape(_bert, TINY, 1, 32 * 2, "bert", "SEQ_CLS"),
+    "tiny": Shape(_bert, TINY, 1, 32 * 2, "bert", "SEQ_CLS", budget=1_000),
 }  # fmt: skip

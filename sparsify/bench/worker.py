@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from sparsify.bench.filling import load_state
 from sparsify.bench.memory import peak_bytes
 from sparsify.bench.methods import PEFT_CONFIGS, prepare, starts_filled, window_of
-from sparsify.bench.settings import PROFILE, WARM_UP, Settings
+from sparsify.bench.settings import PROFILE, WARM_UP, Settings, errors_as_answers
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
 from sparsify.collection import COLLECT, COMMIT
@@ -126,6 +126,7 @@ def _import_libraries(settings: Settings) -> None:
         importlib.import_module("peft")
 
 
+@errors_as_answers()
 def main() -> None:
     settings = Settings(**json.loads(sys.stdin.readline()))
     if settings.threads:
