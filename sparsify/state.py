@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, problem_with
+from sparsify.masked.module import check_not_exported
 from sparsify.names import ENGINE
 from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
 from sparsify.sharding import check_sharding
@@ -67,6 +68,7 @@ def uninstall(engine: Unmasker) -> None:
 
 
 def _before_forward(root: nn.Module, args: Any) -> None:
+    check_not_exported()
     if getattr(root, "_is_replica", False):
         raise SparsifyError(
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "

@@ -69,7 +69,8 @@ class DeltaSwitch:
         Raises:
             DeltaFormatError: when the file is broken, or no delta.
             BaseMismatchError: when the model without the active delta is not the delta's base.
-            SparsifyError: when the name is taken, there is no delta at the path, or the active delta is no longer what the model holds.
+            SparsifyError: when the name is taken, there is no delta at the path, or the active delta is no longer what
+                the model holds.
         """
         if name in self._edits:
             raise SparsifyError(f"a delta called {name!r} is attached already: `detach({name!r})` it, or take another.")
@@ -77,8 +78,8 @@ class DeltaSwitch:
             delta = SparseDelta.load(delta)
         if not isinstance(delta, (SparseDelta, DeltaSum)):
             raise SparsifyError(
-                f"a {type(delta).__name__} cannot be attached; expected a SparseDelta, a sum of them, or the path or hub "
-                "id of one."
+                f"a {type(delta).__name__} cannot be attached; expected a SparseDelta, a sum of them, or the path or "
+                "hub id of one."
             )
         with self.deactivated():
             self._edits[name] = delta.plan(self.model)

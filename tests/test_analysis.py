@@ -116,7 +116,7 @@ def test_points_are_spread_over_the_steps():
 
 @pytest.mark.parametrize("source", [SparseDelta({}), 0.5 * SparseDelta({}), "my-delta", None, {"id3": 1}])
 def test_only_a_model_has_a_trajectory(source):
-    with pytest.raises(SparsifyError, match=r"expected a sparsified model, got .*plot_shares\(\) tell"):
+    with pytest.raises(SparsifyError, match=r"expected a sparsified model, got .*plot_shares\(\) show"):
         trajectory(source)
     with pytest.raises(SparsifyError, match="expected a sparsified model, got "):
         plot_trajectory(source)
@@ -312,7 +312,7 @@ def test_several_models_without_labels_are_no_picture(draw):
 
 @pytest.mark.parametrize(("draw", "ax"), [(plot_shares, "right"), (plot_shares, 1), (plot_trajectory, [None, 2])])
 def test_what_is_no_axes_is_an_error(draw, ax):
-    with pytest.raises(SparsifyError, match="ax holds a (str|int|NoneType); expected axes of matplotlib's"):
+    with pytest.raises(SparsifyError, match=r"ax holds a (str|int|NoneType); expected axes of matplotlib"):
         draw(trained()[0], ax)
 
 

@@ -246,7 +246,7 @@ def _axes(ax: Axes | Sequence[Axes] | None, number: int, **settings: Any) -> Seq
     given: list[Any] = list(ax) if isinstance(ax, Iterable) else [ax]
     axes = require("matplotlib.axes", extra="plot").Axes
     if wrong := [one for one in given if not isinstance(one, axes)]:
-        raise SparsifyError(f"ax holds a {type(wrong[0]).__name__}; expected axes of matplotlib's, such as figure.axes.")
+        raise SparsifyError(f"ax holds a {type(wrong[0]).__name__}; expected axes of matplotlib, as in figure.axes.")
     if len(given) != number:
         raise SparsifyError(f"ax has {len(given)} axes; expected {number}, or None for a new figure.")
     return given

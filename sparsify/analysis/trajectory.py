@@ -69,8 +69,8 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
     """
     if not isinstance(model, nn.Module):
         raise SparsifyError(
-            f"expected a sparsified model, got {type(model).__name__}: only the model that was trained knows its steps. "
-            "Where a delta's entries are, shares() and plot_shares() tell."
+            f"expected a sparsified model, got {type(model).__name__}: only the model that was trained has its "
+            "steps. shares() and plot_shares() show where the entries of a delta are."
         )
     engine = get_unmasker(model)
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:

@@ -1,8 +1,8 @@
 """The CPU's hot loops in C++, compiled once per machine by the compiler that is there.
 
 Where there is no compiler, or it fails, or the environment says ``SPARSIFY_NATIVE=0``, there is no library: the plain
-torch forms run instead. The logger ``sparsify.kernels.native`` says which, once: a compilation as information, a missing
-library as a warning.
+torch forms run instead. The logger ``sparsify.kernels.native`` gets one record: a compilation is an information,
+a missing library a warning.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _is_wanted() -> bool:
     said = os.environ.get(SWITCH, "").strip().lower()
     if said not in (*OFF, *ON):
         raise SparsifyError(
-            f"the environment says {SWITCH}={os.environ[SWITCH]!r}; expected one of {', '.join(OFF)} for plain torch, or "
-            f"{', '.join(filter(None, ON))} for the compiled loops, which are the default."
+            f"the environment says {SWITCH}={os.environ[SWITCH]!r}; expected one of {', '.join(OFF)} for plain torch, "
+            f"or {', '.join(filter(None, ON))} for the compiled loops, which are the default."
         )
     return said not in OFF
 
