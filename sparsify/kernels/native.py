@@ -1,8 +1,8 @@
 """The CPU's hot loops in C++, compiled once per machine by the compiler that is there.
 
 Where there is no compiler, or it fails, or the environment says ``SPARSIFY_NATIVE=0``, there is no library: the plain
-torch forms run instead. The logger ``sparsify.kernels.native`` gets one record: a compilation is an information,
-a missing library a warning.
+torch forms run instead. The logger ``sparsify.kernels.native`` gets one record of it, INFO for a compilation and
+WARNING for a missing library.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def library() -> ctypes.CDLL | None:
         if compiler is None:
             logger.warning(
                 "no C++ compiler was found (CXX, %s), so the plain torch forms run: slower, and the same results. "
-                "Install one, or set %s=0 to say so.",
+                "Install one, or set %s=0, which silences this warning.",
                 ", ".join(COMPILERS),
                 SWITCH,
             )

@@ -86,7 +86,8 @@ def made_ready(handle: Tensor) -> bool:
     """Has the root anchor made while a graph is compiled; afterwards it is found there.
 
     Raises:
-        SparsifyError: where the graph is one of ``torch.export``; the compiler does not look in here, and lets it pass.
+        SparsifyError: where the graph is one of ``torch.export``. The compiler does not trace this function, so
+            that the error reaches the caller as it is.
     """
     check_not_exported()
     held_by(handle).collector.compiled.make_root()
