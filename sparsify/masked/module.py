@@ -45,9 +45,11 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_not_exported() -> None:
     """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # it would wrap the error in one of its own; masked/compiled.py calls this where it does not
     # the public is_exporting() is true under torch.compile in older versions of torch
-    is_exporting = torch.jit.is_tracing() or getattr(torch.compiler, "_is_exporting_flag", False)
-    if is_exporting and not torch.compiler.is_dynamo_compiling():  # which would wrap the error in one of its own
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
         raise SparsifyError(NOT_EXPORTED)
 
 
