@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
+from sparsify.masked.module import first_order
 from sparsify.masked.tensor import Gradient, MaskedTensor
 
 REENTRANT = (
@@ -59,7 +60,7 @@ class _RootNode(torch.autograd.Function):
         return values.new_zeros(1)  # torch.compile takes a float64 scalar for a Python number, and compiles again
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         sink = ctx.sink()
         assert sink is not None  # whatever got here has handed it a gradient
@@ -73,7 +74,7 @@ class _TensorNode(torch.autograd.Function):
         return root.new_zeros(())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[None, None, None]:
         ctx.sink.finish(ctx.tensor)
         return None, None, None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsify.errors import SparsifyError
 from sparsify.extras import MissingExtraError, require
+from sparsify.version import __version__
 
 if TYPE_CHECKING:
     import typer
@@ -39,10 +40,20 @@ def make_app() -> typer.Typer:
         MissingExtraError: when typer or rich is not installed.
     """
     require("rich", extra="cli")
-    app = require("typer", extra="cli").Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+    library = require("typer", extra="cli")
+    app = library.Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(f"sparsify {__version__}")
+            raise library.Exit
 
     @app.callback()
-    def root() -> None:
+    def root(
+        version: bool = library.Option(
+            False, "--version", callback=print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ) -> None:
         """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
 
     for command in COMMANDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 
 from torch import nn
 
@@ -40,7 +41,7 @@ class Full:
 
 @dataclass(frozen=True)
 class Summary:
-    """The state of a sparsified model in numbers; ``print(summary(model))`` lays them out.
+    """The state of a sparsified model in numbers; ``print(summary(model))``, or a notebook, lays them out.
 
     Attributes:
         strategy: which entries are unmasked.
@@ -97,13 +98,26 @@ class Summary:
         return selection_entropy(self.counts, self.sizes)
 
     def __str__(self) -> str:
+        lines = [f"{label:<18} {value}" for label, value in self._rows()]
+        return "\n".join(lines + self._tensor_lines())
+
+    def _repr_html_(self) -> str:
+        """A small table, which a notebook shows in place of the text."""
+        shown, more = self._unmasked_most()
+        rows = self._rows() + ([("unmasked most", "")] if shown else [])
+        rows += [(name, f"{count:,} ({count / self.sizes[name]:.4%})") for name, count in shown]
+        rows += [("...", f"and {more:,} more tensors")] if more else []
+        left = 'style="text-align: left"'  # notebooks align to the right
+        cells = (f"<th {left}>{escape(label)}</th><td {left}>{escape(value)}</td>" for label, value in rows)
+        return f"<table>{''.join(f'<tr>{pair}</tr>' for pair in cells)}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
         if isinstance(self.strategy.selection, Dense):
-            rows = [
+            return [
                 ("strategy", "full"),
                 ("trained", f"{self.budget:,} of {self.num_parameters:,} ({self.budget / self.num_parameters:.4%})"),
                 ("trained dense", f"{self.num_dense:,} in modules_to_save" if self.num_dense else "nothing"),
             ]
-            return "\n".join(f"{label:<18} {value}" for label, value in rows)
         rows = [
             ("strategy", strategy_name(self.strategy)),
             ("step", f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")),
@@ -127,17 +141,19 @@ class Summary:
             rows.append(("sent to choose", f"{self.sent_bytes:,} bytes by this one of {self.ranks} ranks"))
         if self.verification is not None:
             rows.append(("verified" if self.verification.ok else "NOT verified", str(self.verification)))
-        lines = [f"{label:<18} {value}" for label, value in rows]
-        return "\n".join(lines + self._tensor_lines())
+        return rows
+
+    def _unmasked_most(self) -> tuple[list[tuple[str, int]], int]:
+        """The tensors with most unmasked entries, each with their number, and how many more tensors have any."""
+        ranked = sorted((-count, name) for name, count in self.counts.items() if count)
+        return [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]], max(0, len(ranked) - TENSORS_SHOWN)
 
     def _tensor_lines(self) -> list[str]:
-        ranked = sorted((-count, name) for name, count in self.counts.items() if count)
-        shown = [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]]
+        shown, more = self._unmasked_most()
         if not shown:
             return []
         width = max(len(name) for name, _ in shown)
         lines = [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
-        more = len(ranked) - len(shown)
         return ["unmasked most:", *lines, *([f"  ... and {more:,} more tensors"] if more else [])]
 
 

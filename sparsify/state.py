@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparsify.errors import SparsifyError
 from sparsify.index_buffers import BUFFERS, padded, problem_with
+from sparsify.masked.module import check_not_exported
 from sparsify.names import ENGINE
 from sparsify.resuming import PartialLoad, check_same_base, is_trained_state
 from sparsify.settings import SETTINGS, adopt_settings, check_settings, record_settings
@@ -72,6 +73,7 @@ def uninstall(engine: Unmasker) -> None:
 
 
 def _before_forward(root: nn.Module, args: Any) -> None:
+    check_not_exported()
     if getattr(root, "_is_replica", False):
         raise SparsifyError(
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from os import PathLike
 
 from torch import nn
 
@@ -57,19 +58,29 @@ class DeltaSwitch:
         self.active: str | None = None
         self._edits: dict[str, list[Edit]] = {}
 
-    def attach(self, name: str, delta: SparseDelta | DeltaSum) -> None:
+    def attach(self, name: str, delta: SparseDelta | DeltaSum | str | PathLike[str]) -> None:
         """Checks a delta against the base and keeps it at hand; what is active stays.
 
         Args:
             name: what to call it.
-            delta: the delta, or a sum of deltas.
+            delta: the delta, or a sum of deltas; or where to load one from, as :meth:`SparseDelta.load` does: a folder,
+                a file, or the id of a repository on the hub.
 
         Raises:
+            DeltaFormatError: when the file is broken, or no delta.
             BaseMismatchError: when the model without the active delta is not the delta's base.
-            SparsifyError: when the name is taken, or the active delta is no longer what the model holds.
+            SparsifyError: when the name is taken, there is no delta at the path, or the active delta is no longer what
+                the model holds.
         """
         if name in self._edits:
             raise SparsifyError(f"a delta called {name!r} is attached already: `detach({name!r})` it, or take another.")
+        if isinstance(delta, (str, PathLike)):
+            delta = SparseDelta.load(delta)
+        if not isinstance(delta, (SparseDelta, DeltaSum)):
+            raise SparsifyError(
+                f"a {type(delta).__name__} cannot be attached; expected a SparseDelta, a sum of them, or the path or "
+                "hub id of one."
+            )
         with self.deactivated():
             self._edits[name] = delta.plan(self.model)
 

@@ -114,6 +114,14 @@ def test_points_are_spread_over_the_steps():
     assert all(point in every for point in numbers(model, points=5))
 
 
+@pytest.mark.parametrize("source", [SparseDelta({}), 0.5 * SparseDelta({}), "my-delta", None, {"id3": 1}])
+def test_only_a_model_has_a_trajectory(source):
+    with pytest.raises(SparsifyError, match=r"expected a sparsified model, got .*plot_shares\(\) show"):
+        trajectory(source)
+    with pytest.raises(SparsifyError, match="expected a sparsified model, got "):
+        plot_trajectory(source)
+
+
 def test_a_model_that_has_not_started_has_one_point():
     assert numbers(sparsify(build("mlp")[0], BUDGET)) == [(0, 0, 1.0, 0.0)]
 
@@ -293,6 +301,19 @@ def test_another_number_of_axes_is_an_error(draw):
 def test_no_model_is_no_picture(draw):
     with pytest.raises(SparsifyError, match="there is nothing to draw: the mapping is empty"):
         draw({})
+
+
+@pytest.mark.parametrize("draw", [plot_trajectory, plot_shares])
+def test_several_models_without_labels_are_no_picture(draw):
+    model = trained()[0]
+    with pytest.raises(SparsifyError, match="got a list; expected one source, or several by label in a dict"):
+        draw([model, model])
+
+
+@pytest.mark.parametrize(("draw", "ax"), [(plot_shares, "right"), (plot_shares, 1), (plot_trajectory, [None, 2])])
+def test_what_is_no_axes_is_an_error(draw, ax):
+    with pytest.raises(SparsifyError, match=r"ax holds a (str|int|NoneType); expected axes of matplotlib"):
+        draw(trained()[0], ax)
 
 
 def test_a_delta_without_entries_is_no_picture():

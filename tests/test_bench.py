@@ -1,7 +1,9 @@
 """The benchmark measures every method in a process of its own, in interleaved rounds, and reports ratios."""
 
+import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_unmasker, sparsify
+from sparsify.bench import filling, worker
 from sparsify.bench.command import TABLE_WIDTH
 from sparsify.bench.methods import METHODS, Trainee, is_profiled
 from sparsify.bench.plots import plot
 from sparsify.bench.room import estimate
-from sparsify.bench.run import GIVE_BACK, Measurement, measure, to_json
+from sparsify.bench.run import GIVE_BACK, Measurement, answer, measure, to_json
 from sparsify.bench.settings import Settings
 from sparsify.bench.shapes import SHAPES, build, note
 from sparsify.bench.table import headline, make_table
@@ -281,6 +284,30 @@ def test_every_budget_of_every_shape_is_measured(monkeypatch, tmp_path):
     expected = [("id3", shape, budget, 50) for shape in ("tiny", "bert-base") for budget in (10, 1000)]
     assert seen == expected
     assert len(json.loads((tmp_path / "raw").read_text())["results"]) == 4
+
+
+def test_a_shape_has_a_budget_of_its_own_where_none_is_given(monkeypatch):
+    seen = {}
+
+    def fake(settings, rounds, steps, progress, together):
+        seen.update({one.shape: one for one in settings})
+        return [replace(measured("id3"), settings=one) for one in settings]
+
+    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    invoke("--shapes", "tiny,bert-base", "--methods", "id3")
+    assert {shape: one.budget for shape, one in seen.items()} == {"tiny": 1000, "bert-base": 320_000}
+    assert sparsify(build(seen["tiny"]), seen["tiny"].budget, steps=1) is not None
+
+
+@pytest.mark.parametrize("process", [worker, filling])
+def test_a_worker_answers_with_its_error_which_is_then_ours(process, monkeypatch, capsys):
+    settings = Settings("id3", "tiny", budget=60_000, fill=0.0 if process is worker else 0.5, length=8)
+    monkeypatch.setattr("sys.stdin", io.StringIO(settings.to_json() + "\n"))
+    with pytest.raises(SystemExit, match="1"):
+        process.main()
+    said = io.StringIO(capsys.readouterr().out)
+    with pytest.raises(SparsifyError, match=r"budget=60,000 entries; expected 1 to 50,690, the number of candidates"):
+        answer(SimpleNamespace(stdout=said))
 
 
 @pytest.mark.parametrize(("memory", "shared"), [(16, [[10, 1000]]), (1, [[10], [1000]])])

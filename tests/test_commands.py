@@ -15,6 +15,7 @@ from hub_server import OWNER, client_environment, hub_server
 from models import bert
 from peft import PeftModel
 
+import sparsify
 from sparsify import SparseDelta
 from sparsify.commands import parse_weights, printable
 
@@ -221,6 +222,19 @@ def test_the_bars_of_info_fit_an_ordinary_terminal(run, tmp_path, saved, monkeyp
     assert code == 0
     assert "█" * 20 in text
     assert "█…" not in text
+
+
+def test_it_says_its_version(run):
+    assert run("--version") == (0, f"sparsify {sparsify.__version__}\n")
+    assert "--version" in run("--help")[1]
+
+
+def test_the_module_is_the_command_line_too():
+    run = subprocess.run(
+        [sys.executable, "-m", "sparsify", "--version"], capture_output=True, text=True, timeout=120, check=True,
+        cwd=Path(sparsify.__file__).parent.parent,
+    )  # fmt: skip
+    assert run.stdout == f"sparsify {sparsify.__version__}\n"
 
 
 def test_the_installed_script_ends_with_the_status(tmp_path):

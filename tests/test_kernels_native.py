@@ -12,7 +12,7 @@ import torch
 from products import FREE
 from torch import nn
 
-from sparsify import sparsify
+from sparsify import SparsifyError, sparsify
 from sparsify.kernels import native
 from sparsify.kernels.reach import reaching
 from sparsify.kernels.sddmm import sddmm
@@ -51,6 +51,10 @@ def switched_off(monkeypatch, cache):
     monkeypatch.setenv("SPARSIFY_NATIVE", "0")
 
 
+def switched_off_in_a_word(monkeypatch, cache):
+    monkeypatch.setenv("SPARSIFY_NATIVE", "Off")
+
+
 def with_no_folder_to_write_to(monkeypatch, cache):
     cache.write_text("a file is where the folder should be")
 
@@ -76,11 +80,12 @@ WAYS_TO_HAVE_NONE = [
     with_a_compiler_that_makes_nothing,
     with_a_broken_variable,
     switched_off,
+    switched_off_in_a_word,
     with_no_folder_to_write_to,
     without_a_home,
     with_a_broken_file,
 ]
-FAILING = [with_a_failing_compiler, with_no_folder_to_write_to, without_a_home, with_a_broken_file]
+FAILING = [without_a_compiler, with_a_failing_compiler, with_no_folder_to_write_to, without_a_home, with_a_broken_file]
 
 
 def test_a_c_compiler_makes_the_library_too(monkeypatch, fresh):
@@ -111,6 +116,46 @@ def test_a_library_that_cannot_be_made_is_told_once(monkeypatch, caplog, fresh, 
         assert native.library() is native.library() is None
     assert len(caplog.records) == 1
     assert "the plain torch forms run" in caplog.text
+
+
+@pytest.mark.parametrize("word", ["0", "false", "no", "off", " OFF ", "No", "1", "true", "yes", "on", ""])
+def test_the_loops_are_switched_by_any_of_the_usual_words(monkeypatch, fresh, word, caplog):
+    monkeypatch.setattr(native, "_compiled", lambda compiler: "the library")
+    monkeypatch.setattr(native, "_compiler", lambda: ["c++"])
+    monkeypatch.setattr(native, "_load", lambda path: path)
+    monkeypatch.setenv("SPARSIFY_NATIVE", word)
+    is_off = word.strip().lower() in ("0", "false", "no", "off")
+    assert native.library() == (None if is_off else "the library")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("word", ["2", "disabled", "none", "never"])
+def test_another_word_for_it_is_an_error_each_time(monkeypatch, fresh, word):
+    monkeypatch.setenv("SPARSIFY_NATIVE", word)
+    for _ in range(2):
+        with pytest.raises(SparsifyError, match=f"says SPARSIFY_NATIVE='{word}'; expected one of 0, false, no"):
+            native.library()
+
+
+def test_the_first_compilation_is_told_and_the_next_load_is_not(monkeypatch, fresh, caplog):
+    monkeypatch.setenv("CXX", "c++ -O0")
+    monkeypatch.setattr(native, "_run", made)
+    monkeypatch.setattr(native, "_load", lambda path: path)
+    with caplog.at_level(logging.INFO, "sparsify"):
+        first = native.library()
+        native.library.cache_clear()  # another process
+        assert native.library() == first
+    assert first.exists()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"compiling the C++ loops with `c++ -O0`, once for this machine, into {first}")
+    ]
+
+
+def made(command):
+    """A compiler that makes what it is asked for at once."""
+    if "-o" in command:
+        open(command[command.index("-o") + 1], "w").close()
+    return "compiler 1.0"
 
 
 def trained_indices():

@@ -55,6 +55,7 @@ LAYERS = [
     {"analysis", "integrations"},
     {"demo"},
     {"cli", "commands", "bench"},
+    {"__main__"},
 ]
 TRAINING = {
     "agreement",
@@ -200,6 +201,11 @@ def test_importing_sparsify_is_lean_and_silent():
     )  # fmt: skip
     assert run.stdout.strip() == "[]"
     assert run.stderr == ""
+
+
+def test_type_checkers_are_told_that_the_package_has_types():
+    assert (PACKAGE / "py.typed").exists()
+    assert '"py.typed"' in (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"), "it belongs into the wheel"
 
 
 def test_every_file_says_what_it_is():

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -142,6 +143,37 @@ def test_a_long_list_of_tensors_is_cut_and_counted():
     assert len(shown) == 11
     assert shown[0].split() == ["layer.24", "25", "25.0000%"]
     assert shown[-1] == "  ... and 15 more tensors"
+
+
+def rows_of(html):
+    """(label, value) of each row of a table with two columns."""
+    table = ElementTree.fromstring(html)
+    assert table.tag == "table"
+    return [tuple(cell.text or "" for cell in row) for row in table]
+
+
+def test_a_notebook_shows_a_table_of_what_the_text_says():
+    counts = {f"layer.{i}": i + 1 for i in range(25)}
+    found = a_summary(counts=counts, sizes=dict.fromkeys(counts, 100))
+    facts, tensors = str(found).split("unmasked most:")
+    rows = rows_of(found._repr_html_())
+    start = rows.index(("unmasked most", ""))
+    assert [f"{label:<18} {value}" for label, value in rows[:start]] == facts.splitlines()
+    assert rows[start + 1] == ("layer.24", "25 (25.0000%)")
+    assert rows[-1] == ("...", "and 15 more tensors")
+    assert len(rows) == start + 12 == len(facts.splitlines() + tensors.splitlines())
+
+
+def test_the_table_of_a_model_that_has_not_started_is_short():
+    html = a_summary(unmasked=0, counts={"a": 0}, sizes={"a": 10})._repr_html_()
+    assert rows_of(html)[-1] == ("state", "1,234 bytes")
+
+
+def test_names_are_escaped_in_the_table():
+    name = "<script>alert('1')</script>&\""
+    html = a_summary(counts={name: 1}, sizes={name: 2})._repr_html_()
+    assert "<script>" not in html
+    assert rows_of(html)[-1] == (name, "1 (50.0000%)")
 
 
 def test_equal_counts_are_listed_by_name():

@@ -1,11 +1,14 @@
 """Many deltas at hand for one model: what is active is what applying it alone would give, and the base comes back."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from deltas import bits, make_base, task
 
 from sparsify import DeltaSwitch, SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.format import FILE_NAME
 
 SEEDS = (1, 2, 3)
 
@@ -144,6 +147,35 @@ def test_a_sum_of_deltas_is_attached_as_its_value_on_the_base(base, deltas, swit
     switch.attach("mixed", total)
     switch.activate("mixed")
     assert bits(base) == expected
+
+
+@pytest.mark.parametrize("spelled", [str, Path, lambda folder: folder / FILE_NAME])
+def test_a_delta_is_attached_from_where_it_was_saved(base, deltas, switch, tmp_path, spelled):
+    deltas["1"].save(tmp_path / "one")
+    switch.attach("loaded", spelled(tmp_path / "one"))
+    switch.activate("1")
+    expected = bits(base)
+    switch.activate("loaded")
+    assert bits(base) == expected
+
+
+def test_a_delta_is_attached_from_the_hub(base, deltas, tmp_path, monkeypatch):
+    deltas["1"].save(tmp_path)
+    monkeypatch.setattr("sparsify.hub.download", lambda repo, name, **_: tmp_path / name if repo == "me/one" else None)
+    switch = DeltaSwitch(base)
+    switch.attach("one", "me/one")
+    assert list(switch) == ["one"]
+
+
+def test_what_is_no_delta_is_not_attached_and_what_is_active_stays(base, switch, tmp_path):
+    switch.activate("1")
+    before = bits(base)
+    with pytest.raises(SparsifyError, match="does not exist, so there is no delta to load"):
+        switch.attach("new", tmp_path / "nowhere")
+    with pytest.raises(SparsifyError, match="a Sequential cannot be attached; expected a SparseDelta, a sum of them"):
+        switch.attach("new", base)
+    assert bits(base) == before
+    assert list(switch) == ["head", "1", "2", "3"]
 
 
 def test_a_name_of_another_type_is_named(switch):

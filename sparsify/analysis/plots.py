@@ -45,7 +45,7 @@ def plot_trajectory(
         The figure.
 
     Raises:
-        SparsifyError: as :func:`sparsify.analysis.trajectory` does, and for another number of axes.
+        SparsifyError: as :func:`sparsify.analysis.trajectory` does, and for another number of axes, or no axes.
         MissingExtraError: when matplotlib is not installed.
 
     Example:
@@ -96,7 +96,8 @@ def plot_shares(source: Source | Mapping[str, Source], ax: Axes | Sequence[Axes]
         The figure.
 
     Raises:
-        SparsifyError: as :func:`sparsify.analysis.shares` does, for nothing to draw, and for another number of axes.
+        SparsifyError: as :func:`sparsify.analysis.shares` does, for nothing to draw, and for another number of axes, or
+            no axes.
         MissingExtraError: when matplotlib is not installed.
 
     Example:
@@ -228,6 +229,8 @@ def _size(kinds: Sequence[str], columns: Mapping[int | None, float], panels: int
 
 def _labelled(one_or_more: Any) -> Mapping[str, Any]:
     """What to draw by label; a single thing has an empty one."""
+    if isinstance(one_or_more, (list, tuple)):
+        raise SparsifyError(f"got a {type(one_or_more).__name__}; expected one source, or several by label in a dict.")
     if not isinstance(one_or_more, Mapping):
         return {"": one_or_more}
     if not one_or_more:
@@ -241,6 +244,9 @@ def _axes(ax: Axes | Sequence[Axes] | None, number: int, **settings: Any) -> Seq
     if ax is None:
         return list(pyplot.subplots(1, number, squeeze=False, layout="constrained", **settings)[1][0])
     given: list[Any] = list(ax) if isinstance(ax, Iterable) else [ax]
+    axes = require("matplotlib.axes", extra="plot").Axes
+    if wrong := [one for one in given if not isinstance(one, axes)]:
+        raise SparsifyError(f"ax holds a {type(wrong[0]).__name__}; expected axes of matplotlib, as in figure.axes.")
     if len(given) != number:
         raise SparsifyError(f"ax has {len(given)} axes; expected {number}, or None for a new figure.")
     return given

@@ -53,7 +53,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         The points by ascending step; every step has one where there are few.
 
     Raises:
-        SparsifyError: when the model is not sparsified, its entries are chosen afresh at each step (repeat-S),
+        SparsifyError: when it is no model, is not sparsified, its entries are chosen afresh at each step (repeat-S),
             ``points`` is below 2, or the planned number of steps is not known.
 
     Example:
@@ -67,6 +67,11 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         >>> [(point.step, point.unmasked) for point in trajectory(model)]
         [(0, 0), (1, 2), (2, 4), (3, 6)]
     """
+    if not isinstance(model, nn.Module):
+        raise SparsifyError(
+            f"expected a sparsified model, got {type(model).__name__}: only the model that was trained has its "
+            "steps. shares() and plot_shares() show where the entries of a delta are."
+        )
     engine = get_unmasker(model)
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")

@@ -1,7 +1,8 @@
 """The CPU's hot loops in C++, compiled once per machine by the compiler that is there.
 
 Where there is no compiler, or it fails, or the environment says ``SPARSIFY_NATIVE=0``, there is no library: the plain
-torch forms run instead.
+torch forms run instead. The logger ``sparsify.kernels.native`` gets one record of it, INFO for a compilation and
+WARNING for a missing library.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sparsify.errors import SparsifyError
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 LIBRARIES = ("-lstdc++",)  # a C++ compiler links it by itself; gcc, a common CXX, does not
+SWITCH = "SPARSIFY_NATIVE"  # environment variable
+OFF, ON = ("0", "false", "no", "off"), ("", "1", "true", "yes", "on")  # what it may be
 COMPILERS = ("c++", "g++", "clang++")
 RESULTS = {
     "sddmm_float32": None,
@@ -54,19 +59,38 @@ Size = ctypes.c_int64
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loops; ``None`` where there are none. The first call on a machine compiles them, in seconds."""
-    if os.environ.get("SPARSIFY_NATIVE") == "0":
+    """The compiled loops; ``None`` where there are none. The first call on a machine compiles them, in seconds.
+
+    Raises:
+        SparsifyError: the environment's ``SPARSIFY_NATIVE`` is none of the words for on and off.
+    """
+    if not _is_wanted():
         return None
     try:
         compiler = _compiler()
         if compiler is None:
-            logger.info("no C++ compiler was found, so the plain torch forms run: slower, and the same results")
+            logger.warning(
+                "no C++ compiler was found (CXX, %s), so the plain torch forms run: slower, and the same results. "
+                "Install one, or set %s=0, which silences this warning.",
+                ", ".join(COMPILERS),
+                SWITCH,
+            )
             return None
         return _load(_compiled(compiler))
     except FAILURES as error:
         details = getattr(error, "stderr", None) or error
         logger.warning("the C++ loops could not be compiled, so the plain torch forms run: %s", details)
         return None
+
+
+def _is_wanted() -> bool:
+    said = os.environ.get(SWITCH, "").strip().lower()
+    if said not in (*OFF, *ON):
+        raise SparsifyError(
+            f"the environment says {SWITCH}={os.environ[SWITCH]!r}; expected one of {', '.join(OFF)} for plain torch, "
+            f"or {', '.join(filter(None, ON))} for the compiled loops, which are the default."
+        )
+    return said not in OFF
 
 
 def _compiler() -> list[str] | None:
@@ -80,6 +104,7 @@ def _compiled(compiler: list[str]) -> Path:
     """The library, from the cache or compiled into it."""
     target = cache_folder() / f"native-{_fingerprint(compiler)}.so"
     if not target.exists():
+        logger.info("compiling the C++ loops with `%s`, once for this machine, into %s", shlex.join(compiler), target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             for source in _sources(".cpp"):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, row_gradient
 from sparsify.masked.handles import held_by
-from sparsify.masked.module import frozen_if_masked, masked_tensors
+from sparsify.masked.module import check_not_exported, frozen_if_masked, masked_tensors
 from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
 
 _SERIALS = itertools.count()
@@ -83,7 +83,13 @@ def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
-    """Has the root anchor made while a graph is compiled; afterwards it is found there."""
+    """Has the root anchor made while a graph is compiled; afterwards it is found there.
+
+    Raises:
+        SparsifyError: where the graph is one of ``torch.export``. The compiler does not trace this function, so
+            that the error reaches the caller as it is.
+    """
+    check_not_exported()
     held_by(handle).collector.compiled.make_root()
     return True
 

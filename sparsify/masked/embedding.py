@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.masked.arithmetic import row_gradient
-from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
+from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
 from sparsify.masked.tensor import Use
 
 
@@ -44,7 +44,7 @@ class _MaskedEmbedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
         gradient = None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.module import announce_use, frozen_if_masked, masked_tensors
+from sparsify.masked.module import announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.recompute import announce_layer_norm
 from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
 
@@ -30,7 +30,7 @@ class _Tap(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         gradient = None
         if ctx.use.wanted():

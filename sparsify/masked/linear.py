@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, without_autocast
-from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked
+from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
 from sparsify.masked.tensor import Gradient, Use
@@ -90,7 +90,7 @@ class _MaskedLinear(torch.autograd.Function):
         return y.data  # no longer a view of a matrix: models write into a layer's output, as in ``q /= sqrt(dim)``
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()  # (n, out)

@@ -1,7 +1,9 @@
-"""What every masked module shows: its unmasked entries, and how dense they are."""
+"""What all masked modules share: their views of the unmasked entries, and the refusal of what their nodes cannot do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +13,16 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor, Use
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
+NOT_EXPORTED = (
+    "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export): it trains by "
+    "autograd functions of its own. Export the plain model, with the trained weights in place: "
+    "desparsify(model)."
+)
+NOT_TWICE = (
+    "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
+    "second time (double backward, as for gradient penalties and Hessians). Leave out create_graph, or train the plain "
+    "model: desparsify(model)."
+)
 
 
 def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
@@ -19,10 +31,35 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     return tensors
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of an autograd function that refuses to be differentiated itself; grad mode tells ``create_graph``."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise SparsifyError(NOT_TWICE)
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def check_not_exported() -> None:
+    """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # it would wrap the error in one of its own; masked/compiled.py calls this where it does not
+    # the public is_exporting() is true under torch.compile in older versions of torch
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
+        raise SparsifyError(NOT_EXPORTED)
+
+
 def announce_use(module: nn.Module, attribute: str) -> Use | None:
     """Announces that the module's forward uses a parameter; ``None`` where no gradient will be collected."""
     tensor = masked_tensors(module).get(attribute)
-    return None if tensor is None else tensor.collector.use(tensor)
+    if tensor is None:
+        return None
+    check_not_exported()
+    return tensor.collector.use(tensor)
 
 
 def frozen_if_masked(module: nn.Module, attribute: str) -> Any:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from sparsify.entries import put
 from sparsify.errors import SparsifyError
 from sparsify.masked.arithmetic import autocast_dtype, without_autocast
-from sparsify.masked.module import MaskedModule, announce_use, frozen_if_masked, masked_tensors
+from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
 from sparsify.masked.tensor import Gradient, MaskedTensor, Use
@@ -196,7 +196,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return F.linear(x.to(dtype), recipe().to(dtype), None if bias is None else bias.to(dtype)).data
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
         grad_x = grad_bias = None
