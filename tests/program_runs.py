@@ -131,25 +131,36 @@ class Run:
         self.compare_gradients()
 
     def fail(self, where, place, batch):
-        """An error in the forward or backward pass leaves everything as it was."""
+        """An error leaves everything as it was.
+
+        Args:
+            where: in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed".
+            place: what hidden state has been reached; if nothing is recomputed, the first.
+            batch: number of a batch.
+        """
+        recomputed = where == "recomputed"
 
         def probe(at, hidden):
-            if at == place:
+            if at == (0 if recomputed else place):
                 if where == "forward" or not hidden.requires_grad:
                     interrupt()
                 hidden.register_hook(interrupt)
             return hidden
 
         before = self.snapshot()
+        handles = [part.register_forward_pre_hook(interrupt_in_backward) for part in self.sparse.parts if recomputed]
         try:
             self.sparse(*self.batches[batch], probe).backward()
         except InterruptedPassError:
             after = self.snapshot()
             assert before.keys() == after.keys()
             different = [name for name in before if not torch.equal(before[name], after[name])]
-            assert not different, f"an error in {where} has changed {different}"
+            assert not different, f"the error has changed {different}"
         else:
-            raise AssertionError(f"an error in {where} was swallowed")
+            raise AssertionError("the error was swallowed")
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def evaluate(self, how, batch):
         """A forward pass that is not trained on."""
@@ -308,6 +319,11 @@ def same_bits(a, b):
 
 def interrupt(*_):
     raise InterruptedPassError
+
+
+def interrupt_in_backward(*_):
+    if torch._C._current_graph_task_id() != -1:
+        interrupt()
 
 
 def run(program):

@@ -116,7 +116,7 @@ def _script(rng, steps, parts, checkpointed):
         overflowing = rng.random() < 0.12
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if rng.random() < 0.12:
-                yield "fail", rng.choice(["forward", "backward", "backward"]), place(), batch()
+                yield "fail", rng.choice(["forward", "backward", "recomputed"]), place(), batch()
             if rng.random() < 0.12:
                 yield "evaluate", rng.choice(["no grad", "inference", "eval", "dropped", "base"]), batch()
             if rng.random() < 0.06:
