@@ -87,13 +87,18 @@ class Run:
 
         Args:
             kind: "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one
-                graph used twice ("retained"); or once, and again together with a newer one ("kept").
+                graph used twice ("retained"); or once, and again together with a newer one ("kept"); or after it was
+                asked for the gradient of a hidden state alone ("looked at").
             first: number of a batch.
             second: number of another one.
             overflow: where the gradient of the first pass turns infinite, or ``None``.
         """
         one = self.losses(first, overflow)
-        if kind in ("one", "retained"):
+        if kind == "looked at" and all(hidden.requires_grad for hidden in self.hidden):
+            looks = [torch.autograd.grad(*pair, retain_graph=True)[0] for pair in zip(one, self.hidden, strict=True)]
+            if overflow is None:
+                self.compare("the gradient of the last hidden state", *looks)
+        if kind in ("one", "looked at", "retained"):
             self.passes(one, retain=kind == "retained")
             if kind == "retained":
                 self.passes(one)
@@ -108,9 +113,12 @@ class Run:
             self.passes([a + 2 * b for a, b in zip(one, two, strict=True)])
 
     def losses(self, batch, overflow=None):
-        """The losses of both sides, equal, and scaled."""
+        """The losses of both sides, equal, and scaled; their last hidden states are kept until the next ones."""
+        self.hidden = []
 
         def probe(place, hidden):
+            if place == len(self.program.parts):
+                self.hidden.append(hidden)
             if place == overflow and hidden.requires_grad:
                 hidden.register_hook(lambda grad: grad * torch.inf)
             return hidden

@@ -11,7 +11,7 @@ import torch
 from program_models import HEADS, PARTS, TOKENS, VOCABULARY, Network
 from program_oracle import IMPORTANCES, OPTIMIZERS
 
-BACKWARDS = ("one", "one", "one", "summed", "pending", "retained", "kept")
+BACKWARDS = ("one", "one", "one", "summed", "looked at", "pending", "retained", "kept")
 
 
 @dataclasses.dataclass(frozen=True)
