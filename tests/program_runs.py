@@ -136,6 +136,7 @@ class Run:
         sparse.backward(retain_graph=retain)
         self.dense.backward(dense, self.chosen(), retain=retain)
         self.compare_choice()
+        self.compare_frozen()
         self.compare_gradients()
 
     def fail(self, where, place, batch):
@@ -304,7 +305,7 @@ class Run:
 
     @torch.no_grad()
     def compare_weights(self):
-        """Frozen entries are the base's to the last bit, trained ones the oracle's."""
+        """The trained entries are the oracle's, and the steps as many."""
         engine, dense = get_unmasker(self.sparse), self.dense
         assert engine.step == dense.step_number, f"{engine.step} steps were counted, not {dense.step_number}"
         values = self.flat(engine.values.detach())
@@ -314,10 +315,15 @@ class Run:
         dense.write()
         weights = torch.cat([self.sparse.get_parameter(name).reshape(-1) for name in dense.names])
         self.compare("a weight", weights, dense.wide_weights(), 0 if self.short else self.rounding)
+        self.compare_frozen()
+
+    def compare_frozen(self):
+        """What was never trained is the base's to the last bit."""
+        dense, now = self.dense, self.sparse.get_parameter
+        weights = torch.cat([now(name).detach().reshape(-1) for name in dense.names])
         assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"
-        frozen = {name for name, p in dense.model.named_parameters() if not p.requires_grad}
-        for name in frozen:
-            assert same_bits(self.sparse.get_parameter(name), dense.model.get_parameter(name)), f"`{name}` has changed"
+        for name, parameter in dense.model.named_parameters():
+            assert parameter.requires_grad or same_bits(now(name), parameter), f"`{name}` has changed"
 
 
 def same_bits(a, b):
