@@ -1,0 +1,360 @@
+"""Runs a random training program with sparsify and with the dense oracle, action by action, and compares the two.
+
+In float64 both sides run by themselves, and choices are equal to the last entry. In shorter dtypes each action is
+compared from equal states: the oracle then goes on from the library's choice, gradient and values.
+"""
+
+import copy
+import io
+import pickle
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import torch
+from products import FREE
+from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING, Dense
+
+from sparsify import (
+    Increment,
+    Repeat,
+    Schedule,
+    SparseDelta,
+    Static,
+    Strategy,
+    base_weights,
+    desparsify,
+    get_unmasker,
+    sparsify,
+    trained_state,
+)
+
+SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
+# entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
+# what it costs to look at parts of a product
+TINY = {
+    "sparsify.small.LARGEST": 10,
+    "sparsify.screen.SMALLEST_SCREENED": 16,
+    "sparsify.selection.SMALLEST_CUT": 2,
+    "sparsify.selection.BLOCK_ENTRIES": 24,
+    "sparsify.kernels.reach.BLOCK_ENTRIES": 24,
+    "sparsify.screen.costs_of": lambda *_: FREE,
+    "sparsify.masked.product.costs_of": lambda *_: FREE,
+}
+
+
+class InterruptedPassError(Exception):
+    """What a program throws in the middle of a forward or backward pass."""
+
+
+class Run:
+    """Both sides of a program; each method is an action, done by both and compared.
+
+    Attributes:
+        sparse: the sparsified model.
+        dense: the oracle.
+        short: whether each action is compared from equal states.
+    """
+
+    def __init__(self, program):
+        self.program, self.batches = program, program.batches()
+        self.short, self.rounding = program.dtype != torch.float64, ROUNDING[program.dtype]
+        self.dense = Dense(program)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=program.scaled)
+
+    def sparsified(self):
+        """The pretrained model, sparsified."""
+        program, dense = self.program, self.dense
+        if program.selection == "given":
+            budget, strategy = None, dense.split(dense.mask)
+        else:
+            importance, _ = IMPORTANCES[program.importance]
+            budget, strategy = dense.budget, Strategy(importance, SELECTIONS[program.selection])
+        model = sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
+        get_unmasker(model).check = program.checked
+        return model
+
+    # -------------------------------------------------------------------------------- actions
+
+    def sparsify(self):
+        """The beginning."""
+        self.sparse = self.sparsified()
+        self.optimizer = OPTIMIZERS[self.program.optimizer]([self.sparse.sparse_values])
+        self.compare_choice()
+        self.compare_weights()
+
+    def backward(self, kind, first, second, overflow):
+        """One or two passes, over one batch or two.
+
+        Args:
+            kind: "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one
+                graph used twice ("retained"); or once, and again together with a newer one ("kept"); or after it was
+                asked for the gradient of a hidden state alone ("looked at").
+            first: number of a batch.
+            second: number of another one.
+            overflow: where the gradient of the first pass turns infinite, or ``None``.
+        """
+        one = self.losses(first, overflow)
+        if kind == "looked at" and all(hidden.requires_grad for hidden in self.hidden):
+            looks = [torch.autograd.grad(*pair, retain_graph=True)[0] for pair in zip(one, self.hidden, strict=True)]
+            if overflow is None:
+                self.compare("the gradient of the last hidden state", *looks)
+        if kind in ("one", "looked at", "retained"):
+            self.passes(one, retain=kind == "retained")
+            if kind == "retained":
+                self.passes(one)
+            return
+        if kind == "kept":
+            self.passes(one, retain=True)
+        two = self.losses(second)
+        if kind == "pending":
+            self.passes(one)
+            self.passes(two)
+        else:
+            self.passes([a + 2 * b for a, b in zip(one, two, strict=True)])
+
+    def losses(self, batch, overflow=None):
+        """The losses of both sides, equal, and scaled; their last hidden states are kept until the next ones."""
+        self.hidden = []
+
+        def probe(place, hidden):
+            if place == len(self.program.parts):
+                self.hidden.append(hidden)
+            if place == overflow and hidden.requires_grad:
+                hidden.register_hook(lambda grad: grad * torch.inf)
+            return hidden
+
+        losses = [model(*self.batches[batch], probe) for model in (self.sparse, self.dense.model)]
+        self.compare("the loss", *losses)
+        return [self.scaler.scale(loss) for loss in losses]
+
+    def passes(self, losses, *, retain=False):
+        """A backward pass of both sides."""
+        sparse, dense = losses
+        if not sparse.requires_grad:  # the loss depends on nothing that is trained
+            assert not self.dense.quota() or self.dense.selected
+            return
+        sparse.backward(retain_graph=retain)
+        self.dense.backward(dense, self.chosen(), retain=retain)
+        self.compare_choice()
+        self.compare_frozen()
+        self.compare_gradients()
+
+    def fail(self, where, place, batch):
+        """An error leaves everything as it was.
+
+        Args:
+            where: in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed".
+            place: what hidden state has been reached; if nothing is recomputed, the first.
+            batch: number of a batch.
+        """
+        recomputed = where == "recomputed"
+
+        def probe(at, hidden):
+            if at == (0 if recomputed else place):
+                if where == "forward" or not hidden.requires_grad:
+                    interrupt()
+                hidden.register_hook(interrupt)
+            return hidden
+
+        before = self.snapshot()
+        handles = [part.register_forward_pre_hook(interrupt_in_backward) for part in self.sparse.parts if recomputed]
+        try:
+            self.sparse(*self.batches[batch], probe).backward()
+        except InterruptedPassError:
+            after = self.snapshot()
+            assert before.keys() == after.keys()
+            different = [name for name in before if not torch.equal(before[name], after[name])]
+            assert not different, f"the error has changed {different}"
+        else:
+            raise AssertionError("the error was swallowed")
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def evaluate(self, how, batch):
+        """A forward pass that is not trained on."""
+        models = [self.sparse, self.dense.model]
+        if how == "base":
+            with base_weights(self.sparse), torch.no_grad():
+                self.compare(
+                    "the base's loss", self.sparse(*self.batches[batch]), self.program.model()(*self.batches[batch])
+                )
+        elif how == "dropped":
+            self.losses(batch)
+        else:
+            for model in models:
+                model.train(how != "eval")
+            with torch.inference_mode() if how == "inference" else torch.no_grad():
+                self.compare("the loss", *(model(*self.batches[batch]) for model in models))
+            for model in models:
+                model.train()
+
+    def saliency(self, place, batch):
+        """The gradient of a hidden state alone is no step of training."""
+        found = []
+        for model in (self.sparse, self.dense.model):
+            shift = torch.zeros((), dtype=self.program.dtype, requires_grad=True)
+            loss = model(*self.batches[batch], lambda at, hidden, shift=shift: hidden + shift * (at == place))
+            found += torch.autograd.grad(loss, shift)
+        self.compare("the gradient of a hidden state", *found)
+        self.compare_choice()
+
+    def step(self):
+        """An optimizer step, or none after an overflow."""
+        program, scale, values = self.program, self.scaler.get_scale(), self.sparse.sparse_values
+        if values.grad is not None:
+            finite = bool(values.grad.isfinite().all())
+            assert finite == self.dense.finite, f"the gradient is {'' if finite else 'not '}finite"
+            if program.clip is not None and finite:
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_([values], program.clip)
+            if program.scaled:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            elif finite:
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=program.set_to_none)
+        self.dense.step(scale, program.clip)
+        self.dense.zero_grad(program.set_to_none)
+        self.compare_weights()
+
+    def resume(self, what):
+        """The pretrained model is sparsified again and takes the state that was saved."""
+        file = io.BytesIO()
+        state = self.sparse.state_dict() if what == "state_dict" else trained_state(self.sparse)
+        torch.save(state, file)
+        file.seek(0)
+        model = self.sparsified()
+        model.load_state_dict(torch.load(file, weights_only=True))
+        self.go_on_with(model)
+        self.dense.selected = False
+
+    def copy(self, how):
+        """A copy goes on; what becomes of the original does not matter to it."""
+        original = self.sparse
+        self.go_on_with(copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original)))
+        loss = original(*self.batches[0])
+        if loss.requires_grad:
+            loss.backward()
+            torch.optim.SGD([original.sparse_values], lr=1.0).step()
+
+    def go_on_with(self, model):
+        state = self.optimizer.state_dict()
+        self.sparse, self.dense.gradient = model, None
+        self.optimizer = OPTIMIZERS[self.program.optimizer]([model.sparse_values])
+        self.optimizer.load_state_dict(state)
+        self.compare_weights()
+
+    def export(self):
+        """The delta turns the pretrained model into the trained one, bit by bit, and so does desparsify()."""
+        delta = SparseDelta.from_model(self.sparse)
+        base = self.program.model()
+        delta.apply(base)
+        trained = desparsify(self.sparse).state_dict()
+        assert base.state_dict().keys() == trained.keys()
+        for name, value in base.state_dict().items():
+            assert same_bits(value, trained[name]), f"the delta makes another `{name}`"
+
+    # -------------------------------------------------------------------------------- comparisons
+
+    def chosen(self):
+        """(N,) bool: the entries that the library trains in this step."""
+        engine = get_unmasker(self.sparse)
+        active = engine.collection.growth.active  # of repeat-S: the slots that the last choice was for
+        if active is None and self.program.selection == "repeat":
+            return self.dense.mask
+        masks = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.mask).items()}
+        for tensor in engine.tensors:
+            indices = tensor.indices if active is None else tensor.indices[active[tensor.slots]]
+            masks[tensor.name].view(-1)[indices] = True
+        return torch.cat([mask.reshape(-1) for mask in masks.values()])
+
+    def flat(self, per_slot):
+        """(N,) what the library has in a flat vector (capacity,)."""
+        parts = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.delta.detach()).items()}
+        for tensor in get_unmasker(self.sparse).tensors:
+            parts[tensor.name].view(-1)[tensor.indices] = per_slot[tensor.slots]
+        return torch.cat([part.reshape(-1) for part in parts.values()])
+
+    def snapshot(self):
+        """All that the library's side is."""
+        engine, grad = get_unmasker(self.sparse), self.sparse.sparse_values.grad
+        state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
+        state["selected"] = torch.tensor(engine.selected)
+        return state if grad is None else {**state, "gradient": grad.nan_to_num(nan=7.0)}
+
+    def compare(self, what, sparse, dense, share=None):
+        sparse, dense = sparse.detach(), dense.detach()
+        bound = (self.rounding if share is None else share) * max(0.1, float(dense.abs().max()))
+        error = float((sparse - dense).abs().max())
+        assert error <= bound, f"{what} is off by {error:.3g}, more than {bound:.3g}"
+
+    def compare_choice(self):
+        chosen = self.chosen()
+        number, expected = int(chosen.sum()), int(self.dense.mask.sum())
+        assert number == expected, f"{number} entries are trained, not {expected}"
+        assert torch.equal(chosen, self.dense.mask), "other entries are trained"
+
+    def compare_gradients(self):
+        gradient = self.sparse.sparse_values.grad
+        if gradient.isfinite().all() and self.dense.finite:
+            gradient = self.flat(gradient)
+            self.compare("the gradient", gradient, self.dense.gradient)
+            if self.short:
+                self.dense.gradient = gradient
+
+    @torch.no_grad()
+    def compare_weights(self):
+        """The trained entries are the oracle's, and the steps as many."""
+        engine, dense = get_unmasker(self.sparse), self.dense
+        assert engine.step == dense.step_number, f"{engine.step} steps were counted, not {dense.step_number}"
+        values = self.flat(engine.values.detach())
+        self.compare("the delta", values, dense.delta, 1e-6 if self.short else self.rounding)
+        if self.short:
+            dense.delta.copy_(values)
+        dense.write()
+        weights = torch.cat([self.sparse.get_parameter(name).reshape(-1) for name in dense.names])
+        self.compare("a weight", weights, dense.wide_weights(), 0 if self.short else self.rounding)
+        self.compare_frozen()
+
+    def compare_frozen(self):
+        """What was never trained is the base's to the last bit."""
+        dense, now = self.dense, self.sparse.get_parameter
+        weights = torch.cat([now(name).detach().reshape(-1) for name in dense.names])
+        assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"
+        for name, parameter in dense.model.named_parameters():
+            assert parameter.requires_grad or same_bits(now(name), parameter), f"`{name}` has changed"
+
+
+def same_bits(a, b):
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.detach().view(integers), b.detach().view(integers))
+
+
+def interrupt(*_):
+    raise InterruptedPassError
+
+
+def interrupt_in_backward(*_):
+    if torch._C._current_graph_task_id() != -1:
+        interrupt()
+
+
+def run(program):
+    """Runs both sides of a program.
+
+    Raises:
+        AssertionError: with the program, the action and what was found there.
+    """
+    both = Run(program)
+    with ExitStack() as limits:
+        for name, limit in TINY.items() if program.tiny else ():
+            limits.enter_context(patch(name, limit))
+        for number, (action, *arguments) in enumerate(program.script, 1):
+            try:
+                getattr(both, action)(*arguments)
+            except Exception as error:
+                raise AssertionError(
+                    f"program({program.seed}), action {number}, {action}{tuple(arguments)}: "
+                    f"{type(error).__name__}: {error}\n\n{program}"
+                ) from error
