@@ -9,14 +9,15 @@ to the :class:`Sink` directly, and the root's node returns the flat gradient. A 
 in that use's own node; only the sum over several uses has to be held until the tensor's anchor runs.
 
 A tensor's anchor lives as long as a graph that holds it, and is shared by all uses that may still meet in one backward
-pass. The root anchor is shared by all graphs over the same flat delta; compiled ones have it as an input.
+pass. Where a graph that was kept meets a newer one, with an anchor of its own, the sum is held until the root's node
+runs. The root anchor is shared by all graphs over the same flat delta; compiled ones have it as an input.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
+from collections import defaultdict
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +100,11 @@ def is_reached(anchor: Tensor) -> bool:
     return anchor.grad_fn is not None and torch._C._will_engine_execute_node(anchor.grad_fn)
 
 
+def meet(anchors: weakref.WeakSet[Anchor]) -> bool:
+    """Whether the running backward pass goes through several of a tensor's anchors."""
+    return len(anchors) > 1 and sum(is_reached(anchor.output) for anchor in list(anchors)) > 1
+
+
 def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
     return values.device, values.dtype, values.requires_grad
 
@@ -106,23 +112,15 @@ def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
 class Anchor:
     """One tensor's anchor in the graphs that are being built, with the number of its uses and of those pending."""
 
-    _living: Counter[MaskedTensor] | None = None
-
-    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor, living: Counter[MaskedTensor]) -> None:
+    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor, living: weakref.WeakSet[Anchor]) -> None:
         self.root = root
         self.sink = sink
         self.tensor = tensor
         self.uses = 0
         self.pending = 0
         self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)
-        with LOCK:
-            living[tensor] += 1
-        self._living = living  # last, so that an interrupt before it leaves one too many and never one too few
-
-    def __del__(self) -> None:
-        if self._living is not None:
-            with LOCK:
-                self._living[self.tensor] -= 1
+        self.living = living
+        living.add(self)
 
 
 class AnchoredUse:
@@ -138,7 +136,7 @@ class AnchoredUse:
             with LOCK:
                 anchor.uses += 1
                 anchor.pending += 1
-            self._waits = True  # last, likewise
+            self._waits = True  # last, so that an interrupt before it leaves one pending too many and never too few
 
     def __del__(self) -> None:
         if self._waits:  # a weight that was only looked at, as for its dtype, or a graph that was dropped
@@ -155,7 +153,8 @@ class AnchoredUse:
         if self._waits:
             self._end()
         if gradient is not None:
-            self._anchor.sink.collect(self._anchor.tensor, gradient, whole=self._anchor.uses == 1)
+            whole = self._anchor.uses == 1 and not meet(self._anchor.living)
+            self._anchor.sink.collect(self._anchor.tensor, gradient, whole=whole)
 
     def _end(self) -> None:
         self._waits = False
@@ -174,7 +173,7 @@ class Anchors:
         self._sink = sink
         self.current: Root | None = None  # the root anchor that was last asked for
         self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
-        self._living: Counter[MaskedTensor] = Counter()  # anchors of each tensor
+        self._living: defaultdict[MaskedTensor, weakref.WeakSet[Anchor]] = defaultdict(weakref.WeakSet)
 
     def use(self, tensor: MaskedTensor, values: Tensor) -> AnchoredUse:
         """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
@@ -183,13 +182,17 @@ class Anchors:
         with LOCK:  # forward passes in several threads
             root, anchor = self.root(values), self._anchor(tensor)
             if anchor is None or anchor.pending == 0 or anchor.root is not root:
-                anchor = Anchor(root, self._sink, tensor, self._living)
+                anchor = Anchor(root, self._sink, tensor, self._living[tensor])
                 self._anchors[tensor] = weakref.ref(anchor)
             return AnchoredUse(anchor, recomputed=recomputed)
 
     def are_alive(self, tensor: MaskedTensor) -> bool:
         """Whether there is a graph still that uses the tensor, be its backward pass over or not."""
-        return self._living[tensor] > 0
+        return len(self._living[tensor]) > 0
+
+    def meet(self, tensor: MaskedTensor) -> bool:
+        """Whether several graphs that use the tensor run backward together, each with an anchor of its own."""
+        return meet(self._living[tensor])
 
     def root(self, values: Tensor) -> Root:
         """The root anchor of the flat delta ``values`` (budget,) as it is now."""
@@ -209,4 +212,4 @@ class Anchors:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model starts with no open graph
-        return {"_sink": self._sink, "current": None, "_anchors": {}, "_living": Counter()}
+        return {"_sink": self._sink, "current": None, "_anchors": {}, "_living": defaultdict(weakref.WeakSet)}

@@ -121,7 +121,8 @@ class Collection:
         """The last use of the tensor has been collected."""
         with self._lock, _range(COLLECT):
             current = self._running_pass()
-            gradient = None if self.compiled.waits(tensor) else current.held.pop(tensor, None)
+            waits = self.compiled.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
+            gradient = None if waits else current.held.pop(tensor, None)
             if gradient is not None:
                 current.settle(tensor, gradient)
 

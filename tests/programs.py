@@ -103,15 +103,14 @@ def program(seed):
         set_to_none=rng.random() < 0.8,
         checked=dtype != torch.bfloat16 and rng.random() < 0.3,
         tiny=rng.random() < 0.4,
-        script=tuple(_script(rng, steps + rng.randint(-1, 1), len(parts), any(checkpointed))),
+        script=tuple(_script(rng, steps + rng.randint(-1, 1), len(parts))),
     )
 
 
-def _script(rng, steps, parts, checkpointed):
+def _script(rng, steps, parts):
     """What is done in so many optimizer steps."""
     place, batch = (lambda: rng.randrange(parts + 1)), (lambda: rng.randrange(10))
     yield ("sparsify",)
-    backwards = [kind for kind in BACKWARDS if not (checkpointed and kind in ("pending", "retained", "kept"))]
     for _ in range(max(1, steps)):
         overflowing = rng.random() < 0.12
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -121,8 +120,8 @@ def _script(rng, steps, parts, checkpointed):
                 yield "evaluate", rng.choice(["no grad", "inference", "eval", "dropped", "base"]), batch()
             if rng.random() < 0.06:
                 yield "saliency", place(), batch()
-            kind, overflow = rng.choice(backwards), place() if overflowing and rng.random() < 0.6 else None
-            yield "backward", kind, batch(), batch(), None if kind == "kept" else overflow
+            kind, overflow = rng.choice(BACKWARDS), place() if overflowing and rng.random() < 0.6 else None
+            yield "backward", kind, batch(), batch(), overflow
         yield ("step",)
         if rng.random() < 0.12:
             yield "resume", rng.choice(["state_dict", "trained_state"])

@@ -50,6 +50,20 @@ def test_the_gradient_of_an_input_alone_is_no_micro_batch(compiled):
         torch.testing.assert_close(asked.sparse_values.grad, plain.sparse_values.grad)
 
 
+def test_a_graph_that_was_asked_before_and_a_newer_one_choose_by_the_sum_of_their_gradients():
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+    asked, fresh = (sparsify(copy.deepcopy(plain), BUDGET, steps=1) for _ in range(2))
+    batches = torch.randn(2, 5, 6, dtype=torch.float64)
+    x = batches[0].clone().requires_grad_()
+    kept = asked(x).square().sum()
+    torch.autograd.grad(kept, x, retain_graph=True)
+    (kept + 3 * asked(batches[1]).square().sum()).backward()
+    (fresh(batches[0]).square().sum() + 3 * fresh(batches[1]).square().sum()).backward()
+    assert unmasked_sets(asked) == unmasked_sets(fresh)
+    torch.testing.assert_close(asked.sparse_values.grad, fresh.sparse_values.grad)
+
+
 def test_a_copy_of_the_model_begins_the_step_anew():
     model, batches = build("mlp")
     sparsify(model, BUDGET, steps=STEPS)
