@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, brief
 
 if TYPE_CHECKING:
     import os
@@ -203,7 +203,7 @@ def _explained(what: str, repo_id: str, revision: str | None) -> Iterator[None]:
             f"there is no {what} at revision {revision or _MAIN!r}: give a repository that `push_to_hub` wrote."
         ) from error
     except Exception as error:  # the client's transport, and so its errors, differ from version to version
-        reason = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+        reason = brief(error) or type(error).__name__
         raise SparsifyError(
             f"the hub at {constants.ENDPOINT} did not serve {what} ({reason}): check the network and, if it is a "
             "matter of rights, the token that `hf auth login` stored or `token=...` gives."
