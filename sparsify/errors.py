@@ -26,5 +26,7 @@ def brief(text: object, most: int = 300) -> str:
         >>> brief("Unrecognized model in\\n  base: \\x1b[2J one of albert, bert", 32)
         'Unrecognized model in base: ?[2J...'
     """
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(str(text).split())).rstrip(".")
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(str(text).split()))
+    if isinstance(text, BaseException):
+        line = line.rstrip(".")
     return line if len(line) <= most else f"{line[:most].rstrip()}..."
