@@ -153,20 +153,32 @@ def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: in
     if missing := [name for name in BUFFERS if name not in state]:
         return f"index buffers are missing: {', '.join(missing)}; expected all of {', '.join(BUFFERS)}, or none."
     shapes = {name: tuple(state[name].shape) for name in BUFFERS}
-    counts, slots = state[COUNTS], state[SLOTS]
+    counts, slots, indices = state[COUNTS], state[SLOTS], state[INDICES]
+    if any(part.dtype not in (torch.int64, torch.int32) for part in (counts, slots, indices)):
+        return f"the index buffers {COUNTS}, {SLOTS} and {INDICES} are not all of whole numbers; load what was saved."
     if shapes[COUNTS] != (len(sizes),):
         return (
             f"the index buffers are about {counts.numel():,} tensors, and this model has {len(sizes):,} that are "
             "masked; sparsify it with the same target_modules as the model that was saved."
         )
-    if bool((counts < 0).any()) or any(shapes[name] != (int(counts.sum()),) for name in PER_ENTRY):
+    limits = torch.tensor(sizes, device=counts.device)
+    if bool(((counts < 0) | (counts > limits)).any()) or any(
+        shapes[name] != (int(counts.sum()),) for name in PER_ENTRY
+    ):
         return f"the index buffers do not agree: {shapes}; expected as many of each as sparse_counts adds up to."
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
+    if slots.numel() > capacity:
         return (
             f"the state dict has more than {capacity:,} unmasked entries, which this model has room for; "
             "sparsify it with the budget of the model that was saved."
         )
-    limits = torch.tensor(sizes, device=counts.device).repeat_interleave(counts)
-    if bool(((state[INDICES] < 0) | (state[INDICES] >= limits)).any()):
+    if bool(((indices < 0) | (indices >= limits.repeat_interleave(counts))).any()):
         return "the index buffers point beyond their tensors; sparsify the model that was saved, not another one."
+    starts = (limits.cumsum(0) - limits).repeat_interleave(counts)  # of each entry's tensor, among the model's entries
+    if (starts + indices).unique().numel() < indices.numel():
+        return "the index buffers hold the same entry of a tensor twice; the state dict is damaged, load another one."
+    if not torch.equal(slots.long().sort().values, torch.arange(slots.numel(), device=slots.device)):
+        return (
+            f"{SLOTS} is not every slot from 0 to {slots.numel() - 1:,} once, so that two entries would share one, now "
+            "or later; the state dict is damaged, load another one."
+        )
     return None
