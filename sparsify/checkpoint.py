@@ -30,6 +30,7 @@ from sparsify.names import check_plain, named_tensors, near_names
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
+_PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
 _FINGERPRINT_BYTES = 64
 _CHUNK_BYTES = 2**20  # that are compared at a time
 
@@ -158,7 +159,16 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.path if self.path.is_dir() else self.path.parent
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored, mapped from its file, by its name in the files."""
+        """A tensor as it is stored, mapped from its file, by its name in the files.
+
+        Raises:
+            SparsifyError: when its numbers are packed into bytes in a way that torch does not take apart.
+        """
+        if self.stored[name].dtype.startswith(_PACKED):
+            raise SparsifyError(
+                f"`{name}` of `{self.path}` is stored in {self.stored[name].dtype}, several numbers to some bytes, of "
+                "which no single one can be changed: give the base unquantized."
+            )
         with safe_open(self.stored[name].file, framework="pt", device="cpu") as file:
             return file.get_tensor(name)
 

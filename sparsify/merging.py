@@ -78,7 +78,8 @@ def merge(
     new = {name: whole[name] for name in report.missing}
     if METADATA_KEY in new:
         raise SparsifyError(
-            f"a tensor stored whole is called `{METADATA_KEY}`, which a safetensors file cannot hold: rename the module."
+            f"a tensor stored whole is called `{METADATA_KEY}`, as the metadata of a safetensors file are: rename the "
+            "module."
         )
     model_config = _updated_config(source / "config.json", config, whole)
     index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
+from limits import needs_limits, within_limits
 from safetensors.torch import load_file, save_file
 from versions import fuses_at_load, needs_transformers_5
 
@@ -255,15 +256,17 @@ def test_a_strangers_config_changes_nothing_but_labels(model, base, out, config)
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
+@needs_limits
 def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
     """A name for each of 10^9 labels would take 60 GB, on the word of a file of less than 1 kB."""
     whole = {"classifier.weight": torch.zeros(2, 16), "empty": torch.zeros(10**9, 0)}
-    SparseDelta({}, whole, {"model_config": {"num_labels": 10**9}}).merge(base, out)
+    delta = SparseDelta({}, whole, {"model_config": {"num_labels": 10**9}})
+    within_limits(lambda: delta.merge(base, out))
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
 def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, nothing_written):
-    with pytest.raises(SparsifyError, match="`__metadata__`, which a safetensors file cannot hold: rename the module"):
+    with pytest.raises(SparsifyError, match="`__metadata__`, as the metadata of a safetensors file are: rename"):
         SparseDelta({}, {"__metadata__": torch.zeros(2)}).merge(base, out)
 
 
@@ -272,7 +275,7 @@ def test_a_drawn_tensor_is_no_change_of_the_bases_files(base, out, nothing_writt
     entry = TensorDelta(
         torch.empty(0, dtype=torch.int64), torch.empty(0), (2, 16), torch.float32, "replace", "0" * 64, drawn
     )
-    with pytest.raises(SparsifyError, match="a merge is about changes of a base, and tensor `classifier.weight`"):
+    with pytest.raises(SparsifyError, match=r"a merge is about changes of a base, and tensor `classifier.weight`"):
         SparseDelta({"classifier.weight": entry}).merge(base, out)
 
 
@@ -295,6 +298,28 @@ def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path,
     with pytest.raises(SparsifyError, match=f"config.json` {message}"):
         delta.merge(base, out)
     assert not out.exists()
+
+
+@needs_limits
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels", "vocab_size"])
+def test_a_config_of_a_billion_layers_is_not_built(model, tmp_path, out, key):
+    """What has the same name in the files needs no model."""
+    base = save(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, key: 10**9}))
+    delta = make_delta(model)
+    within_limits(lambda: delta.merge(base, out), seconds=10)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_numbers_of_less_than_a_byte_are_refused(tmp_path, out, dtype):
+    base = tmp_path / "base"
+    base.mkdir()
+    nbytes = {"F4": 2, "F6_E2M3": 3}[dtype]
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, nbytes]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    with pytest.raises(SparsifyError, match=f"`w` of .* is stored in {dtype}, several numbers to some bytes"):
+        SparseDelta({}, {"w": torch.zeros(4)}).merge(base, out)
 
 
 @pytest.mark.parametrize("metadata", [[1], "text", None, {"total_size": {"a": []}}])
