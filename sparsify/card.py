@@ -206,8 +206,8 @@ was trained in. All checks come before the first write."""
 
 
 def _table(title: str, what: str, counts: Mapping[str, int]) -> str:
-    """A row for each name, with a bar in proportion to the largest."""
-    if not counts:
+    """A row for each name, with a bar in proportion to the largest; nothing where there are no entries."""
+    if not any(counts.values()):  # a drawn tensor may have none
         return ""
     total, largest = sum(counts.values()), max(counts.values())
     rows = [

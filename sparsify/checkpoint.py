@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from sparsify.conversion import Conversion
 from sparsify.entries import same_values
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import BaseMismatchError, SparsifyError, brief
 from sparsify.layout import Layout
 from sparsify.names import check_plain, named_tensors, near_names
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
+_PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
 _FINGERPRINT_BYTES = 64
 _CHUNK_BYTES = 2**20  # that are compared at a time
 
@@ -157,7 +159,16 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.path if self.path.is_dir() else self.path.parent
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored, mapped from its file, by its name in the files."""
+        """A tensor as it is stored, mapped from its file, by its name in the files.
+
+        Raises:
+            SparsifyError: when its numbers are packed into bytes in a way that torch does not take apart.
+        """
+        if self.stored[name].dtype.startswith(_PACKED):
+            raise SparsifyError(
+                f"`{name}` of `{self.path}` is stored in {self.stored[name].dtype}, several numbers to some bytes, of "
+                "which no single one can be changed: give the base unquantized."
+            )
         with safe_open(self.stored[name].file, framework="pt", device="cpu") as file:
             return file.get_tensor(name)
 
@@ -297,18 +308,36 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     )
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that describes a checkpoint.
+
+    Raises:
+        SparsifyError: when the file holds none, or cannot be read.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(document, indent=2)  # which goes less deep than reading
+    except (OSError, ValueError, RecursionError) as error:
+        raise SparsifyError(f"`{path}` is no JSON that can be used ({brief(error)}): download it again.") from error
+    if not isinstance(document, dict):
+        raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
+    return document
+
+
 def _shards(index: Path) -> tuple[Path, ...]:
     """The files that an index names: plain names, next to the index, all there."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SparsifyError(f"`{index}` is no index of a checkpoint ({error!r}): download it again.") from error
-    for name in names:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
+    for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise SparsifyError(f"`{index}` names the shard {name!r}, expected the name of a file next to it.")
-        if not (index.parent / name).is_file():
-            raise SparsifyError(f"the shard `{name}` that `{index}` names is missing: download the checkpoint again.")
+            raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not os.path.isfile(index.parent / name):  # Path.is_file raises for a name that no file can have
+            raise SparsifyError(
+                f"the shard {name!r:.100} that `{index}` names is missing: download the checkpoint again."
+            )
     return tuple(index.parent / name for name in names)
 
 
@@ -318,7 +347,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
         with safe_open(file, framework="pt", device="cpu"):
             pass  # it checks the whole header, and that the file is as long as that says
     except SafetensorError as error:
-        raise SparsifyError(f"`{file}` is no safetensors file ({error}): download or save it again.") from error
+        raise SparsifyError(f"`{file}` is no safetensors file ({brief(error)}): download or save it again.") from error
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -326,6 +355,6 @@ def _read_header(file: Path) -> dict[str, Stored]:
     return {
         name: Stored(file, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
         for name, entry in header.items()
-        if name != "__metadata__"
+        if name != METADATA_KEY
         for begin, end in [entry["data_offsets"]]
     }

@@ -49,8 +49,8 @@ def info(
     console = Console(highlight=False)
     for label, value in _facts(loaded, size):
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
-    if loaded.tensors:
-        console.print(_layer_table(shares(loaded)))
+    if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
+        console.print(_layer_table(rows))
 
 
 def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:

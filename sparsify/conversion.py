@@ -11,14 +11,21 @@ Transformers 4 renames tensors and does nothing else to them.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, brief
 from sparsify.layout import Layout
 from sparsify.names import tied_names
+
+_COUNTED = re.compile("layer|depth|expert|label")  # names of settings that say how many there are of something
 
 
 class Conversion:
@@ -33,7 +40,7 @@ class Conversion:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-        model = _model_without_weights(folder)
+        model = _model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
         self._layouts, self._unmappable = _convert(model, shapes)
@@ -88,7 +95,7 @@ class Conversion:
         return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
 
 
-def _model_without_weights(folder: Path) -> Any:
+def _model_without_weights(folder: Path, num_tensors: int) -> Any:
     """The model of a checkpoint's ``config.json`` on the meta device; no code from the folder is run."""
     if not (folder / "config.json").is_file():
         raise SparsifyError(f"`{folder}` has no `config.json` that says what model it is")
@@ -96,16 +103,65 @@ def _model_without_weights(folder: Path) -> Any:
     import transformers
 
     try:
+        check_counts(folder, num_tensors)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        architecture = getattr(transformers, (config.architectures or [""])[0], None)
-        with torch.device("meta"):
-            if isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel):
+        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"), modules_within(num_tensors):
+            if is_class_for(architecture, config):
                 return architecture(config)
             return transformers.AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # it is third parties' code for hundreds of models; whatever it is, we cannot go on
-        raise SparsifyError(
-            f"transformers cannot build the model of `{folder / 'config.json'}` ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"{type(error).__name__}: {brief(error)}"
+        raise SparsifyError(f"transformers cannot build the model of `{folder / 'config.json'}` ({reason})") from error
+
+
+def check_counts(folder: Path, num_tensors: int) -> None:
+    """Raises where a ``config.json`` counts far more layers, experts or labels than there are tensors."""
+    level = [json.loads((folder / "config.json").read_text(encoding="utf-8"))]
+    while level:
+        pairs = [pair for item in level if isinstance(item, dict) for pair in item.items()]
+        for key, value in pairs:
+            if isinstance(value, int) and _COUNTED.search(key) and value > _most_modules(num_tensors):
+                counted = f"`{brief(key, 100)}` is {brief(value, 30)}"
+                raise SparsifyError(f"{counted} for a checkpoint of {num_tensors:,} tensors: it is damaged")
+        level = [value for _, value in pairs]
+
+
+@contextmanager
+def modules_within(num_tensors: int) -> Iterator[None]:
+    """Within the block, building a model of far more modules than a checkpoint has tensors is an error.
+
+    What it is built from may be a stranger's, and a number in it decides how long that takes.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    built, thread = count(1), get_ident()
+
+    def check(module: Any, name: str, part: Any) -> None:
+        if get_ident() == thread and next(built) > _most_modules(num_tensors):
+            raise SparsifyError(
+                f"the config asks for more than {_most_modules(num_tensors):,} modules, for a checkpoint of "
+                f"{num_tensors:,} tensors: it is damaged"
+            )
+
+    handle = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _most_modules(num_tensors: int) -> int:
+    """More than any model has: experts that are stored as one tensor may be modules each."""
+    return 50_000 + 10 * num_tensors
+
+
+def is_class_for(model_class: Any, config: Any) -> bool:
+    """Whether it is a model's class for a config; one of another family would be built in its own default size."""
+    import transformers
+
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    return is_model and model_class.config_class is not None and isinstance(config, model_class.config_class)
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Layout], dict[str, str]]:

@@ -14,3 +14,19 @@ class DeltaFormatError(SparsifyError):
 
 class BaseMismatchError(SparsifyError):
     """A delta that meets a model which is not the base it was trained on."""
+
+
+def brief(text: object, most: int = 300) -> str:
+    """A name from a file, or what another library's error says, as it may stand in a message.
+
+    On one line, printable and not long: some of transformers' errors list each of its models, and any of them may
+    quote a file that steers a terminal.
+
+    Example:
+        >>> brief("Unrecognized model in\\n  base: \\x1b[2J one of albert, bert", 32)
+        'Unrecognized model in base: ?[2J...'
+    """
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(str(text).split()))
+    if isinstance(text, BaseException):
+        line = line.rstrip(".")
+    return line if len(line) <= most else f"{line[:most].rstrip()}..."

@@ -130,8 +130,9 @@ class Exchange:
             huggingface_hub's ``CommitInfo``: its ``oid`` is a revision for :meth:`load`.
 
         Raises:
-            SparsifyError: when the delta cannot be saved, or the hub does not take it.
+            SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
         """
+        hub.check_destination(repo_id, revision)
         config = card.public_config(self.config)
         if self.config.get("base_model_name_or_path") and card.public_base(self.config) is None:
             warnings.warn(

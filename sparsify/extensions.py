@@ -2,13 +2,18 @@
 
 In: a model, or what a delta recorded of one. Out: the record, in JSON types; or the base with modules in the same
 places, still without values. A record is a stranger's: it is checked, nothing is imported or allocated on its word.
+
+PEFT takes many a setting for a regular expression, and some of those take for ever. So a record holds the names of the
+modules that they matched, and of a stranger's none is run that could try more than one way to match.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,13 +21,16 @@ from torch import nn
 
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.insert import insert_adapters
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import BaseMismatchError, SparsifyError, brief
 from sparsify.metadata import ADAPTERS_KEY, PEFT_KEY
-from sparsify.names import named_tensors
+from sparsify.names import named_tensors, plain_model
 
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
 _NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision")
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
+_MAX_ITEMS = 256  # of a setting that PEFT compiles as so many regular expressions for each module: re keeps 512
+_MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
+_PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by a regular expression
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
 
 
@@ -32,7 +40,10 @@ def record_extensions(model: nn.Module) -> dict[str, Any]:
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         if isinstance(configs, dict) and configs and PEFT_KEY not in found:
-            found[PEFT_KEY] = {str(name): _plain(config.to_dict()) for name, config in configs.items()}
+            found[PEFT_KEY] = {
+                str(name): _by_name(_plain(config.to_dict()), _adapted(plain_model(module), str(name)))
+                for name, config in configs.items()
+            }
         if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
             found[ADAPTERS_KEY] = _plain(asdict(module.config))
     return found
@@ -62,11 +73,58 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
     return model
 
 
+def _adapted(model: nn.Module, adapter: str) -> list[str]:
+    """The names of the modules that one of PEFT's adapters has changed, in the model that PEFT was given."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+        and any(adapter in getattr(module, part, ()) for part in getattr(module, "adapter_layer_names", ()))
+    ]
+
+
+def _by_name(settings: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """PEFT's settings, with the names of the adapted modules in the place of regular expressions."""
+    found = dict(settings)
+    patterns = [found.get(key) or () for key in (*_MODULES, "layers_pattern")]
+    if any(map(_may_backtrack, chain.from_iterable([p] if isinstance(p, str) else p for p in patterns))):
+        forward = found.get("feedforward_modules")
+        if isinstance(forward, str):
+            found["feedforward_modules"] = _any_of(name for name in names if re.fullmatch(forward, name))
+        found["target_modules"] = _any_of(names)
+        found |= {key: None for key in ("exclude_modules", "layers_to_transform", "layers_pattern") if key in found}
+    for key in _PATTERNS:
+        given = found.get(key)
+        if isinstance(given, dict) and any(map(_may_backtrack, given)):
+            # the first that matches counts, as in PEFT
+            firsts = {name: next((p for p in given if re.match(rf"(.*\.)?({p})$", name)), None) for name in names}
+            kinds = dict.fromkeys(pattern for pattern in firsts.values() if pattern is not None)
+            found[key] = {_any_of((n for n in names if firsts[n] == kind), start="^"): given[kind] for kind in kinds}
+    return found
+
+
+def _any_of(names: Iterable[str], start: str = "") -> str:
+    return "|".join(start + re.escape(name) for name in names)
+
+
+def _may_backtrack(pattern: str) -> bool:
+    """Whether a regular expression could try more than one way to match each of its alternatives.
+
+    Example:
+        >>> _may_backtrack("layers[.]0|layers[.]1"), _may_backtrack("^q_proj"), _may_backtrack("(.*)*q")
+        (False, False, True)
+    """
+    return re.search(r"[*+?{(]", re.sub(r"\\.", "", pattern)) is not None
+
+
 def _with_peft(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
     """The base in a ``PeftModel``, its adapters on the meta device."""
     from peft import PeftModel, get_peft_model
 
-    parsed = {name: _peft_config(name, settings) for name, settings in configs.items()}
+    if len(configs) > _MAX_ITEMS:
+        raise SparsifyError(f"the delta records {len(configs):,} adapters, at most {_MAX_ITEMS} are built: {_REMEDY}.")
+    most = max(_MAX_ITEMS, sum(1 for _ in model.modules()))
+    parsed = {name: _peft_config(name, settings, most) for name, settings in configs.items()}
     try:
         with torch.device("meta"):
             for name, peft_config in parsed.items():
@@ -74,12 +132,15 @@ def _with_peft(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
                     model.add_adapter(name, peft_config, low_cpu_mem_usage=True)
                 else:
                     model = get_peft_model(model, peft_config, name, low_cpu_mem_usage=True)
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise SparsifyError(f"PEFT cannot build the adapter that the delta records ({error}): {_REMEDY}.") from error
+    except Exception as error:  # its code meets settings that nobody has checked
+        raise SparsifyError(
+            f"PEFT cannot build the adapter that the delta records ({brief(error)}): {_REMEDY}."
+        ) from error
     return model
 
 
-def _peft_config(name: str, settings: Any) -> Any:
+def _peft_config(name: str, settings: Any, most_names: int) -> Any:
+    """A record as PEFT's own config."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = settings.get("peft_type") if isinstance(settings, dict) else None
@@ -91,11 +152,32 @@ def _peft_config(name: str, settings: Any) -> Any:
             f"weights: {_REMEDY}."
         )
     config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    taken = {field.name for field in fields(config_class) if field.init} - {*_NOT_TAKEN, "peft_type"}
+    names = {field.name for field in fields(config_class) if field.init} - {*_NOT_TAKEN, "peft_type"}
+    taken = {key: value for key, value in settings.items() if key in names}
+    for key, value in taken.items():
+        _check_setting(name, key, value, most_names if key in _MODULES else _MAX_ITEMS)
     try:
-        return config_class(**{key: value for key, value in settings.items() if key in taken})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise SparsifyError(f"the delta records an adapter that PEFT refuses ({error}): {_REMEDY}.") from error
+        return config_class(**taken)
+    except Exception as error:  # its checks expect what PEFT itself writes
+        raise SparsifyError(f"the delta records an adapter that PEFT refuses ({brief(error)}): {_REMEDY}.") from error
+
+
+def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
+    """Raises where a setting holds an expression that could take for ever to match, or more items than are of use."""
+    if isinstance(value, (dict, list)) and len(value) > most:
+        raise SparsifyError(
+            f"the delta records an adapter {brief(adapter, 100)!r} with {len(value):,} items in `{key}`, expected at "
+            f"most {most:,}: {_REMEDY}."
+        )
+    if isinstance(value, str) and _may_backtrack(value):
+        raise SparsifyError(
+            f"the delta records an adapter {brief(adapter, 100)!r} with a regular expression in `{key}` "
+            f"({brief(value, 100)!r}), which may take for ever and is not run: {_REMEDY}."
+        )
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    for item in value if isinstance(value, list) else ():
+        _check_setting(adapter, key, item, most)
 
 
 def _adapter_config(settings: Mapping[str, Any]) -> AdapterConfig:
@@ -105,7 +187,9 @@ def _adapter_config(settings: Mapping[str, Any]) -> AdapterConfig:
             settings["kind"], settings["reduction_factor"], settings["name"], None if named is None else tuple(named)
         )
     except (KeyError, TypeError) as error:
-        raise SparsifyError(f"the delta records adapters without their settings ({error!r}): {_REMEDY}.") from error
+        raise SparsifyError(
+            f"the delta records adapters without their settings ({brief(repr(error))}): {_REMEDY}."
+        ) from error
 
 
 def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:

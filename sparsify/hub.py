@@ -5,12 +5,13 @@ In: the id of a repository. Out: a file in the hub's local cache, or a commit. N
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, brief
 
 if TYPE_CHECKING:
     import os
@@ -40,6 +41,24 @@ def is_repo_id(text: object) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def check_destination(repo_id: object, revision: object = None) -> None:
+    """Raises where nothing can be pushed to a repository, or a branch of it, since it cannot be called so."""
+    if not is_repo_id(repo_id):
+        raise SparsifyError(_no_id(repo_id))
+    # git's own rules for the names of branches, as far as a mistake would meet them
+    if revision is not None and not (
+        isinstance(revision, str) and re.fullmatch(r"[\w.+@#-]+(/[\w.+@#-]+)*", revision) and ".." not in revision
+    ):
+        raise SparsifyError(
+            f"revision={revision!r:.100}; expected the name of a branch to push to, or None for `{_MAIN}`."
+        )
+
+
+def _no_id(repo_id: object) -> str:
+    what = "expected one such as 'user/name', of letters, digits, '-', '_' and '.'"
+    return f"{repo_id!r:.100} is no repository's id: {what}"
 
 
 def download(
@@ -117,11 +136,13 @@ def upload(
         commit_message: the commit's first line.
 
     Raises:
-        SparsifyError: when the hub does not take it; says why and what to do.
+        SparsifyError: before the hub is asked, when repository or branch cannot be called so; when the hub does not
+            take it; says why and what to do.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(token=token, library_name="sparsify")
+    check_destination(repo_id, revision)
     with _explained(f"a delta in `{repo_id}`", repo_id, revision):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and revision != _MAIN and not revision.startswith("refs/"):
@@ -174,9 +195,7 @@ def _explained(what: str, repo_id: str, revision: str | None) -> Iterator[None]:
     except SparsifyError:
         raise
     except errors.HFValidationError as error:
-        raise SparsifyError(
-            f"{repo_id!r} is no repository's id: expected one such as 'user/name', of letters, digits, '-', '_' and '.'"
-        ) from error
+        raise SparsifyError(_no_id(repo_id)) from error
     except errors.GatedRepoError as error:
         raise SparsifyError(
             f"`{repo_id}` is gated: ask for access on its page at {constants.ENDPOINT}/{repo_id}, then log in with "
@@ -196,14 +215,15 @@ def _explained(what: str, repo_id: str, revision: str | None) -> Iterator[None]:
             "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} was not asked or is silent"
         )
         raise SparsifyError(
-            f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy."
+            f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy, "
+            f"which `{repo_id}` is not."
         ) from error
     except errors.EntryNotFoundError as error:
         raise SparsifyError(
             f"there is no {what} at revision {revision or _MAIN!r}: give a repository that `push_to_hub` wrote."
         ) from error
     except Exception as error:  # the client's transport, and so its errors, differ from version to version
-        reason = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+        reason = brief(error) or type(error).__name__
         raise SparsifyError(
             f"the hub at {constants.ENDPOINT} did not serve {what} ({reason}): check the network and, if it is a "
             "matter of rights, the token that `hf auth login` stored or `token=...` gives."

@@ -194,23 +194,31 @@ def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: in
         return f"index buffers are missing: {', '.join(missing)}; expected all of {', '.join(BUFFERS)}, or none."
     shapes = {name: tuple(state[name].shape) for name in BUFFERS}
     counts = state[COUNTS]
+    if any(state[name].dtype not in (torch.int64, torch.int32) for name in (COUNTS, INDICES, SLOTS)):
+        return f"the index buffers {COUNTS}, {SLOTS} and {INDICES} are not all of whole numbers; load what was saved."
     if shapes[COUNTS] != (len(sizes),):
         return (
             f"the index buffers are about {counts.numel():,} tensors, and this model has {len(sizes):,} that are "
             "masked; sparsify it with the same target_modules as the model that was saved."
         )
-    length = state[SLOTS].numel()
+    limits, length = torch.tensor(sizes, device=counts.device), state[SLOTS].numel()
     one_length = all(shapes[name] == (length,) for name in PER_ENTRY)
-    total = int(counts.clamp(-1, length + 1).sum())  # no sum of absurd numbers
-    if not one_length or bool((counts < 0).any()) or total > length:
+    if not one_length or bool(((counts < 0) | (counts > limits)).any()) or (total := int(counts.sum())) > length:
         return f"the index buffers do not agree: {shapes}; expected as many of each as sparse_counts adds up to."
     indices, slots = state[INDICES][:total], state[SLOTS][:total]
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
+    if total > capacity:
         return (
             f"the state dict has more than {capacity:,} unmasked entries, which this model has room for; "
             "sparsify it with the budget of the model that was saved."
         )
-    limits = torch.tensor(sizes, device=counts.device).repeat_interleave(counts)
-    if bool(((indices < 0) | (indices >= limits)).any()):
+    if bool(((indices < 0) | (indices >= limits.repeat_interleave(counts))).any()):
         return "the index buffers point beyond their tensors; sparsify the model that was saved, not another one."
+    starts = (limits.cumsum(0) - limits).repeat_interleave(counts)  # of each entry's tensor, among the model's entries
+    if (starts + indices).unique().numel() < indices.numel():
+        return "the index buffers hold the same entry of a tensor twice; the state dict is damaged, load another one."
+    if not torch.equal(slots.long().sort().values, torch.arange(slots.numel(), device=slots.device)):
+        return (
+            f"{SLOTS} is not every slot from 0 to {slots.numel() - 1:,} once, so that two entries would share one, now "
+            "or later; the state dict is damaged, load another one."
+        )
     return None

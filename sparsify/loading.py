@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 
 from sparsify.algebra import DeltaSum
 from sparsify.delta import SparseDelta
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import BaseMismatchError, SparsifyError, brief
 from sparsify.extensions import extend
 from sparsify.names import named_tensors
 
-# Arguments of from_pretrained that a delta's load has, too.
+# Arguments of from_pretrained that a delta's load has, too, and those that say where the base is.
 _SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")
+_OF_THE_BASE = (*_SHARED_WITH_HUB, "revision", "subfolder", "force_download", "proxies", "gguf_file")
 PEFT_REPLACED = "original_module"  # the part of a name under which PEFT keeps what modules_to_save stand in for
+_COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # what PEFT puts into the names of what it trains whole
 _BASE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # transformers 5, and 4
 
@@ -73,10 +76,12 @@ def load_model(
     _check_arguments(base, delta, model_class)
     if not isinstance(delta, SparseDelta):
         delta = SparseDelta.load(delta, **{key: kwargs[key] for key in _SHARED_WITH_HUB if key in kwargs})
-    model_class = model_class if model_class is not None else _recorded_class(delta.config.get("architecture"))
     name, revision = _find_base(base, delta.config)
     if revision is not None:
         kwargs.setdefault("revision", revision)
+    if model_class is None:
+        model_class = _recorded_class(delta.config.get("architecture"))
+        _check_family(model_class, name, kwargs)
     if "torch_dtype" not in kwargs:
         kwargs.setdefault("dtype", _trained_dtype(delta))
     model = _from_pretrained(model_class, name, delta, kwargs)
@@ -116,6 +121,41 @@ def _recorded_class(name: object) -> Any:
     return found
 
 
+def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises where the class that a delta names is of another family of models than the base.
+
+    transformers would build it all the same, in that family's own default size, which for some is tens of gigabytes.
+    """
+    from transformers import PretrainedConfig
+
+    if "config" in kwargs:
+        return
+    try:
+        found, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in _OF_THE_BASE if key in kwargs})
+    except Exception:  # whatever it is, `from_pretrained` meets it too, and says more
+        return
+    own = model_class.config_class
+    if isinstance(found, dict) and (own is None or not _is_of(own, found)):
+        raise SparsifyError(
+            f"the delta was trained in {model_class.__name__}, and the base `{brief(name)}` is of another family of "
+            f"models ({brief(found.get('model_type'))}): pass the base that the delta was trained on, or "
+            "`model_class=...` if this is the one."
+        )
+
+
+def _is_of(config_class: Any, found: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is of the family of a config's class, or has a part that is."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    family = found.get("model_type")
+    if family is None:  # as it was before 2020: then its settings have to be those of the class
+        of_all = set(PretrainedConfig().to_dict())
+        return bool(set(found) - of_all) and set(found) - of_all <= set(config_class().to_dict())
+    parts = CONFIG_MAPPING[family].sub_configs.values() if family in CONFIG_MAPPING else ()
+    named = [found, *(value for value in found.values() if isinstance(value, dict))]
+    return config_class in parts or any(part.get("model_type") == config_class.model_type for part in named)
+
+
 def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> tuple[str, str | None]:
     """The base's name, and the recorded revision where it is the recorded base."""
     recorded, revision = config.get("base_model_name_or_path"), config.get("base_model_revision")
@@ -142,17 +182,21 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     """The base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
     from huggingface_hub.errors import HFValidationError  # what transformers 4 says of a folder that is not there
 
-    labels = {} if "config" in kwargs else _head_config(delta)
     try:
+        labels = {} if "config" in kwargs else _head_config(delta, model_class, name, kwargs)
         with _load_report_held_back():
             model, info = model_class.from_pretrained(
                 name, **{"ignore_mismatched_sizes": True, **labels, **kwargs}, output_loading_info=True
             )
     except (OSError, HFValidationError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")[:300]
         raise SparsifyError(
-            f"the base `{name}` cannot be loaded ({reason}): pass its id on the hub or its folder, "
+            f"the base `{brief(name)}` cannot be loaded ({brief(error)}): pass its id on the hub or its folder, "
             "`load_model(base, delta)`."
+        ) from error
+    except Exception as error:  # third parties' code for hundreds of models, which a delta can name
+        raise SparsifyError(
+            f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "
+            f"({type(error).__name__}: {brief(error)}): check base and arguments, or pass `model_class=...`."
         ) from error
     drawn = _drawn_at_random(model, info)
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
@@ -162,22 +206,56 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     return model
 
 
-def _head_config(delta: SparseDelta) -> dict[str, Any]:
+def _head_config(delta: SparseDelta, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The recorded labels as arguments of ``from_pretrained``.
 
     The number of labels decides how much memory a head takes, so it is believed only as far as the delta brings the
-    head along: a tensor with values (an empty one may claim any shape) that has as many rows, say.
+    head along: all tensors whose shape it changes, with their values.
     """
     recorded = delta.config.get("model_config")
     if not isinstance(recorded, dict):
         return {}
     number, labels, problem = (recorded.get(key) for key in ("num_labels", "id2label", "problem_type"))
-    if not isinstance(number, int) or not any(t.numel() and number in t.shape for t in delta.whole.values()):
+    whole = [tensor for tensor in delta.whole.values() if tensor.numel() and tensor.is_floating_point()]
+    if isinstance(number, bool) or not isinstance(number, int) or not any(number in tensor.shape for tensor in whole):
+        return {}
+    if not _brings_head(delta, number, model_class, name, kwargs):
         return {}
     given = labels if isinstance(labels, dict) else {}
     names = {index: str(given.get(str(index), f"LABEL_{index}")) for index in range(number)}
     head: dict[str, Any] = {"id2label": names, "label2id": {label: index for index, label in names.items()}}
     return {**head, "problem_type": problem} if isinstance(problem, str) else head
+
+
+def _brings_head(delta: SparseDelta, number: int, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a delta has every tensor whose size follows from the number of labels, in that size, and one's values.
+
+    Asked of the model without its weights, built for the base's own number of labels and for one more: what grows is
+    the head. A drawn tensor may claim any size, so a head is not believed on the word of such alone.
+    """
+    import transformers
+
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        return True  # a class of the user's choice, such as an Auto class, is not built to find out
+    config_class: Any = model_class.config_class
+    config = config_class.from_pretrained(name, **{key: kwargs[key] for key in _OF_THE_BASE if key in kwargs})
+    own = max(config.num_labels, 1)
+    shapes = []
+    for labels in (own, own + 1):
+        config.num_labels = labels
+        with torch.device("meta"):
+            model: Any = model_class(config)
+        shapes.append({name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()})
+    pairs = {name: (shapes[0].get(name, ()), shape) for name, shape in shapes[1].items()}
+    head = {
+        name: tuple(size + (more - size) * (number - own) for size, more in zip(*pair, strict=False))
+        for name, pair in pairs.items()
+        if pair[0] != pair[1]
+    }
+    stored = {_COPY.sub("", name): tuple(tensor.shape) for name, tensor in delta.whole.items()}
+    drawn = {_COPY.sub("", name): part.shape for name, part in delta.tensors.items() if part.drawn is not None}
+    found = {**drawn, **stored}
+    return not head.keys().isdisjoint(stored) and all(found.get(name) == shape for name, shape in head.items())
 
 
 def _drawn_at_random(model: nn.Module, info: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from sparsify.checking import check_checkpoint, trained_values
-from sparsify.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored
-from sparsify.edits import warn_of_casts
+from sparsify.checkpoint import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
+from sparsify.edits import check_not_drawn, warn_of_casts
 from sparsify.entries import TensorDelta, put
 from sparsify.errors import SparsifyError
+from sparsify.format import check_names
 from sparsify.layout import Layout
 
 # What lies next to weights and does not describe the merged model: other formats' weights, and the state of a training.
@@ -64,6 +65,8 @@ def merge(
         SparsifyError: when there is no checkpoint in ``base``, a tensor has no place of its own in its files, or
             ``out`` is not free.
     """
+    check_names(tensors, whole)
+    check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)
@@ -73,13 +76,20 @@ def merge(
     changes: list[_Change] = [_Entries(name, checkpoint, layouts[name], delta) for name, delta in tensors.items()]
     changes += [_Whole(name, checkpoint, layouts[name], tensor) for name, tensor in whole.items() if name in layouts]
     new = {name: whole[name] for name in report.missing}
+    if METADATA_KEY in new:
+        raise SparsifyError(
+            f"a tensor stored whole is called `{METADATA_KEY}`, as the metadata of a safetensors file are: rename the "
+            "module."
+        )
+    model_config = _updated_config(source / "config.json", config, whole)
+    index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
     with _appearing_folder(out) as folder:
         file_names = _file_names(checkpoint, new)
         _copy_descriptions(source, folder)
         _write_shards(checkpoint, changes, folder, file_names)
-        _write_index(checkpoint, new, folder, file_names)
-        if whole:
-            _update_config(folder / "config.json", config, whole)
+        _write_index(checkpoint, index, new, folder, file_names)
+        if model_config is not None:
+            _write_json(folder / "config.json", model_config)
     return out
 
 
@@ -150,14 +160,18 @@ def _write_shards(
 
 
 def _write_index(
-    checkpoint: Checkpoint, new: Mapping[str, Tensor], folder: Path, file_names: Mapping[Path, str]
+    checkpoint: Checkpoint,
+    index: Mapping[str, Any],
+    new: Mapping[str, Tensor],
+    folder: Path,
+    file_names: Mapping[Path, str],
 ) -> None:
     """Writes the tensors that the base does not have into a shard, and the index where there are shards."""
     weight_map = {key: file_names[stored.file] for key, stored in checkpoint.stored.items()}
     if set(weight_map.values()) == {WEIGHTS_NAME}:
         return
-    index = _read_json(checkpoint.folder / INDEX_NAME)
-    metadata = index.get("metadata") or {}
+    metadata = index.get("metadata")
+    metadata = dict(metadata) if isinstance(metadata, dict) else {}
     if new:
         shard = _shard_name(len(checkpoint.files), len(checkpoint.files) + 1)
         own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in new.items()}
@@ -189,29 +203,33 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and not _LEFT_OUT.fullmatch(path.name):
             shutil.copyfile(path, folder / path.name)
-        elif path.is_dir() and not path.name.startswith("."):
+        elif path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            # Links to folders are not followed: they may lead anywhere, also back here. Nor can a pipe be copied.
             files = [file for file in path.rglob("*") if file.is_file()]
-            if files and not any(_LEFT_OUT.fullmatch(file.name) for file in files):
-                shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+            if not any(_LEFT_OUT.fullmatch(file.name) for file in files):
+                for file in files:
+                    copy = folder / file.relative_to(source)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)
 
 
-def _update_config(path: Path, config: Mapping[str, Any], whole: Mapping[str, Tensor]) -> None:
-    """Lets ``config.json`` say what model the delta's whole tensors are of, where the delta says so."""
+def _updated_config(path: Path, config: Mapping[str, Any], whole: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """The ``config.json`` that says what model the delta's whole tensors are of; ``None`` where it stays as it is."""
     updates: dict[str, Any] = {}
     architecture, head = config.get("architecture"), config.get("model_config")
     if isinstance(architecture, str) and architecture.isidentifier():
         updates["architectures"] = [architecture]
     if isinstance(head, dict):
         # Nothing but labels: a delta may come from a stranger, and other keys of a config name code to be run.
-        updates |= _labels(head, {size for tensor in whole.values() for size in tensor.shape})
-    if updates and path.is_file():
-        _write_json(path, {**_read_json(path), **updates})
+        # An empty tensor may claim any size, so only those with values count.
+        updates |= _labels(head, {size for tensor in whole.values() if tensor.numel() for size in tensor.shape})
+    return {**read_json(path), **updates} if updates and whole and path.is_file() else None
 
 
 def _labels(head: Mapping[str, Any], sizes: set[int]) -> dict[str, Any]:
     """The labels of a delta's head in the words of ``config.json``, if there is a head of that size."""
     number, names, problem = (head.get(key) for key in ("num_labels", "id2label", "problem_type"))
-    if isinstance(number, int) and number in sizes and names is None:
+    if isinstance(number, int) and not isinstance(number, bool) and number in sizes and names is None:
         names = {str(label): f"LABEL_{label}" for label in range(number)}
     if not isinstance(names, dict) or len(names) not in sizes:
         return {}
@@ -248,11 +266,6 @@ def _appearing_folder(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         folder.rename(out)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return document
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsify.checking import check_checkpoint, trained_values
 from sparsify.checkpoint import Checkpoint
+from sparsify.edits import check_not_drawn
 from sparsify.entries import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.format import check_names
@@ -57,10 +58,12 @@ def make_patches(
             names, comes as several patches. Without it, they are those of the model at run time.
 
     Raises:
-        SparsifyError: without a checkpoint, where values are differences, which take a base to become values.
+        SparsifyError: where a tensor is drawn from a seed, which is no change of a base; without a checkpoint, where
+            values are differences, which take a base to become values.
         BaseMismatchError: where the checkpoint is not that of the delta's base.
     """
     check_names(tensors, whole)
+    check_not_drawn(tensors, "a stream of patches")
     if checkpoint is not None:
         opened = Checkpoint(checkpoint)
         _, layouts = check_checkpoint(tensors, whole, opened)

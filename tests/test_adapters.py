@@ -450,8 +450,9 @@ def untouched(model, call, match):
     ("options", "match"),
     [
         ({"kind": "seq_bn"}, "kind='seq_bn' is no kind of adapter; expected houlsby or pfeiffer"),
-        ({"reduction_factor": 0}, "reduction_factor=0; expected a number above 0"),
-        ({"reduction_factor": -2}, "reduction_factor=-2; expected a number above 0"),
+        ({"reduction_factor": 0}, "reduction_factor=0; expected a number of at least 1/1024"),
+        ({"reduction_factor": -2}, "reduction_factor=-2; expected a number of at least 1/1024"),
+        ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
         ({"reduction_factor": float("nan")}, "reduction_factor=nan; expected"),
         ({"reduction_factor": True}, "reduction_factor=True; expected"),
         ({"reduction_factor": "16"}, "reduction_factor='16'; expected"),
@@ -556,7 +557,7 @@ def test_adapters_of_another_architecture_and_missing_files_are_refused(tmp_path
         model, lambda: load_adapters(model, tmp_path), r"adapter\.safetensors cannot be read .*use_safetensors=True"
     )
     untouched(
-        model, lambda: load_adapters(model, tmp_path / "none"), "adapter_config.json cannot be read .No such file"
+        model, lambda: load_adapters(model, tmp_path / "none"), "adapter_config.json cannot be read .no file of at most"
     )
 
 

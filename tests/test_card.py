@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsify.card import model_card, public_base, public_config, update_card
+from sparsify.draws import Draw
 from sparsify.entries import TensorDelta, digest
 from sparsify.strategies import PRESETS
 
@@ -34,6 +35,18 @@ TENSORS = {
     "bert.encoder.layer.2.output.dense.bias": entries(16),
 }
 WHOLE = {"classifier.weight": torch.zeros(3, 4)}
+
+
+def drawn(count, shape=(10, 10)):
+    indices = torch.arange(count)
+    return TensorDelta(indices, torch.ones(count), shape, torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+
+
+@pytest.mark.parametrize("shape", [(10, 10), (0, 10)])
+def test_a_delta_of_drawn_tensors_alone_has_a_card(shape):
+    text = model_card({"lora_A.weight": drawn(0, shape), "layers.0.lora_B.weight": drawn(0, shape)}, {}, CONFIG)
+    assert "0 changed entries in 2 tensors" in text
+    assert "by layer" not in text
 
 
 @pytest.fixture

@@ -123,14 +123,32 @@ def test_a_model_in_sparse_training_is_no_base():
 
 def test_a_missing_shard_is_named(folder):
     next(folder.glob("model-00002*")).unlink()
-    with pytest.raises(SparsifyError, match=r"the shard `model-00002-of-.*` that .* names is missing"):
+    with pytest.raises(SparsifyError, match=r"the shard 'model-00002-of-.*' that .* names is missing"):
         Checkpoint(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": {}}}'])
-def test_a_broken_index_is_an_error(tmp_path, text):
+BROKEN_INDEXES = {
+    "": "is no JSON that can be used",
+    '{"weight_map": ' * 100_000: "is no JSON that can be used",
+    '{"a": ' + "1" * 5_000 + "}": "is no JSON that can be used",
+    "[]": "holds a list, expected a JSON object",
+    "{}": "is no index of a checkpoint",
+    '{"weight_map": 3}': "is no index of a checkpoint",
+    '{"weight_map": {}}': "is no index of a checkpoint",
+    '{"weight_map": {"a": {"b": "c.safetensors"}}}': r"names the shard \{'b': 'c.safetensors'\}, expected the name",
+    '{"weight_map": {"a": "b.safetensors", "c": 3}}': "the shard 3, expected the name",
+    '{"weight_map": {"a": "model.safetensors.index.json"}}': "is no safetensors file",
+    '{"weight_map": {"a": ".."}}': "is missing: download",
+    '{"weight_map": {"a": "\\u0000"}}': r"the shard '\\x00' that .* is missing",
+    '{"weight_map": {"a": "\\ud800"}}': r"the shard '\\ud800' that .* is missing",
+    '{"weight_map": {"a": "%s"}}' % ("x" * 5_000): "the shard 'x{99} that .* is missing",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_INDEXES.items(), ids=range(len(BROKEN_INDEXES)))
+def test_a_broken_index_is_an_error(tmp_path, text, message):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(SparsifyError, match="is no index of a checkpoint"):
+    with pytest.raises(SparsifyError, match=message):
         Checkpoint(tmp_path)
 
 

@@ -18,6 +18,8 @@ from peft import PeftModel
 import sparsify
 from sparsify import SparseDelta
 from sparsify.commands import parse_weights, printable
+from sparsify.draws import Draw
+from sparsify.entries import TensorDelta
 
 SCRIPT = Path(sys.executable).parent / "sparsify"
 
@@ -63,6 +65,18 @@ def test_info_shows_where_the_entries_are(run, tmp_path, saved):
         assert part in text
     size = (tmp_path / "delta" / "sparse_delta.safetensors").stat().st_size
     assert f"{size:,}" in text
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
+def test_info_of_drawn_tensors_alone(run, tmp_path, shape):
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    part = TensorDelta(*nothing, shape, torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+    SparseDelta({"layers.0.lora_A.weight": part, "lora_B.weight": part}).save(tmp_path / "delta")
+    code, text = run("info", tmp_path / "delta")
+    assert code == 0
+    assert "0 in 2 tensors" in text
+    assert "the initial values of 2 tensors that the base does not have" in text
+    assert run("info", tmp_path / "delta", "--json")[0] == 0
 
 
 def test_info_is_there_for_programs_too(run, tmp_path, saved):
@@ -187,6 +201,26 @@ def test_push_publishes_and_info_reads_from_the_hub(tmp_path, saved):
             assert expected in run.stdout
         assert hub.repos[repo].private
         assert hub.repos[repo].messages[-1] == "First"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/path", "me/name"], "`no/such/path` does not exist, so there is no delta to load"),
+        (["no/path", "me/name"], "or give the path of a copy, which `no/path` is not"),
+        (["delta", "me/na me"], "'me/na me' is no repository's id: expected one such as 'user/name'"),
+    ],
+)
+def test_a_push_of_nothing_or_to_nowhere_is_one_line_and_asks_nobody(tmp_path, saved, arguments, message):
+    with hub_server() as hub:
+        environment = {**client_environment(hub, tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+        run = subprocess.run(
+            [SCRIPT, "push", *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
+        )
+        assert run.returncode == 1
+        assert message in run.stderr
+        assert len(run.stderr.splitlines()) == 1
+        assert hub.requests == []
 
 
 @pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "to-peft", "push"])

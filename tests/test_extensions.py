@@ -3,9 +3,11 @@
 import copy
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from limits import needs_limits, within_limits
 from models import loss_of
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, BertModel
@@ -78,6 +80,15 @@ def test_a_peft_model_is_loaded_in_one_call(folder, tmp_path, name, fresh):
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize("fresh", ["store", "seed"])
+@pytest.mark.parametrize("name", ["lora", "loha"])
+def test_a_head_of_another_size_within_peft_is_loaded_too(folder, name, fresh):
+    model = trained(get_peft_model(base(folder, num_labels=5), copy.deepcopy(PEFT[name])), fresh)
+    loaded = load_model(folder, SparseDelta.from_model(model))
+    assert loaded.config.num_labels == 5
+    assert torch.equal(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize("kind", ["pfeiffer", "houlsby"])
 def test_adapters_are_loaded_in_one_call(folder, tmp_path, kind):
     model = trained(add_adapters(base(folder), kind, 2), "seed", ["classifier"])
@@ -117,6 +128,23 @@ def test_a_record_is_json_and_a_plain_model_has_none(folder):
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """The folder of a base, and a delta of a LoRA on it."""
+    folder = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(0)
+    BertModel(CONFIG).save_pretrained(folder)
+    return folder, SparseDelta.from_model(trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))))
+
+
+def changed(lora, changes):
+    """The same with other settings in the record."""
+    folder, delta = lora
+    delta = copy.deepcopy(delta)
+    delta.config["peft"]["default"].update(changes)
+    return folder, delta
+
+
 def delta_with(folder, **changes):
     delta = SparseDelta.from_model(trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))))
     delta.config["peft"]["default"].update(changes)
@@ -139,6 +167,119 @@ def delta_with(folder, **changes):
 def test_a_record_that_does_not_fit_is_refused(folder, changes, error, message):
     with pytest.raises(error, match=message):
         load_model(folder, delta_with(folder, **changes))
+
+
+CATASTROPHIC = "(((.*)*)*)*!"
+
+
+@needs_limits
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": CATASTROPHIC},
+        {"target_modules": "(.|.)" * 60 + "!"},
+        {"exclude_modules": CATASTROPHIC},
+        {"modules_to_save": ["classifier", CATASTROPHIC]},
+        {"rank_pattern": {CATASTROPHIC: 4}},
+        {"alpha_pattern": {CATASTROPHIC: 4}},
+        {"layers_to_transform": [0], "layers_pattern": CATASTROPHIC},
+        {"layers_to_transform": [0], "layers_pattern": ["layer", CATASTROPHIC]},
+    ],
+    ids=str,
+)
+def test_a_regular_expression_from_a_file_is_not_run(lora, changes):
+    (key,) = changes.keys() - {"layers_to_transform"}
+    with pytest.raises(SparsifyError, match=f"with a regular expression in `{key}` .*which may take for ever"):
+        within_limits(lambda: load_model(*changed(lora, changes)), seconds=10)
+
+
+@needs_limits
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "modules_to_save", "target_modules"])
+def test_a_record_has_no_more_items_than_are_of_use(lora, key):
+    names = [f"n{i}" for i in range(200_000)]
+    changes = {key: dict.fromkeys(names, 4) if key.endswith("pattern") else names}
+    with pytest.raises(SparsifyError, match=f"with 200,000 items in `{key}`, expected at most"):
+        within_limits(lambda: load_model(*changed(lora, changes)), seconds=10)
+
+
+REGEX = {
+    "targets": LoraConfig(r=4, target_modules=r".*\.(query|value)", task_type="SEQ_CLS"),
+    "excluded": LoraConfig(r=4, target_modules=TARGETS, exclude_modules=r".*\.0\..*value", task_type="SEQ_CLS"),
+    "layers": LoraConfig(
+        r=4, target_modules=TARGETS, layers_to_transform=[1], layers_pattern=["laye[r]+"], task_type="SEQ_CLS"
+    ),
+    "ranks": LoraConfig(
+        r=4,
+        target_modules=TARGETS,
+        task_type="SEQ_CLS",
+        alpha_pattern={"v.*": 5},
+        rank_pattern={r".*0.*query": 2, "query": 3},
+    ),
+    "feedforward": IA3Config(
+        target_modules=r".*(value|dense)", feedforward_modules=r".*\d.*dense", task_type="SEQ_CLS"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGEX)
+def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_matched(folder, name):
+    model = trained(get_peft_model(base(folder), copy.deepcopy(REGEX[name])), modules_to_save=["classifier"])
+    delta = SparseDelta.from_model(model)
+    assert not any(char in json.dumps(delta.config["peft"]["default"]) for char in "*+(")
+    loaded = load_model(folder, delta)
+    assert torch.equal(logits(loaded), logits(model))
+    assert [m.r for m in loaded.modules() if hasattr(m, "r")] == [m.r for m in model.modules() if hasattr(m, "r")]
+    assert [m.scaling for m in loaded.modules() if hasattr(m, "scaling")] == [
+        m.scaling for m in model.modules() if hasattr(m, "scaling")
+    ]
+
+
+@needs_limits
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
+        ({"reduction_factor": 1e-3}, "tensor .* has shape"),
+        ({"reduction_factor": 10**400}, "tensor .* has shape"),
+        ({"kind": ["pfeiffer"]}, "records adapters without their settings"),
+        ({"name": "training"}, "adapter_name='training' cannot be part of a parameter's name"),
+        ({"target_modules": ["nowhere"]}, "has no module 'nowhere'"),
+        ({"target_modules": [5]}, "has no module 5"),
+        ({"target_modules": 5}, "records adapters without their settings"),
+        ({"target_modules": ["bert.pooler", "bert.pooler"]}, "and no values in the delta"),
+    ],
+    ids=str,
+)
+def test_a_record_of_adapters_that_does_not_fit_is_refused(folder, changes, message):
+    delta = SparseDelta.from_model(trained(add_adapters(base(folder), "pfeiffer", 2), modules_to_save=["classifier"]))
+    delta.config["adapters"].update(changes)
+    with pytest.raises(SparsifyError, match=message):
+        within_limits(lambda: load_model(folder, delta))
+
+
+ODD = [None, True, -1, 10**30, "\x1b[2J", [[]], ["x", 5], {"a": [1]}]
+
+
+@pytest.mark.slow
+@needs_limits
+def test_odd_settings_of_peft_end_in_a_model_or_in_an_error_of_ours(lora):
+    said = []
+
+    def load(changes):
+        try:
+            load_model(*changed(lora, changes))
+        except SparsifyError as error:
+            if len(str(error)) > 1_000 or "\x1b" in str(error):
+                raise RuntimeError(f"{changes} is told so: {error}") from error
+            raise
+
+    for key in lora[1].config["peft"]["default"]:
+        for value in ODD:
+            try:
+                within_limits(partial(load, {key: value}))
+            except SparsifyError as error:
+                said.append(error)
+    assert len(said) > 30
 
 
 def test_a_record_cannot_import_or_name_another_base(folder):

@@ -221,6 +221,33 @@ def test_a_push_that_may_not_be_says_so_and_changes_nothing(hub, client):
     assert hub.repos["a/theirs"].messages == ["initial commit"]
 
 
+def test_a_push_to_no_repository_is_refused_before_the_hub_is_asked(hub, client):
+    repos = [
+        "a/b/c",
+        "",
+        "a/",
+        "/a",
+        "./first",
+        "me/na me",
+        "me/x.git",
+        "https://huggingface.co/me/x",
+        5,
+        None,
+        Path("a/b"),
+    ]
+    printed = client(
+        'import warnings; warnings.simplefilter("error"); from pathlib import Path, PosixPath',
+        *(f'SparseDelta.load("homemade").push_to_hub({repo!r})' for repo in repos),
+        *(f'first.push_to_hub("{REPO}", revision={name!r})' for name in ("", "a b", "../x", 5)),
+    ).splitlines()
+    assert len(printed) == len(repos) + 4
+    for line, repo in zip(printed, repos, strict=False):
+        assert f"{repo!r} is no repository's id: expected one such as 'user/name'" in line
+    assert all("expected the name of a branch to push to, or None for `main`" in line for line in printed[len(repos) :])
+    assert hub.requests == []
+    assert hub.repos == {}
+
+
 def test_a_push_to_a_hub_that_is_not_there_says_so(client):
     printed = client(f'first.push_to_hub("{REPO}")', HF_ENDPOINT="http://127.0.0.1:9")
     assert printed.startswith("SparsifyError from Connect")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from sparsify import SparsifyError, sparsify
 from sparsify.index_buffers import BASE, BUFFERS, PER_ENTRY, IndexBuffers, padded, problem_with
 
 CPU, CAPACITY = torch.device("cpu"), 60
@@ -21,7 +22,8 @@ def filled(additions):
     slot = 0
     for sizes in additions:
         total = sum(sizes)
-        indices, slots = torch.randint(100, (total,)), torch.arange(slot, slot + total)
+        slots = torch.arange(slot, slot + total)
+        indices = slots * 37 % 100  # all distinct
         base = torch.randn(total)
         buffers.append(sizes, indices, slots, base)
         slot += total
@@ -92,10 +94,31 @@ def test_an_index_is_checked_against_its_own_tensor():
 
 
 def test_counts_that_do_not_fit_the_entries_are_refused():
-    for counts in ([-1, 1, 0], [CAPACITY, 1, 0], [2**62, 2**62, 2**63 - 1]):
+    for counts in ([-1, 1, 0], [CAPACITY, 1, 0], [2**62, 2**62, 2**63 - 1], [2**62, 2**62, 3]):
         state = filled([[1, 1, 0]])[0].state_dict()
         state["sparse_counts"] = torch.tensor(counts)
         assert "do not agree" in problem_with(state, [100] * 3, capacity=CAPACITY)
+    state["sparse_counts"] = torch.tensor([1.0, 1.0, 1.0])
+    assert "are not all of whole numbers" in problem_with(state, [100] * 3, capacity=CAPACITY)
+
+
+def test_each_entry_is_there_once():
+    root, buffers, _ = filled([[2, 2, 0]])
+    buffers.all_indices.copy_(torch.tensor([7, 3, 3, 7]))
+    assert problem_with(root.state_dict(), [100] * 3, capacity=4) is None
+    buffers.indices(1).fill_(3)
+    assert "the same entry of a tensor twice" in problem_with(root.state_dict(), [100] * 3, capacity=4)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 2], [0, 1, 2, 4], [-1, 0, 1, 2], [0, 0, 0, 0], [1, 2, 3, 4]])
+def test_each_entry_has_a_slot_of_its_own_and_none_is_left_for_a_later_one(slots):
+    root, buffers, _ = filled([[2, 2, 0]])
+    buffers.all_indices.copy_(torch.tensor([7, 3, 3, 7]))
+    buffers.all_slots.copy_(torch.tensor([3, 0, 2, 1]))
+    assert problem_with(root.state_dict(), [100] * 3, capacity=9) is None
+    assert "has room for" in problem_with(root.state_dict(), [100] * 3, capacity=3)
+    buffers.all_slots.copy_(torch.tensor(slots))
+    assert "sparse_slots is not every slot from 0 to 3 once" in problem_with(root.state_dict(), [100] * 3, capacity=9)
 
 
 @pytest.mark.parametrize("name", BUFFERS)
@@ -103,3 +126,16 @@ def test_all_buffers_or_none(name):
     state = filled([[1, 1, 0]])[0].state_dict()
     del state[name]
     assert problem_with(state, [100] * 3, capacity=2).startswith(f"index buffers are missing: {name}; expected")
+
+
+@pytest.mark.parametrize("name", ["sparse_slots", "sparse_indices"])
+def test_a_damaged_state_dict_is_refused_and_the_model_stays_as_it_is(name):
+    model = sparsify(nn.Linear(4, 3), 5, strategy="pafi")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = copy.deepcopy(before)
+    state[name][1] = state[name][0]
+    state["weight"] += 1
+    with pytest.raises(SparsifyError, match=r"the state dict is damaged, load another one"):
+        model.load_state_dict(state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model.load_state_dict(before)

@@ -1,10 +1,12 @@
 """From a base's name and a delta to the model: the same logits, bit for bit, or an error that says what to do."""
 
+import json
 import logging
 import warnings
 
 import pytest
 import torch
+from limits import needs_limits, within_limits
 from models import build, train
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
 
@@ -217,6 +219,81 @@ def test_what_is_no_name_no_class_or_no_delta_yet_is_told_what_to_do(classifier)
     assert type(load_model(base, (0.5 * delta).on(base))) is BertForSequenceClassification
 
 
+@needs_limits
+def test_a_class_of_another_family_is_refused_before_it_is_built(classifier):
+    """In its own default size, which a BERT's config says nothing of, it would take 24 GB."""
+    base, delta, *_ = classifier
+    delta.config["architecture"] = "GPTJForCausalLM"
+    with pytest.raises(
+        SparsifyError, match=r"was trained in GPTJForCausalLM, and the base .* family of models \(bert\)"
+    ):
+        within_limits(lambda: load_model(base, delta))
+
+
+def rewrite(base, change):
+    """Changes the ``config.json`` of a base."""
+    config = json.loads((base / "config.json").read_text())
+    change(config)
+    (base / "config.json").write_text(json.dumps(config))
+
+
+def test_a_config_from_before_there_were_model_types_is_told_by_its_settings(classifier):
+    base, delta, expected, batches = classifier
+    rewrite(base, lambda config: config.pop("model_type"))
+    assert torch.equal(logits(load_model(base, delta), batches), expected)
+    delta.config["architecture"] = "T5ForSequenceClassification"
+    with pytest.raises(SparsifyError, match=r"is of another family of models \(None\)"):
+        load_model(base, delta)
+
+
+def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
+    from transformers import CLIPConfig, CLIPModel, CLIPTextModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    text, vision = {**sizes, "vocab_size": 9}, {**sizes, "image_size": 4, "patch_size": 2}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=4)).save_pretrained(tmp_path)
+    for name in ("CLIPTextModel", "CLIPModel"):
+        assert type(load_model(tmp_path, SparseDelta({}, {}, {"architecture": name}))).__name__ == name
+    assert type(load_model(tmp_path, SparseDelta({}), model_class=CLIPTextModel)) is CLIPTextModel
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda config: config.update(hidden_act="zzz"), "BertModel"),
+        (lambda config: config.update(hidden_size="x"), "BertModel"),
+        (lambda config: config.update(num_attention_heads=0), "BertModel"),
+        (lambda config: config.update(dtype="zzz"), "BertModel"),
+        (lambda config: None, "BertPreTrainedModel"),
+    ],
+)
+def test_what_transformers_cannot_build_is_an_error_of_ours(classifier, change, name):
+    base, *_ = classifier
+    rewrite(base, change)
+    with pytest.raises(SparsifyError, match=f"transformers cannot load the base .* as {name} .*: check base and arg"):
+        load_model(base, SparseDelta({}, {}, {"architecture": name}), dtype="auto")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, b"\xff"])
+def test_a_broken_config_of_a_base_is_an_error_of_ours(classifier, text):
+    base, delta, *_ = classifier
+    (base / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SparsifyError, match=r"the base `.*(config|argument|recursion)"):
+        load_model(base, delta)
+
+
+@needs_limits
+def test_a_number_of_labels_is_believed_only_with_all_of_the_head(classifier):
+    """Another tensor of as many rows is no head, whose rows would be drawn first, and whose labels named."""
+    base, delta, *_ = classifier
+    number = 10_000_000
+    delta.config["model_config"] = {"num_labels": number}
+    for stray in (torch.zeros(number, 1, dtype=torch.float16), torch.zeros(number, dtype=torch.uint8)):
+        delta.whole["stray"] = stray
+        with pytest.raises(BaseMismatchError, match="build the model with that head or module"):
+            within_limits(lambda: load_model(base, delta), seconds=10)
+
+
 def test_the_size_of_a_head_is_not_taken_on_trust(classifier):
     base, delta, *_ = classifier
     delta.config["model_config"] = {"num_labels": 10**15}
@@ -225,7 +302,9 @@ def test_the_size_of_a_head_is_not_taken_on_trust(classifier):
         load_model(base, delta)
 
 
-@pytest.mark.parametrize("model_config", [None, [], {"id2label": {"0": "no"}}, {"num_labels": "4"}, {"num_labels": -4}])
+@pytest.mark.parametrize(
+    "model_config", [None, [], {"id2label": {"0": "no"}}, {"num_labels": "4"}, {"num_labels": -4}, {"num_labels": True}]
+)
 def test_a_config_of_nonsense_is_no_config(classifier, model_config):
     base, delta, *_ = classifier
     delta.config["model_config"] = model_config

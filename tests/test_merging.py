@@ -7,11 +7,14 @@ import os
 import pytest
 import torch
 from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
+from limits import needs_limits, within_limits
 from safetensors.torch import load_file, save_file
 from versions import fuses_at_load, needs_transformers_5
 
 from sparsify import merging
 from sparsify.delta import SparseDelta
+from sparsify.draws import Draw
+from sparsify.entries import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
@@ -253,6 +256,86 @@ def test_a_strangers_config_changes_nothing_but_labels(model, base, out, config)
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
+@needs_limits
+def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
+    """A name for each of 10^9 labels would take 60 GB, on the word of a file of less than 1 kB."""
+    whole = {"classifier.weight": torch.zeros(2, 16), "empty": torch.zeros(10**9, 0)}
+    delta = SparseDelta({}, whole, {"model_config": {"num_labels": 10**9}})
+    within_limits(lambda: delta.merge(base, out))
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, nothing_written):
+    with pytest.raises(SparsifyError, match="`__metadata__`, as the metadata of a safetensors file are: rename"):
+        SparseDelta({}, {"__metadata__": torch.zeros(2)}).merge(base, out)
+
+
+def test_a_drawn_tensor_is_no_change_of_the_bases_files(base, out, nothing_written):
+    drawn = Draw("constant", 0.0)
+    entry = TensorDelta(
+        torch.empty(0, dtype=torch.int64), torch.empty(0), (2, 16), torch.float32, "replace", "0" * 64, drawn
+    )
+    with pytest.raises(SparsifyError, match=r"a merge is about changes of a base, and tensor `classifier.weight`"):
+        SparseDelta({"classifier.weight": entry}).merge(base, out)
+
+
+BROKEN_CONFIGS = {
+    "": "is no JSON that can be used",
+    b"\xff\xfe": "is no JSON that can be used",
+    "[" * 100_000: "is no JSON that can be used",
+    "[]": "holds a list, expected a JSON object",
+    "null": "holds a NoneType, expected a JSON object",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_CONFIGS.items(), ids=range(len(BROKEN_CONFIGS)))
+def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path, out, text, message):
+    base = save(model, tmp_path / "base")
+    (base / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    delta = SparseDelta(
+        {}, {"classifier.weight": torch.zeros(2, 16)}, {"architecture": "BertForSequenceClassification"}
+    )
+    with pytest.raises(SparsifyError, match=f"config.json` {message}"):
+        delta.merge(base, out)
+    assert not out.exists()
+
+
+@needs_limits
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels", "vocab_size"])
+def test_a_config_of_a_billion_layers_is_not_built(model, tmp_path, out, key):
+    """What has the same name in the files needs no model."""
+    base = save(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, key: 10**9}))
+    delta = make_delta(model)
+    within_limits(lambda: delta.merge(base, out), seconds=10)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_numbers_of_less_than_a_byte_are_refused(tmp_path, out, dtype):
+    base = tmp_path / "base"
+    base.mkdir()
+    nbytes = {"F4": 2, "F6_E2M3": 3}[dtype]
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, nbytes]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    with pytest.raises(SparsifyError, match=f"`w` of .* is stored in {dtype}, several numbers to some bytes"):
+        SparseDelta({}, {"w": torch.zeros(4)}).merge(base, out)
+
+
+@pytest.mark.parametrize("metadata", [[1], "text", None, {"total_size": {"a": []}}])
+def test_odd_metadata_of_an_index_does_not_matter(model, tmp_path, out, metadata):
+    base = save(model, tmp_path / "base")
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    (base / "model.safetensors.index.json").write_text(json.dumps({**index, "metadata": metadata}))
+    delta = make_delta(model)
+    delta.whole["new.weight"] = torch.ones(3)
+    delta.merge(base, out)
+    merged = json.loads((out / "model.safetensors.index.json").read_text())
+    shard = load_file(out / merged["weight_map"]["new.weight"])
+    assert torch.equal(shard["new.weight"], torch.ones(3))
+    assert merged["metadata"]["total_parameters"] == sum(t.numel() for t in model.state_dict().values()) + 3
+
+
 def test_without_whole_tensors_the_config_stays_as_it_is(model, base, out):
     delta = make_delta(model)
     delta.config |= {"architecture": "BertModel", "model_config": {"num_labels": 16}}
@@ -287,6 +370,24 @@ def test_links_of_a_download_cache_are_followed(model, base, tmp_path, out):
     make_delta(model).merge(cache, out)
     assert not any(path.is_symlink() for path in out.iterdir())
     assert bits(load(model, out)) == bits(make_delta(model).apply(model))
+
+
+def test_links_to_folders_and_pipes_are_left_out(model, base, tmp_path, out):
+    """A folder of a stranger's may link to itself, or to the whole disk."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("mine")
+    source = tmp_path / "downloaded"
+    (source / "extra").mkdir(parents=True)
+    for path in base.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (source / "extra" / "kept.json").write_text("{}")
+    (source / "extra" / "back").symlink_to("..")
+    (source / "extra" / "nowhere").symlink_to("nothing")
+    (source / "elsewhere").symlink_to(tmp_path / "secret")
+    os.mkfifo(source / "extra" / "pipe")
+    os.mkfifo(source / "pipe")
+    make_delta(model).merge(source, out)
+    assert files(out).keys() == files(base).keys() | {"extra/kept.json"}
 
 
 def test_a_checkpoint_of_no_transformers_model_is_merged(tmp_path, out):

@@ -7,6 +7,8 @@ from safetensors.torch import load_file, save_file
 from versions import fuses_at_load
 
 from sparsify.delta import SparseDelta
+from sparsify.draws import Draw
+from sparsify.entries import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.patches import WeightPatch
 
@@ -153,3 +155,10 @@ def test_everything_is_checked_before_the_first_patch(tmp_path):
         other.classifier.bias += 1  # the last tensor
     with pytest.raises(BaseMismatchError, match=r"`classifier.bias` does not hold the values"):
         delta.patches(save(other, tmp_path))
+
+
+def test_a_drawn_tensor_is_no_patch_of_a_base():
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+    with pytest.raises(SparsifyError, match=r"a stream of patches is about changes of a base, and tensor `lora_A`"):
+        SparseDelta({"lora_A": drawn}).patches()

@@ -17,6 +17,7 @@ from versions import needs_transformers_5
 from sparsify import BaseMismatchError, DeltaFormatError, SparseDelta, SparsifyError, sparsify
 from sparsify.delta import TensorDelta
 from sparsify.entries import digest
+from sparsify.peft_files import PeftAdapter
 from sparsify.peft_files.methods import METHODS
 
 QUERY, OUTPUT = "bert.encoder.layer.0.attention.self.query.weight", "bert.encoder.layer.1.output.dense.weight"
@@ -378,10 +379,27 @@ def test_conv1d_and_tied_weights_are_refused(tmp_path):
     refused(tied, base, tmp_path, r"lm_head.weight` \(tied to `transformer.wte.weight`\)")
 
 
+def test_what_is_said_names_the_first_few_of_many(base, tmp_path):
+    many = SparseDelta({}, {f"x{i}": torch.zeros(1) for i in range(3_000)})
+    with pytest.raises(SparsifyError, match=r"`x0` .*`x4` \(of the model itself\) and 2,995 more cannot be") as raised:
+        many.to_peft(tmp_path / "adapter", "shira", base)
+    assert len(str(raised.value)) < 500
+    written = PeftAdapter(tmp_path, "shira", {"r": 1}, 1, 1, 0, 0, tuple(f"layer.{i}" for i in range(3_000)), 9)
+    assert str(written).endswith("layer.4 and 2,995 more")
+    with pytest.raises(SparsifyError, match=r"method='x+; expected one of") as raised:
+        many.to_peft(tmp_path / "adapter", "x" * 40_000, base)
+    assert len(str(raised.value)) < 200
+
+
 def test_the_model_itself_is_no_layer(tmp_path):
     base = nn.Linear(4, 4)
     refused(SparseDelta({"weight": entries(base.weight, 2)}), base, tmp_path, "of the model itself, not of a layer")
-    refused(SparseDelta({}, {"bias": torch.zeros(4)}), base, tmp_path, "belong to the model itself")
+    refused(
+        SparseDelta({}, {"bias": torch.zeros(4)}),
+        base,
+        tmp_path,
+        "`bias` .of the model itself. cannot be stored whole by PEFT",
+    )
 
 
 def test_attentions_output_projection_is_refused(tmp_path):
@@ -448,7 +466,9 @@ def test_a_checkpoint_without_a_config_is_refused(base, delta, tmp_path):
     refused(delta, tmp_path, tmp_path, "has no config.json that would say .*give the base as a model")
     for name in ("Nothing", "pipeline", "BertTokenizer"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": [name]}))
-        refused(delta, tmp_path, tmp_path, "the architecture in .* cannot be built .*give the base as a model")
+        refused(
+            delta, tmp_path, tmp_path, "the model of .* cannot be built without its weights .*give the base as a model"
+        )
 
 
 # Adapters that PEFT trained

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 
 INITIAL_STD = 0.02  # of AdapterHub's init_weights="bert"
+_LEAST_FACTOR = 2**-10  # a bottleneck of a thousand times the hidden size is a mistake, or an attack
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,17 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise SparsifyError(f"kind={self.kind!r} is no kind of adapter; expected {' or '.join(KINDS)}.")
+            raise SparsifyError(f"kind={self.kind!r:.100} is no kind of adapter; expected {' or '.join(KINDS)}.")
         factor = self.reduction_factor
-        if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor < math.inf:
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not _LEAST_FACTOR <= factor < math.inf:
             raise SparsifyError(
-                f"reduction_factor={factor!r}; expected a number above 0: a factor of 16 makes the bottleneck a "
-                "sixteenth of the hidden size."
+                f"reduction_factor={factor!r:.100}; expected a number of at least 1/1024: a factor of 16 makes the "
+                "bottleneck a sixteenth of the hidden size."
             )
-        if not isinstance(self.name, str) or not self.name or "." in self.name or hasattr(nn.ModuleDict, self.name):
+        name, reserved = self.name, nn.ModuleDict()
+        if not isinstance(name, str) or not name or "." in name or hasattr(reserved, name):
             raise SparsifyError(
-                f"adapter_name={self.name!r} cannot be part of a parameter's name; expected a word without dots that "
+                f"adapter_name={name!r:.100} cannot be part of a parameter's name; expected a word without dots that "
                 "is no method of a dict, such as 'default'."
             )
 

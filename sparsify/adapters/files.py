@@ -28,6 +28,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter.safetensors"
+_MAX_CONFIG_BYTES = 2**20
 VERSION = "adapters.1.3.0"  # of AdapterHub, whose format it is
 # what the two kinds have in common, in the words of AdapterHub's BnConfig
 _SETTINGS: dict[str, Any] = {
@@ -133,6 +134,11 @@ def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> AdapterConfig:
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:  # a pipe would be waited for
+        raise SparsifyError(
+            f"{path} cannot be read (no file of at most {_MAX_CONFIG_BYTES:,} bytes); expected a folder of "
+            "save_adapters()."
+        )
     try:
         full = json.loads(path.read_text(encoding="utf-8"))
         settings, name, named = full["config"], full["name"], full.get("target_modules")
@@ -145,7 +151,7 @@ def _read_config(path: Path) -> AdapterConfig:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters.") from None
     if named is not None and not (isinstance(named, list) and all(isinstance(module, str) for module in named)):
-        raise SparsifyError(f"{path}: target_modules is {named!r}, expected a list of module names.")
+        raise SparsifyError(f"{path}: target_modules is {named!r:.100}, expected a list of module names.")
     for kind, own in _OWN_SETTINGS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **own}.items()):
             return AdapterConfig(kind, factor, name, None if named is None else tuple(named))

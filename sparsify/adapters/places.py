@@ -10,7 +10,7 @@ the layers. AdapterHub's ``adapters`` 1.3 has them at the same places under the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,8 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
         SparsifyError: when the model has no layer that is known, or a named module gives no hidden states.
     """
     if config.target_modules is not None:
-        return [_after(name, model) for name in config.target_modules]
+        modules = dict(model.named_modules())
+        return [_after(name, modules, model) for name in dict.fromkeys(config.target_modules)]
     places: list[Place] = []
     for name, module in model.named_modules():
         places_of = _layout(module)
@@ -140,9 +141,11 @@ def _check_alike(name: str, stack: nn.ModuleList) -> None:
 # ------------------------------------------------------------------------------------------- a named module
 
 
-def _after(name: str, model: nn.Module) -> Place:
+def _after(name: str, modules: Mapping[str, nn.Module], model: nn.Module) -> Place:
     """The place after the output of a module: a linear layer, or one that gives the model's hidden states."""
-    module = model.get_submodule(name)
+    if name not in modules:
+        raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}.")
+    module = modules[name]
     if isinstance(module, nn.Sequential):
         raise SparsifyError(
             f"target_modules: {name!r} is an nn.Sequential, which would run the adapter as one more step; name its "

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.checkpoint import open_base
+from sparsify.conversion import check_counts, is_class_for, modules_within
 from sparsify.edits import check_has_values
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import BaseMismatchError, SparsifyError, brief
 from sparsify.names import near_names, plain_name, tied_names
 
 Base = nn.Module | str | os.PathLike[str]
@@ -32,13 +33,14 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, base: Base, architecture: object = None) -> Source:
         """A base, and for a checkpoint the class that was trained, where a delta names one of transformers'."""
-        model = base if isinstance(base, nn.Module) else _skeleton(Path(base), architecture)
+        tensors = open_base(base)
+        model = base if isinstance(base, nn.Module) else _skeleton(Path(base), architecture, len(tensors))
         modules = {
             plain_name(f"{name}.weight").rpartition(".")[0]: module
             for name, module in model.named_modules(remove_duplicate=False)
             if name
         }
-        return cls(open_base(base), modules, tied_names(model), isinstance(base, nn.Module))
+        return cls(tensors, modules, tied_names(model), isinstance(base, nn.Module))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the base, as a model that was loaded in ``dtype`` would hold it."""
@@ -51,7 +53,7 @@ class Source(NamedTuple):
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _skeleton(path: Path, architecture: object) -> nn.Module:
+def _skeleton(path: Path, architecture: object, num_tensors: int) -> nn.Module:
     """The model of a checkpoint, without its weights: only its config says which weights are linear layers'.
 
     The class that was trained may have a head on top of the checkpoint's own, and its tensors other names for that.
@@ -65,17 +67,23 @@ def _skeleton(path: Path, architecture: object) -> nn.Module:
             "only ones that PEFT's sparse adapters change: give the base as a model."
         )
     try:
+        check_counts(folder, num_tensors)
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        trained = isinstance(architecture, str) and hasattr(transformers, architecture)
-        model_class = getattr(transformers, str(architecture) if trained else (config.architectures or ["none"])[0])
-        if not issubclass(model_class, transformers.PreTrainedModel):
-            raise TypeError(f"{model_class} is no model")
-        with torch.device("meta"):
+        names = [name for name in (architecture, *(config.architectures or ())) if isinstance(name, str)]
+        model_class = next(
+            (cls for name in names if is_class_for(cls := getattr(transformers, name, None), config)), None
+        )
+        if model_class is None:
+            raise TypeError(
+                f"{' and '.join(names) or 'no class'} is no model of transformers for {type(config).__name__}"
+            )
+        with torch.device("meta"), modules_within(num_tensors):
             model: Any = model_class(config)
         model.tie_weights()
-    except (ValueError, AttributeError, TypeError, KeyError, OSError) as error:
+    except Exception as error:  # third parties' code for hundreds of models, some of whose messages list them all
         raise SparsifyError(
-            f"the architecture in `{folder / 'config.json'}` cannot be built ({error}): give the base as a model."
+            f"the model of `{folder / 'config.json'}` cannot be built without its weights ({type(error).__name__}: "
+            f"{brief(error)}): give the base as a model."
         ) from error
     return cast(nn.Module, model)
 

@@ -112,8 +112,9 @@ class _Shira(SparseMethod):
         return int(settings["r"] * sum(shape))
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        if not _is_positive_int(settings.get("r")):
-            raise SparsifyError(f"`r` is {settings.get('r')!r}, expected a positive int")
+        r = settings.get("r")
+        if isinstance(r, bool) or not isinstance(r, int) or not 0 < r < 2**31:
+            raise SparsifyError(f"`r` is {r!r:.100}, expected a positive int")
         if settings.get("scaling", 1.0) != 1.0:
             raise SparsifyError("it has a `scaling`, which PEFT's SHiRA does not read")
 
@@ -153,11 +154,11 @@ class _Supertuning(SparseMethod):
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         sparsity = settings.get("sparsity")
         if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity < 1:
-            raise SparsifyError(f"`sparsity` is {sparsity!r}, expected a number in [0, 1)")
+            raise SparsifyError(f"`sparsity` is {sparsity!r:.100}, expected a number in [0, 1)")
         if settings.get("r") is not None:
             raise SparsifyError(
-                f"it has a LoRA part (`r` is {settings['r']!r}, the Supra hybrid), which is no set of entries: merge "
-                "it with PEFT (`merge_and_unload`) and use `SparseDelta.diff`"
+                f"it has a LoRA part (`r` is {settings['r']!r:.100}, the Supra hybrid), which is no set of entries: "
+                "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff`"
             )
         if not settings.get("save_precomputed_indices", True):
             raise SparsifyError(
@@ -204,7 +205,3 @@ def _integers(stored: Tensor, dim: int) -> Tensor:
 def _check_range(indices: Tensor, size: int) -> None:
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < size:
         raise SparsifyError(f"indices go from {int(indices.min())} to {int(indices.max())}, expected 0 to {size - 1}")
-
-
-def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

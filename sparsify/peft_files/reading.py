@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparsify.checkpoint import base_tensor, open_base
 from sparsify.edits import counted, plan_whole
 from sparsify.entries import DTYPES, TensorDelta, digest
-from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
+from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 from sparsify.format import DeltaFile
 from sparsify.names import tied_names
 from sparsify.peft_files.base import Base, inside
@@ -44,7 +44,7 @@ def read_adapter(folder: str | os.PathLike[str], base: Base) -> DeltaFile:
         raise
     except (SparsifyError, SafetensorError) as error:
         raise DeltaFormatError(
-            f"`{folder}` is no adapter that can become a delta: {str(error).rstrip('.')}. Nothing was loaded."
+            f"`{folder}` is no adapter that can become a delta: {brief(error, 1_000)}. Nothing was loaded."
         ) from error
     origin = {key: config.get(key) for key in ("peft_type", "peft_version")}
     return DeltaFile(
@@ -68,16 +68,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise SparsifyError(f"its `{CONFIG_NAME}` is no JSON ({error})") from error
+        raise SparsifyError(f"its `{CONFIG_NAME}` is no JSON ({brief(error)})") from error
     peft_type = config.get("peft_type") if isinstance(config, dict) else None
     if not isinstance(peft_type, str) or peft_type.lower() not in METHODS:
         raise SparsifyError(
-            f"its `peft_type` is {peft_type!r}, and only {' and '.join(map(str.upper, METHODS))} change entries: merge "
-            "it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
+            f"its `peft_type` is {peft_type!r:.100}, and only {' and '.join(map(str.upper, METHODS))} change entries: "
+            "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
         )
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
-        raise SparsifyError(f"its `modules_to_save` is {saved!r}, expected a list of names")
+        raise SparsifyError(f"its `modules_to_save` is {saved!r:.100}, expected a list of names")
     return dict(config)
 
 

@@ -25,7 +25,7 @@ from sparsify.format import check_names
 from sparsify.peft_files.base import Base, Source, inside
 from sparsify.peft_files.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod
 
-_NAMED_IN_ERRORS = 5
+_NAMED_AT_MOST = 5
 _CONFIG_CLASSES = {"shira": "ShiraConfig", "supertuning": "SupertuningConfig"}
 
 
@@ -73,7 +73,8 @@ class PeftAdapter:
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
         if self.saved_modules:
-            lines.append(f"  stored whole: {', '.join(self.saved_modules)}")
+            first, more = self.saved_modules[:_NAMED_AT_MOST], len(self.saved_modules[_NAMED_AT_MOST:])
+            lines.append(f"  stored whole: {', '.join(first)}" + (f" and {more:,} more" if more else ""))
         return "\n".join(lines)
 
 
@@ -86,8 +87,8 @@ def write_adapter(
     base: Base | None,
 ) -> PeftAdapter:
     """Writes a delta as an adapter that plain PEFT loads; see :meth:`sparsify.SparseDelta.to_peft`."""
-    if method not in METHODS:
-        raise SparsifyError(f"method={method!r}; expected one of {', '.join(map(repr, METHODS))}.")
+    if not isinstance(method, str) or method not in METHODS:
+        raise SparsifyError(f"method={method!r:.100}; expected one of {', '.join(map(repr, METHODS))}.")
     if base is None:
         raise SparsifyError(
             "PEFT's adapters hold differences from the base, and a delta holds trained values: give the base, as in "
@@ -122,9 +123,10 @@ def _saved_modules(whole: Iterable[str], modules: Mapping[str, nn.Module]) -> li
     """The outermost modules that hold tensors stored whole, each of which PEFT can tell from all others."""
     owners = sorted({name.rpartition(".")[0] for name in whole})
     if owners and not owners[0]:
+        own = _listed({name: "of the model itself" for name in whole if "." not in name})
         raise SparsifyError(
-            f"{[name for name in whole if '.' not in name]} are stored whole and belong to the model itself; PEFT "
-            "stores whole only modules inside of it: write an ordinary checkpoint (`apply`, then `save_pretrained`)."
+            f"{own} cannot be stored whole by PEFT, which does so only with modules inside of the model: write an "
+            "ordinary checkpoint (`apply`, then `save_pretrained`)."
         )
     saved = [owner for owner in owners if not inside(owner, [other for other in owners if other != owner])]
     for owner in saved:
@@ -311,6 +313,6 @@ def _write_folder(folder: Path, config: Any, parts: Mapping[str, Tensor]) -> int
 
 def _listed(reasons: Mapping[str, str]) -> str:
     """The first few names with their reasons, and how many more there are."""
-    first = [f"`{name}` ({reason})" for name, reason in list(reasons.items())[:_NAMED_IN_ERRORS]]
+    first = [f"`{name}` ({reason})" for name, reason in list(reasons.items())[:_NAMED_AT_MOST]]
     more = len(reasons) - len(first)
     return ", ".join(first) + (f" and {more:,} more" if more else "")
