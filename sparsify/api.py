@@ -14,6 +14,7 @@ from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.calibration import Calibration, LossFunction
 from sparsify.errors import SparsifyError
 from sparsify.fresh import find_draws, find_fresh, redrawn
+from sparsify.interrupts import uninterrupted
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable
 from sparsify.names import find_engine
@@ -143,11 +144,18 @@ def sparsify(
 
     if isinstance(strategy.selection, Prune):
         zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
+    try:
+        with uninterrupted():
+            mask_model(engine, targets, capacity)
+        engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
+        engine.append(selected, torch.arange(selected.numel(), device=selected.device))
+        engine.weights.write()
+    except BaseException:  # out of memory, or an interrupt
+        with uninterrupted():
+            if engine_of(model) is engine:
+                unmask_model(engine, dequantize=False)
+        raise
     vars(model).pop(FULL, None)
-    mask_model(engine, targets, capacity)
-    engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
-    engine.append(selected, torch.arange(selected.numel(), device=selected.device))
-    engine.weights.write()
     return model
 
 
@@ -189,7 +197,8 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     engine.refresh()
     if not dequantize:
         check_unchanged(engine.tensors)
-    unmask_model(engine, dequantize=dequantize)
+    with uninterrupted():
+        unmask_model(engine, dequantize=dequantize)
     return model
 
 

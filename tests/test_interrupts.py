@@ -1,5 +1,6 @@
 """Ctrl-C at any moment: an interrupted call has happened or it has not, and what follows is as without it."""
 
+import contextlib
 import copy
 import random
 import signal
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsify import base_weights, get_unmasker, sparsify, summary
+from sparsify import base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
@@ -111,6 +112,33 @@ def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strateg
 @pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
 def test_training_that_is_interrupted_at_a_thousand_moments_goes_on_as_if_it_were_not(strategy):
     check_training(strategy, 350)  # three interrupts each
+
+
+@pytest.mark.parametrize("strategy", ["id3", "pafi"])
+def test_a_model_whose_conversion_is_interrupted_is_plain_or_sparsified(strategy):
+    torch.manual_seed(0)
+    plain = Tied()
+    ids, before = torch.randint(9, (4, 5)), copy.deepcopy(plain.state_dict())
+    with Interrupter() as counter:
+        sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
+    generator = random.Random(0)
+    for _ in range(40):
+        model, at = copy.deepcopy(plain), generator.randrange(1, counter.lines + 1)
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(at):
+            sparsify(model, BUDGET, strategy, steps=STEPS)
+        if not hasattr(model, "sparse_values"):
+            assert all(type(one) is type(other) for one, other in zip(model.modules(), plain.modules(), strict=True))
+            assert all(parameter.requires_grad for parameter in model.parameters()), f"interrupted at {at}"
+            sparsify(model, BUDGET, strategy, steps=STEPS)
+        assert summary(model, verify=True).verification.ok
+        model(ids).backward()
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(generator.randrange(1, counter.lines // 3)):
+            desparsify(model)
+        if hasattr(model, "sparse_values"):
+            desparsify(model)
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        model(ids).backward()
 
 
 def test_an_interrupted_forward_leaves_the_plain_parameters():
