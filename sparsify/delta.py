@@ -37,6 +37,7 @@ from sparsify.edits import (
 )
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
+from sparsify.interrupts import uninterrupted
 from sparsify.exchange import Exchange
 from sparsify.format import CONFIG_NAME, FILE_NAME
 from sparsify.names import check_plain, find_engine
@@ -243,8 +244,9 @@ class SparseDelta(Summable, Exchange):
                 "call `revert(model)` first."
             )
         edits = self.plan(model)
-        write_all(edits, model)
-        self._applied[model] = edits
+        with uninterrupted():
+            write_all(edits, model)
+            self._applied[model] = edits
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
@@ -265,8 +267,9 @@ class SparseDelta(Summable, Exchange):
                 "got, not a copy or a wrapper of it."
             )
         check_plain(model)
-        undo_all(self._applied[model], model)
-        del self._applied[model]
+        with uninterrupted():
+            undo_all(self._applied[model], model)
+            del self._applied[model]
         return model
 
     def swap(self, model: nn.Module, other: SparseDelta) -> nn.Module:
@@ -283,13 +286,14 @@ class SparseDelta(Summable, Exchange):
             SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
         """
         edits = self._applied.get(model, [])
-        self.revert(model)
-        try:
-            return other.apply(model)
-        except BaseException:
-            write_all(edits, model)
-            self._applied[model] = edits
-            raise
+        with uninterrupted():
+            self.revert(model)
+            try:
+                return other.apply(model)
+            except BaseException:
+                write_all(edits, model)
+                self._applied[model] = edits
+                raise
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from sparsify.algebra import DeltaSum
 from sparsify.delta import SparseDelta
 from sparsify.edits import Edit, redo_all, undo_all, write_all
 from sparsify.errors import SparsifyError
+from sparsify.interrupts import uninterrupted
 
 
 class DeltaSwitch:
@@ -106,15 +107,16 @@ class DeltaSwitch:
         if name == self.active:
             return
         before = self.active
-        self.deactivate()
-        try:
-            redo_all(self._edits[name], self.model)
-        except BaseException:
-            if before is not None:
-                write_all(self._edits[before], self.model)
-                self.active = before
-            raise
-        self.active = name
+        with uninterrupted():
+            self.deactivate()
+            try:
+                redo_all(self._edits[name], self.model)
+            except BaseException:
+                if before is not None:
+                    write_all(self._edits[before], self.model)
+                    self.active = before
+                raise
+            self.active = name
 
     def deactivate(self) -> None:
         """Takes the active delta off, if there is one: the model is the base again, bit for bit.
@@ -122,9 +124,10 @@ class DeltaSwitch:
         Raises:
             SparsifyError: when the model no longer holds the active delta's values.
         """
-        if self.active is not None:
-            undo_all(self._edits[self.active], self.model)
-            self.active = None
+        with uninterrupted():
+            if self.active is not None:
+                undo_all(self._edits[self.active], self.model)
+                self.active = None
 
     @contextmanager
     def activated(self, name: str) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsify import base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
@@ -213,3 +213,109 @@ def test_a_step_that_was_cut_off_is_counted_once():
     model(ids[1]).backward()
     optimizer.step()
     assert summary(model).step == 2
+
+
+# ------------------------------------------------------------------------------------ deltas on their base
+
+
+def tasks():
+    """A base and two deltas of it, one of them with a table stored whole."""
+    torch.manual_seed(0)
+    base, deltas = Tied(), []
+    for _ in range(2):
+        tuned = copy.deepcopy(base)
+        with torch.no_grad():
+            for parameter in tuned.parameters():
+                parameter += torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.1)
+        deltas.append(SparseDelta.diff(base, tuned, progress=False))
+    return base, deltas
+
+
+def state_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def is_equal(state, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+
+
+class Interrupted:
+    """Calls functions, each interrupted at a random one of its lines."""
+
+    def __init__(self):
+        self._generator, self._lines = random.Random(0), {}
+
+    def call(self, name, function):
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(self._at(name)) as seen:
+            function()
+        self._lines[name] = max(seen.lines, self._lines.get(name, 0))
+
+    def _at(self, name):
+        return self._generator.randrange(1, self._lines[name] + 1) if name in self._lines else None
+
+
+def check_deltas(moments):
+    base, (first, second) = tasks()
+    plain, interrupted = state_of(base), Interrupted()
+    with first.applied(base):
+        of_first = state_of(base)
+    with second.applied(base):
+        of_second = state_of(base)
+    for _ in range(moments):
+        interrupted.call("apply", lambda: first.apply(base))
+        if is_equal(state_of(base), plain):
+            first.apply(base)
+        assert is_equal(state_of(base), of_first)
+        interrupted.call("swap", lambda: first.swap(base, second))
+        if is_equal(state_of(base), of_first):
+            first.swap(base, second)
+        assert is_equal(state_of(base), of_second)
+        interrupted.call("revert", lambda: second.revert(base))
+        if is_equal(state_of(base), of_second):
+            second.revert(base)
+        assert is_equal(state_of(base), plain)
+
+
+def check_switch(moments):
+    base, deltas = tasks()
+    switch, states, interrupted = DeltaSwitch(base), {None: state_of(base)}, Interrupted()
+    for name, delta in zip("ab", deltas, strict=True):
+        switch.attach(name, delta)
+        with switch.activated(name):
+            states[name] = state_of(base)
+    for moment in range(moments):
+        interrupted.call("activate", lambda name="ab"[moment % 2]: switch.activate(name))
+        assert is_equal(state_of(base), states[switch.active])
+        if moment % 5 == 4:
+            interrupted.call("deactivate", switch.deactivate)
+            assert is_equal(state_of(base), states[switch.active])
+
+
+def check_saving(moments, folder):
+    _, deltas = tasks()
+    deltas[0].save(folder)
+    interrupted, names = Interrupted(), {path.name for path in folder.iterdir()}
+    for moment in range(moments):
+        interrupted.call("save", lambda delta=deltas[moment % 2]: delta.save(folder))
+        assert {path.name for path in folder.iterdir()} <= names
+        loaded = SparseDelta.load(folder)
+        assert any(
+            all(torch.equal(part.values, delta.tensors[name].values) for name, part in loaded.tensors.items())
+            for delta in deltas
+        )
+
+
+def test_a_delta_whose_apply_swap_or_revert_is_interrupted_is_on_the_model_or_not():
+    check_deltas(20)
+    check_switch(20)
+
+
+def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path):
+    check_saving(20, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_thousand_interrupts_leave_deltas_on_their_model_or_not(tmp_path):
+    check_deltas(200)
+    check_switch(200)
+    check_saving(200, tmp_path)
