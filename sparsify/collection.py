@@ -32,6 +32,7 @@ from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
+from sparsify.streams import Streams
 from sparsify.weights import EffectiveWeights
 
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ranges
@@ -53,6 +54,7 @@ class Collection:
         anchors: the uses in eager graphs.
         compiled: the uses in compiled graphs.
         growth: how the unmasked set unfolds.
+        streams: that its backward passes run on.
         selected: whether the optimizer step in progress has had its selection.
     """
 
@@ -61,6 +63,7 @@ class Collection:
         self.anchors = Anchors(self)
         self.compiled = CompiledGraphs(engine, self, self.anchors)
         self.growth = growth_of(engine)
+        self.streams = Streams()
         self.selected = False
         self._pass: BackwardPass | None = None
         self._sums: Sums | None = None  # over the micro-batches of the step in progress
@@ -92,7 +95,7 @@ class Collection:
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        with self._lock, _range(COLLECT):
+        with self._lock, _range(COLLECT), self.streams.joined(gradient.device):
             current = self._running_pass()
             if whole and tensor not in current.held and not self.compiled.waits(tensor):
                 current.settle(tensor, gradient)
@@ -107,12 +110,15 @@ class Collection:
             current = self._running_pass()
             gradient = None if self.compiled.waits(tensor) else current.held.pop(tensor, None)
             if gradient is not None:
-                current.settle(tensor, gradient)
+                with self.streams.joined():
+                    current.settle(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with _range(COMMIT):
-            return self._commit()
+        with _range(COMMIT), self.streams.joined():
+            grad = self._commit()
+        self.streams.forget()
+        return grad
 
     def _commit(self) -> Tensor:
         engine = self._engine
@@ -153,8 +159,9 @@ class Collection:
         if self._pass is None or self._pass.graph != graph:  # what a failed pass left behind is dropped
             self._engine.weights.check_trained("backward()")
             self._compare_ranks()
-            chooser = self._chooser()
-            self._pass = BackwardPass(graph, self._engine.values.detach(), chooser, self._sums)
+            values = self._engine.values.detach()
+            with self.streams.joined(values.device):
+                self._pass = BackwardPass(graph, values, self._chooser(), self._sums)
         return self._pass
 
     def _chooser(self) -> Chooser | None:

@@ -181,7 +181,7 @@ class Unmasker:
             self.compiled.enter()
         else:
             self.weights.freeze()
-            self.weights.refresh()
+            self.refresh()
             self.compiled.make_root()
         self.running = True
 
@@ -234,6 +234,7 @@ class Unmasker:
     def refresh(self) -> None:
         """The weights are in step with the flat delta."""
         self.weights.refresh()
+        self.collection.streams.use(self.values.device)
 
     @torch.no_grad()
     def state_loaded(self, plain: set[MaskedTensor]) -> None:

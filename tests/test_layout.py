@@ -15,7 +15,7 @@ PACKAGE = Path(sparsify.__file__).parent
 LAYERS = [
     {"errors", "version"},
     {"allocation", "counters", "draws", "extras", "importance", "index_buffers", "layout", "names", "schedules"}
-    | {"ranks", "stepping", "values"},
+    | {"ranks", "stepping", "streams", "values"},
     {"entries", "trainable"},
     {"kernels"},
     {"costs"},
@@ -97,6 +97,7 @@ TRAINING = {
     "static",
     "stepping",
     "strategies",
+    "streams",
     "targets",
     "trainable",
     "unmasker",
