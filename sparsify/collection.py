@@ -43,6 +43,9 @@ class Engine(Growing, Comparable, Protocol):
 
     weights: EffectiveWeights
 
+    def refresh(self) -> None:
+        """The weights are in step with the flat delta."""
+
 
 class Collection:
     """Receives the gradients of an engine's tensors; the sink of all anchors.
