@@ -118,7 +118,7 @@ class Collection:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with _range(COMMIT), self.streams.joined():
+        with _range(COMMIT), self.streams.joined(), without_autocast(self._engine.values.device):
             grad = self._commit()
         self.streams.forget()
         return grad
