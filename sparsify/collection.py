@@ -34,6 +34,7 @@ from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
 from sparsify.stepping import Listener, listen
+from sparsify.streams import Streams
 from sparsify.values import SparseValues
 from sparsify.weights import EffectiveWeights
 
@@ -67,6 +68,7 @@ class Collection:
         anchors: the uses in eager graphs.
         compiled: the uses in compiled graphs.
         growth: how the unmasked set unfolds.
+        streams: that its backward passes run on.
         selected: whether the optimizer step in progress has had its selection.
         passes: backward passes since the last optimizer step.
     """
@@ -76,6 +78,7 @@ class Collection:
         self.anchors = Anchors(self)
         self.compiled = CompiledGraphs(engine, self, self.anchors)
         self.growth = growth_of(engine)
+        self.streams = Streams()
         self.selected = False
         self.passes = 0
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
@@ -108,7 +111,7 @@ class Collection:
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
-        with self._lock, _range(COLLECT):
+        with self._lock, _range(COLLECT), self.streams.joined(gradient.device):
             current = self._running_pass()
             if whole and tensor not in current.held and not self.compiled.waits(tensor):
                 current.settle(tensor, gradient)
@@ -124,12 +127,15 @@ class Collection:
             waits = self.compiled.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
             gradient = None if waits else current.held.pop(tensor, None)
             if gradient is not None:
-                current.settle(tensor, gradient)
+                with self.streams.joined():
+                    current.settle(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with self._lock, _range(COMMIT):
-            return self._commit()
+        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(self._engine.values.device):
+            grad = self._commit()
+        self.streams.forget()
+        return grad
 
     def _commit(self) -> Tensor:
         engine = self._engine
@@ -179,7 +185,9 @@ class Collection:
             listen(engine)  # a copy of a model is whole by now
             self._compare_ranks()
             self._drop_failed(graph)
-            current = BackwardPass(graph, engine.values.detach(), self._chooser(), engine.buffers.total)
+            values = engine.values.detach()
+            with self.streams.joined(values.device):
+                current = BackwardPass(graph, values, self._chooser(), engine.buffers.total)
             self._passes[graph] = current
         return current
 

@@ -33,6 +33,9 @@ class Engine(Protocol):
     def values(self) -> Tensor:
         """(capacity,) the flat delta."""
 
+    def refresh(self) -> None:
+        """The weights are in step with the flat delta."""
+
 
 class CompiledGraphs:
     """The compiled graphs of a model.
@@ -94,7 +97,7 @@ class CompiledGraphs:
 
     def refresh(self) -> None:
         """A graph of the root's forward begins: the weights are brought in step."""
-        self._engine.weights.refresh()
+        self._engine.refresh()
 
     def announce(self, tensor: MaskedTensor) -> None:
         """A graph runs forward and uses the tensor; one that is run again inside a backward pass is checkpointing's."""

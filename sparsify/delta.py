@@ -37,9 +37,9 @@ from sparsify.edits import (
 )
 from sparsify.entries import TensorDelta, digest
 from sparsify.errors import SparsifyError
-from sparsify.interrupts import uninterrupted
 from sparsify.exchange import Exchange
 from sparsify.format import CONFIG_NAME, FILE_NAME
+from sparsify.interrupts import uninterrupted
 from sparsify.names import check_plain, find_engine
 
 __all__ = ["SparseDelta", "TensorDelta"]

@@ -4,8 +4,8 @@
     winners    the best of all scores, against those that the chooser found by its shorter ways
 
 Sums over tokens are rounded in another order by one way than by the other. So a score may be off by ``ROUNDING`` of
-what the entry would score if its products did not cancel, or more where the tokens are many; and of two that are so
-near at the cut either is right.
+what the entry would score if its products did not cancel, or more where the tokens are many, and in a short type by the
+rounding of its gradient. A selection is right where the chosen entries are the best for some scores within that slack.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class CheckedChooser:
 
     def _score(self, tensor: MaskedTensor, gradient: Gradient) -> Scored:
         """A tensor's entries that can be chosen."""
-        rows, (grad, largest, rounding) = gradient.rows, _in_full(gradient)
+        rows, (grad, largest, error) = gradient.rows, _in_full(gradient)
         weight = _at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
         self._finite &= bool(grad.isfinite().all())
         scores = self._importance.score(weight, grad)
@@ -120,23 +120,29 @@ class CheckedChooser:
         at = row, column = candidates.values.nonzero(as_tuple=True)
         ids = (row if rows is None else rows[row]) * weight.shape[1] + column + tensor.offset
         most = self._importance.score(weight, largest).abs().maximum(scores)
-        return Scored(ids, scores[at], ROUNDING[scores.dtype] * most[at] + rounding * scores[at])
+        rounding = (self._importance.score(weight, grad + error * grad.sign()) - scores).abs()
+        return Scored(ids, scores[at], ROUNDING[scores.dtype] * most[at] + rounding[at])
 
     def _compare(self, winners: Winners) -> None:
         every = Scored(*(torch.cat(parts) for parts in zip(*self._on(winners.ids.device), strict=True)))
         ids, order = every.ids.sort()
         scores, slack = every.scores[order], every.slack[order]
         best = scores.argsort(descending=True, stable=True)[: self._size]
-        cut, near = (x[best[-1]] if best.numel() == self._size else x.new_zeros(()) for x in (scores, slack))
+        cut = scores[best[-1]] if best.numel() == self._size else scores.new_zeros(())
         known, claimed = torch.isin(winners.ids, ids), self._scores_of(winners).to(scores)
         if not known.all():
             stranger = int((~known).nonzero()[0])
             self._raise(int(winners.ids[stranger]), float(claimed[stranger]), 0.0, float(cut))
+        if not ids.numel():  # and no winners
+            return
         found = torch.full_like(scores, torch.nan)
         found[torch.searchsorted(ids, winners.ids)] = claimed
         chosen = ~found.isnan()
-        wrong = chosen & ((scores < cut - slack - near) | ((found - scores).abs() > slack))
-        wrong |= ~chosen & (scores > cut + slack + near)
+        wrong = chosen & ((found - scores).abs() > slack)
+        most, least = scores + slack, scores - slack
+        worst, passed_over = most.where(chosen, torch.inf).amin(), least.where(~chosen, -torch.inf).amax()
+        wrong |= ~chosen & (least > worst) & (scores >= cut)
+        wrong |= chosen & (most < passed_over) & (scores <= cut)
         if winners.ids.numel() < best.numel():
             wrong[best] |= ~chosen[best] & (scores[best] > slack[best])
         if wrong.any():
@@ -166,25 +172,35 @@ class CheckedChooser:
         )
 
 
-def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, float]:
+def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
     """A gradient (n, cols) in float32 at least, what it would be without cancelling, and the rounding of its own type.
 
-    Of a product the second counts how errors grow with the tokens. The third is relative: a product of short numbers is
-    multiplied out in that type, and its single entries are not.
+    Of a product the second counts how errors grow with the tokens. The third is what rounding may move an entry by: a
+    product of short numbers is multiplied out in that type, and its single entries are not.
     """
     if isinstance(gradient, TiedGradient):
-        grad, largest, rounding = _in_full(gradient.product)
+        grad, largest, error = _in_full(gradient.product)
         rows = gradient.looked_up.dense().values.to(grad)
         at = gradient.looked_up.rows
         assert at is not None
-        return grad.index_add(0, at, rows), largest.index_add(0, at, rows.abs()), rounding
+        total = grad.index_add(0, at, rows)
+        short = _rounding(gradient.product)  # of the product, of the rows, and of their sum
+        error = error.index_add(0, at, short * rows.abs()) + short * total.abs()
+        return total, largest.index_add(0, at, rows.abs()), error
     if not isinstance(gradient, Product):
         grad = _at_least_float32(gradient.values)
-        return grad, grad, 0.0
+        return grad, grad, torch.zeros_like(grad)
     left, right = (_at_least_float32(factor) for factor in (gradient.left, gradient.right))
     left_norm, right_norm = (torch.linalg.vector_norm(factor, dim=0) for factor in (left, right))
     largest = left_norm[:, None] * right_norm * max(1.0, (left.shape[0] / FEW_TOKENS) ** 0.5)
-    return left.t() @ right, largest, 0.0 if left is gradient.left else torch.finfo(gradient.left.dtype).eps
+    grad = left.t() @ right
+    return grad, largest, _rounding(gradient) * grad.abs()
+
+
+def _rounding(gradient: Gradient) -> float:
+    """What a number of a product is rounded by, relative to itself, where its factors are short."""
+    assert isinstance(gradient, Product)
+    return 0.0 if gradient.left.dtype in ROUNDING else torch.finfo(gradient.left.dtype).eps
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -353,6 +353,7 @@ class Unmasker:
         """The weights are in step with the flat delta."""
         self.settle()
         self.weights.refresh()
+        self.collection.streams.use(self.values.device)
 
     @torch.no_grad()
     def state_loaded(self, plain: set[MaskedTensor]) -> None:

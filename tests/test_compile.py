@@ -385,6 +385,26 @@ def test_an_eager_forward_between_compiled_ones_changes_nothing():
     assert counter.frame_count == PRELUDE + 1
 
 
+class SparseTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight, sparse=True).pow(3).sum()
+
+
+def test_a_parameter_with_sparse_gradients_is_what_it_is_in_eager_mode():
+    eager = sparsify(SparseTable(), 8, steps=1)
+    compiled = copy.deepcopy(eager)
+    ids = torch.tensor([1, 4, 4, 7])
+    eager(ids).backward()
+    torch.compile(compiled, backend="aot_eager")(ids).backward()
+    assert counters["stats"]["unique_graphs"] > 0
+    assert unmasked_sets(compiled) == unmasked_sets(eager)
+    torch.testing.assert_close(compiled.sparse_values.grad, eager.sparse_values.grad)
+
+
 def test_a_quantized_layer_breaks_the_graph_and_is_right():
     model, batches = quantized_build("mlp", "torchao-int8")
     sparsify(model, BUDGET, steps=STEPS, target_modules="all-linear")

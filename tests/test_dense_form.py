@@ -89,6 +89,41 @@ def test_layers_of_which_single_entries_are_computed_agree(dtype):
     assert 0 < work.verified < 4 * 200 * 300 / 70
 
 
+class OwnLinear(nn.Linear):
+    """Not a masked layer but a module of the generic form, whose gradient is not rounded to its dtype once more."""
+
+
+class TiedTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.own = nn.Embedding(300, 100), OwnLinear(100, 100)
+        self.head = nn.Linear(100, 300, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.head(x + self.own(x))
+
+
+@pytest.mark.parametrize(("tied", "seed"), [(False, 0), (False, 1), (True, 7)])
+def test_gradients_that_are_rounded_and_others_agree_where_they_meet_near_the_cut(monkeypatch, tied, seed):
+    monkeypatch.setattr("sparsify.choosers.can_screen", lambda *_: False)
+    monkeypatch.setattr("sparsify.small.LARGEST", 1 << 14)
+    torch.manual_seed(seed)
+    if tied:
+        model, batch = TiedTable(), torch.randint(300, (6, 9))
+    else:
+        model = nn.Sequential(nn.Linear(150, 150), OwnLinear(150, 150), nn.Linear(150, 150))
+        batch = torch.randn(30, 150).bfloat16()
+    sparsify(model.bfloat16(), 9000, steps=3)
+    get_unmasker(model).check = True
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+
+
 def test_accumulation_agrees():
     train(*checked("bert"), micro_batches=2)
 

@@ -15,7 +15,7 @@ PACKAGE = Path(sparsify.__file__).parent
 LAYERS = [
     {"errors", "interrupts", "version"},
     {"allocation", "counters", "draws", "extras", "importance", "index_buffers", "layout", "names", "schedules"}
-    | {"ranks", "values"},
+    | {"ranks", "streams", "values"},
     {"entries", "stepping", "trainable"},
     {"kernels"},
     {"costs"},
@@ -98,6 +98,7 @@ TRAINING = {
     "static",
     "stepping",
     "strategies",
+    "streams",
     "targets",
     "trainable",
     "unmasker",

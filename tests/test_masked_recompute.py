@@ -1,5 +1,8 @@
 """An input that autograd can make again is not kept by the layer, and its gradient is the same to the last bit."""
 
+import threading
+import weakref
+
 import pytest
 import torch
 from recorder import mask
@@ -8,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sparsify.masked.recompute import recomputable
+from sparsify.masked.recompute import recomputable, release_memory
 
 ROWS, IN, OUT = 6, 5, 4
 
@@ -196,3 +199,70 @@ def test_layers_with_one_input_share_what_is_made_again(h):
         assert torch.equal(between(), other)
         assert torch.equal(second(), x)
         assert norms.number == 2
+
+
+@pytest.fixture
+def enter_pass(monkeypatch):
+    """Makes all threads run a backward pass of this number."""
+    return lambda number: monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: number)
+
+
+def made_in_a_thread(h):
+    """A weak reference to what another thread makes again, as autograd's thread of a second device does."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(weakref.ref(recomputable(F.gelu(h))())))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def test_a_pass_that_ends_releases_the_memory_of_all_its_threads_and_of_no_other_pass(h, enter_pass):
+    enter_pass(1)
+    first = made_in_a_thread(h)
+    enter_pass(2)
+    own = recomputable(F.gelu(h))
+    second = weakref.ref(own())
+    release_memory()
+    assert first() is not None
+    assert second() is None
+    enter_pass(1)
+    release_memory()
+    assert first() is None
+
+
+def test_passes_that_take_turns_in_one_thread_do_not_share_memory(h, enter_pass):
+    x, other = F.gelu(h), F.silu(h)
+    again, other_again = recomputable(x), recomputable(other)
+    enter_pass(1)
+    kept = again()
+    enter_pass(2)
+    assert torch.equal(other_again(), other)
+    assert torch.equal(kept, x)
+    enter_pass(1)
+    assert torch.equal(again(), x)
+
+
+def test_models_that_train_in_threads_of_their_own_get_their_own_gradients(h):
+    inputs = [h.detach() * scale for scale in (1, 2, 3)]
+    alone = [gradient_of_gelu_layer(x) for x in inputs]
+    together = {}
+
+    def repeat(number):
+        together[number] = [gradient_of_gelu_layer(inputs[number]) for _ in range(50)]
+
+    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, expected in enumerate(alone):
+        assert all(torch.equal(gradient, expected) for gradient in together[number])
+
+
+def gradient_of_gelu_layer(x):
+    layer = nn.Linear(IN, OUT)
+    nn.init.constant_(layer.weight, 0.5)
+    nn.init.constant_(layer.bias, 0)
+    recorder, tensors = mask(layer, "weight")
+    layer(F.gelu(x.clone().requires_grad_())).sin().sum().backward()
+    return recorder.dense(tensors["weight"])

@@ -104,6 +104,28 @@ def test_rows_are_summed_where_they_are_the_same():
     assert gradient.values.tolist() == [[3, 4], [6, 8]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monkeypatch):
+    monkeypatch.setattr("sparsify.masked.tensor.CAST_ENTRIES", 100)
+    rows, values = torch.arange(5000) % 2, torch.ones(5000, COLS, dtype=dtype)
+    gradient = sum_rows(rows, values, padded=padded)
+    places = torch.arange(2 * COLS)
+    assert gradient.take(places).tolist() == [2500] * 2 * COLS
+    more = gradient.add(sum_rows(rows[:1], values[:1]))
+    assert more.take(places).tolist() == [2501] * COLS + [2500] * COLS
+
+
+def test_float32_sums_of_a_few_rows_leave_a_whole_short_gradient_in_its_dtype():
+    for order in (1, -1):
+        whole = Gradient(torch.ones(ROWS, COLS, dtype=torch.bfloat16))
+        rows = sum_rows(torch.tensor([1, 1]), torch.full((2, COLS), 0.5, dtype=torch.bfloat16))
+        first, second = (whole, rows)[::order]
+        total = first.add(second)
+        assert total.values.dtype == torch.bfloat16
+        assert total.values[1].tolist() == [2] * COLS
+
+
 @pytest.mark.parametrize(
     ("shape", "matrix"), [((), (1, 1)), ((4,), (1, 4)), ((2, 3), (2, 3)), ((2, 3, 4), (6, 4)), ((2, 1, 3, 4), (6, 4))]
 )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sparsify.kernels import runs_ahead
 from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient, sum_rows
+from sparsify.masked.tensor import Gradient, as_matrix, sum_rows
 from sparsify.ranks import num_ranks
 
 
@@ -42,6 +42,13 @@ def row_gradient(ids: Tensor, grad: Tensor, padding_idx: int | None) -> Gradient
         return gradient
     used = rows != padding_idx
     return sum_rows(rows[used], values[used])
+
+
+def tap_gradient(grad: Tensor) -> Gradient:
+    """The gradient of a parameter of any shape, as its module's own autograd computes it."""
+    if grad.is_sparse:  # an embedding's, where the user asked for it
+        return row_gradient(grad._indices()[0], grad._values(), None)
+    return Gradient(as_matrix(grad), owned=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, row_gradient
+from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, row_gradient, tap_gradient
 from sparsify.masked.handles import held_by
 from sparsify.masked.module import check_not_exported, frozen_if_masked, masked_tensors
-from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
+from sparsify.masked.tensor import Gradient, MaskedTensor, Use
 
 _SERIALS = itertools.count()
 
@@ -174,7 +174,7 @@ def _tap(parameter: Tensor, root: Tensor, handle: Tensor, training: bool, serial
 
 def _collect(grad: Tensor, root: Tensor, handle: Tensor, serial: int) -> Tensor:
     use = _announced(handle)
-    use.collect(Gradient(as_matrix(grad), owned=False) if use.wanted() else None)
+    use.collect(tap_gradient(grad) if use.wanted() else None)
     return torch.zeros_like(root)
 
 

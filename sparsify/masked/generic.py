@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.masked.arithmetic import tap_gradient
 from sparsify.masked.module import announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.recompute import announce_layer_norm
-from sparsify.masked.tensor import Gradient, MaskedTensor, Use, as_matrix
+from sparsify.masked.tensor import MaskedTensor, Use
 
 
 class _Tap(torch.autograd.Function):
@@ -32,14 +33,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        gradient = None
-        if ctx.use.wanted():
-            if grad.is_sparse:  # an embedding's, where the user asked for it
-                grad = grad.coalesce()
-                gradient = Gradient(grad.values(), grad.indices()[0], owned=False)
-            else:
-                gradient = Gradient(as_matrix(grad), owned=False)
-        ctx.use.collect(gradient)
+        ctx.use.collect(tap_gradient(grad) if ctx.use.wanted() else None)
         return None, None, None
 
 

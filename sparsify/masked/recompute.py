@@ -47,31 +47,56 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Callable[[], Tensor
 }
 
 
-class _Memory(threading.local):
-    """What inputs are made in, one after the other: the system is asked for large memory once in a backward pass."""
+class _Memory:
+    """The memory in which a thread makes inputs, one after the other: allocated once in a backward pass.
 
+    It belongs to one backward pass and one stream at a time. Autograd runs the nodes of a GPU in one thread, where
+    several passes may alternate, and several streams that do not wait for each other.
+    """
+
+    owner: tuple[int, torch.Stream | None] = (-1, None)  # the backward pass and the stream
     buffer: Tensor | None = None
-    made: Tensor | None = None  # the last that was made
-    made_by: object = None  # the mark of its node: queries, keys and values have one input
+    made: tuple[object, Tensor] | None = None  # the last that was made; queries, keys and values have one input
+
+    def clear(self) -> None:
+        self.buffer = self.made = None
 
     def empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nbytes = shape.numel() * dtype.itemsize
-        if self.buffer is None or self.buffer.nbytes < nbytes or self.buffer.device != device:
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self.buffer[:nbytes].view(dtype).view(shape)
+        nbytes, buffer = shape.numel() * dtype.itemsize, self.buffer
+        if buffer is None or buffer.nbytes < nbytes or buffer.device != device:
+            buffer = self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer[:nbytes].view(dtype).view(shape)
 
 
-_MEMORY = _Memory()
+_MEMORIES: dict[int, _Memory] = {}  # by thread
+
+
+def _memory(device: torch.device) -> _Memory:
+    """This thread's memory, for the running backward pass on a device."""
+    memory = _MEMORIES.setdefault(threading.get_ident(), _Memory())
+    stream = torch.accelerator.current_stream(device) if device.type == "cuda" else None
+    owner = torch._C._current_graph_task_id(), stream
+    if memory.owner != owner:
+        memory.clear()
+        memory.owner = owner
+    return memory
 
 
 def release_memory() -> None:
-    """Nothing more will be made again for now."""
-    _MEMORY.buffer = _MEMORY.made = _MEMORY.made_by = None
+    """Frees the memory of the running backward pass, in all its threads.
+
+    A thread may turn to another pass meanwhile. It keeps what it makes then, and only allocates the next time.
+    """
+    graph = torch._C._current_graph_task_id()
+    for memory in list(_MEMORIES.values()):
+        if memory.owner[0] == graph:
+            memory.clear()
 
 
 def lasting(x: Tensor) -> Tensor:
     """``x`` itself, or a copy where its memory is one that the next input will be made in."""
-    buffer = _MEMORY.buffer
+    memory = _MEMORIES.get(threading.get_ident())
+    buffer = None if memory is None else memory.buffer
     shared = buffer is not None and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     return x.clone() if shared else x
 
@@ -113,12 +138,13 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     shape, dtype, device, mark = x.shape, x.dtype, x.device, node.metadata.setdefault(_MARK, object())
 
     def again() -> Tensor:
-        if _MEMORY.made is None or _MEMORY.made_by is not mark:
-            _MEMORY.made_by = None
+        memory = _memory(device)
+        made = memory.made
+        if made is None or made[0] is not mark:
+            memory.made = None
             with torch.no_grad():
-                _MEMORY.made = make(lambda: _MEMORY.empty(shape, dtype, device))
-            _MEMORY.made_by = mark
-        return _MEMORY.made
+                made = memory.made = mark, make(lambda: memory.empty(shape, dtype, device))
+        return made[1]
 
     return again
 
