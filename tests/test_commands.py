@@ -12,10 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 from deltas import fine_tuned, make_base, task
+from fuzz_format import as_version_1
 from hub_server import OWNER, client_environment, hub_server
 from models import bert
 from peft import PeftModel
-from test_format import as_version_1
 
 from sparsify import SparseDelta
 from sparsify.commands import parse_weights, printable

@@ -11,6 +11,7 @@ import tracemalloc
 import pytest
 import safetensors.torch
 import torch
+from fuzz_format import as_version_1
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -264,16 +265,6 @@ def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
 
 def test_the_hash_is_that_of_every_byte_after_the_header(path, good):
     assert delta_format.payload_hash(path) == hashlib.sha256(split(good)[1]).hexdigest()
-
-
-def as_version_1(data):
-    """The file as format version 1 had it."""
-
-    def downgrade(document):
-        document["format_version"] = 1
-        del document["payload_sha256"]
-
-    return edited(data, downgrade)
 
 
 def test_a_file_of_version_1_has_no_hash_and_is_read(path, good):
