@@ -139,7 +139,9 @@ def valid_files(folder: Path) -> list[bytes]:
     deltas = [SparseDelta(entries.tensors, whole, config), (2 * entries).on(base, "add")]
     deltas[1].config |= config
     for fresh in ("store", "seed"):
-        lora = get_peft_model(make_base(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+        lora = get_peft_model(
+            make_base(), LoraConfig(r=2 if fresh == "store" else 16, target_modules=["query"], task_type="SEQ_CLS")
+        )
         deltas.append(SparseDelta.from_model(sparsify(lora, 10, steps=5, modules_to_save=["classifier"], fresh=fresh)))
     adapted = add_adapters(make_base(), "pfeiffer", 4)
     deltas.append(SparseDelta.from_model(sparsify(adapted, 10, steps=5, modules_to_save=["classifier"])))
