@@ -133,7 +133,7 @@ def parse(metadata: Mapping[str, str] | None) -> Metadata:
             f"its header has no metadata `{METADATA_KEY}`: it is a safetensors file of something else"
         )
     document = parse_json(metadata[METADATA_KEY])
-    version = document.get("format_version") if isinstance(document, dict) else None
+    version: Any = document.get("format_version") if isinstance(document, dict) else None
     if not _is_int(version, 1, FORMAT_VERSION):
         raise DeltaFormatError(
             f"its format version is {shown(version)}, this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the "
