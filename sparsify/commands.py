@@ -19,8 +19,9 @@ from rich.text import Text
 from sparsify.algebra import DeltaSum
 from sparsify.analysis.shares import TensorShare, shares
 from sparsify.comparing import overlap
-from sparsify.delta import SparseDelta, find_file
+from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
+from sparsify.exchange import find_file
 from sparsify.format import payload_hash
 
 _BAR_WIDTH = 20
@@ -50,8 +51,8 @@ def info(
     console = Console(highlight=False)
     for label, value in (*_facts(loaded, size), ("payload", _payload_text(payload_sha256))):
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
-    if loaded.tensors:
-        console.print(_layer_table(shares(loaded)))
+    if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
+        console.print(_layer_table(rows))
 
 
 def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
@@ -241,14 +242,14 @@ def _layer_table(rows: list[TensorShare]) -> Table:
         table.add_column(column, justify="right" if column in ("layer", "entries", "share") else "left")
     layers = sorted({row.layer for row in rows}, key=lambda layer: -1 if layer is None else layer)
     by_layer = {layer: [row for row in rows if row.layer == layer] for layer in layers}
-    most = max(1, *(sum(row.unmasked for row in own) for own in by_layer.values()))  # a drawn tensor may have no entry
+    most = max(sum(row.unmasked for row in own) for own in by_layer.values())
     for layer, own in by_layer.items():
         entries = sum(row.unmasked for row in own)
         fullest = max(own, key=lambda row: row.unmasked)
         table.add_row(
             "-" if layer is None else str(layer),
             f"{entries:,}",
-            f"{entries / max(1, sum(row.size for row in own)):.3%}",
+            f"{entries / sum(row.size for row in own):.3%}",
             Text(f"{printable(fullest.kind)} ({fullest.unmasked:,})"),
             "█" * max(1, round(_BAR_WIDTH * entries / most)),
         )

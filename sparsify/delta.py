@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sparsify import format as delta_format
-from sparsify import hub
 from sparsify.algebra import Summable
 from sparsify.diffing import diff
 from sparsify.edits import (
@@ -37,7 +36,7 @@ from sparsify.edits import (
 )
 from sparsify.entries import TensorDelta, digest, same_entries, same_values
 from sparsify.errors import SparsifyError
-from sparsify.exchange import Exchange
+from sparsify.exchange import Exchange, find_file
 from sparsify.format import CONFIG_NAME, FILE_NAME
 from sparsify.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.names import check_plain, find_engine
@@ -358,31 +357,6 @@ class SparseDelta(Summable, Exchange):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def find_file(path: str | os.PathLike[str], *, revision: str | None = None, **of_hub: Any) -> Path:
-    """The file of a delta, fetched from the hub if need be: what :meth:`SparseDelta.load` reads; arguments as there."""
-    file = Path(path)
-    if isinstance(path, str) and not file.exists() and _is_on_hub(path):
-        file = hub.download(path, FILE_NAME, revision=revision, **of_hub)
-    elif revision is not None:
-        raise SparsifyError(
-            f"revision={revision!r} of `{path}`, which is taken for a path, and paths have no revisions: leave it "
-            "out, or give the id of a repository on the hub and rename the path that hides it."
-        )
-    if file.is_dir():
-        file = file / FILE_NAME
-    if not file.exists():
-        raise SparsifyError(
-            f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
-            f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'."
-        )
-    return file
-
-
-def _is_on_hub(path: str) -> bool:
-    """Whether a string that is no path here means a repository on the hub."""
-    return path.count("/") == 1 and not path.endswith(".safetensors") and hub.is_repo_id(path)
 
 
 def _tensor_delta(item: Any) -> TensorDelta:
