@@ -74,7 +74,7 @@ class Tasks:
         self.lock = threading.Lock()  # around model, switch, and the tokenizer, which keeps its padding as a state
         for name, path in paths.items():
             delta = SparseDelta.load(path)
-            self.switch.attach(name, SparseDelta(delta.tensors))
+            self.switch.attach(name, delta.entries_only())
             if missing := set(new) - delta.whole.keys():
                 raise SparsifyError(f"neither the base nor {path} has a trained `{min(missing)}`.")
             self.heads[name] = fitting(delta.whole, model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from sparsify.checkpoint import base_tensor, open_base
 from sparsify.edits import Edit, check_not_drawn, plan_entries, warn_of_casts
 from sparsify.entries import KINDS, TensorDelta, as_bits, digest, same_values
 from sparsify.errors import SparsifyError
+from sparsify.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.overlay import OverlaidWeight, overlaid
 
 
@@ -34,12 +35,13 @@ class Delta(Protocol):
     config: dict[str, Any]
 
     def plan(self, model: nn.Module) -> list[Edit]: ...
+    def entries_only(self) -> Any: ...
     def apply(self, model: nn.Module) -> nn.Module: ...
     def revert(self, model: nn.Module) -> nn.Module: ...
     def save(self, path: str | os.PathLike[str]) -> None: ...
 
 
-_OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum"}
+_OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
 Term = tuple[float, Any]  # a coefficient and a Delta
 Parts = list[tuple[float, TensorDelta]]
 Self = TypeVar("Self", bound="Summable")
@@ -65,20 +67,20 @@ class Summable:
         return -1 * self
 
     def __mul__(self, factor: object) -> DeltaSum:
-        if not isinstance(factor, Real):
+        if isinstance(factor, Summable):
             return NotImplemented
-        if not math.isfinite(factor):
-            raise SparsifyError(f"a delta cannot be multiplied by {factor!r}; expected a finite number.")
-        return DeltaSum(tuple((float(factor) * own, delta) for own, delta in self._terms()))
+        number = _finite(factor, "multiplied")
+        return DeltaSum(tuple((number * own, delta) for own, delta in self._terms()))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: object) -> DeltaSum:
-        if not isinstance(divisor, Real):
+        if isinstance(divisor, Summable):
             return NotImplemented
-        if divisor == 0:
+        number = _finite(divisor, "divided")
+        if number == 0:
             raise SparsifyError("a delta cannot be divided by 0.")
-        return self * (1 / float(divisor))
+        return self * (1 / number)
 
 
 class DeltaSum(Summable):
@@ -109,6 +111,13 @@ class DeltaSum(Summable):
             raise SparsifyError("a sum of deltas has to have a term: give at least one pair of a number and a delta.")
         self.terms = terms
         self._applied: WeakKeyDictionary[nn.Module, Delta] = WeakKeyDictionary()
+
+    def entries_only(self) -> DeltaSum:
+        """The sum without the tensors that its terms store whole; as :meth:`SparseDelta.entries_only`.
+
+        Tasks that were trained with a head each can be summed so: ``(a + 0.5 * b).entries_only()``.
+        """
+        return DeltaSum(tuple((factor, delta.entries_only()) for factor, delta in self.terms))
 
     def on(self, base: nn.Module | str | os.PathLike[str], kind: str = "replace") -> Any:
         """The expression's value on its base: a delta.
@@ -210,7 +219,7 @@ class DeltaSum(Summable):
                 if factor > 0 and not same_values(whole.setdefault(name, tensor), tensor):
                     raise SparsifyError(
                         f"tensor `{name}` is stored whole by several deltas and differs between them; there is no base "
-                        "to sum it on: sum the entries alone (`SparseDelta(delta.tensors)`; `--entries-only` on the "
+                        "to sum it on: sum the entries alone (`(a + b).entries_only()`; `--entries-only` on the "
                         "command line), and keep a head for each task."
                     )
         return whole
@@ -221,6 +230,18 @@ class DeltaSum(Summable):
         shared = [key for key in first if all(delta.config.get(key) == first[key] for _, delta in self.terms)]
         common = {key: first[key] for key in shared if key not in _OF_ONE_TRAINING}
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
+
+
+def _finite(number: object, verb: str) -> float:
+    """A number that a delta is multiplied or divided by."""
+    value = math.nan
+    if isinstance(number, Real):
+        with suppress(OverflowError):  # a very large integer
+            value = float(number)
+    if not math.isfinite(value):
+        what = f"{number!r:.60}" if isinstance(number, (Real, str)) else f"a {type(number).__name__}"
+        raise SparsifyError(f"a delta cannot be {verb} by {what}; expected a finite number.")
+    return value
 
 
 def change(part: TensorDelta, base: Tensor) -> Tensor:
@@ -240,9 +261,9 @@ def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta 
     """The weighted sum of one tensor's changes, over the union of their entries that end up changed."""
     edits = [plan_entries(name, part, target) for _, part in parts]  # for its checks, and the base's values
     indices = torch.cat([part.indices for _, part in parts]).unique()
-    base = torch.empty(indices.numel(), dtype=target.dtype)
-    total = torch.zeros(indices.numel(), dtype=torch.float64)
-    touched = torch.zeros(indices.numel(), dtype=torch.int64)
+    base = torch.empty_like(indices, dtype=target.dtype)
+    total = torch.zeros_like(indices, dtype=torch.float64)
+    touched = torch.zeros_like(indices)
     places = [torch.searchsorted(indices, part.indices) for _, part in parts]
     for (factor, part), edit, at in zip(parts, edits, places, strict=True):
         base[at] = edit.old

@@ -21,7 +21,8 @@ from sparsify.analysis.shares import TensorShare, shares
 from sparsify.comparing import overlap
 from sparsify.delta import SparseDelta
 from sparsify.errors import SparsifyError
-from sparsify.format import FILE_NAME
+from sparsify.exchange import find_file
+from sparsify.format import payload_hash
 
 _BAR_WIDTH = 20
 _SHOWN_OF_CONFIG = (
@@ -41,13 +42,14 @@ def info(
 
     Example: sparsify info my-delta
     """
-    loaded = SparseDelta.load(delta)
-    size = _size_on_disk(delta)
+    file = find_file(delta)
+    loaded, size, payload_sha256 = SparseDelta.load(file), file.stat().st_size, payload_hash(file)
     if json:
-        print(json_module.dumps(_description(loaded, size), indent=2))
+        description = _description(loaded) | {"bytes": size, "payload_sha256": payload_sha256}
+        print(json_module.dumps(description, indent=2))
         return
     console = Console(highlight=False)
-    for label, value in _facts(loaded, size):
+    for label, value in (*_facts(loaded, size), ("payload", _payload_text(payload_sha256))):
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
     if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
         console.print(_layer_table(rows))
@@ -58,7 +60,9 @@ def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
 
     Example: sparsify verify my-delta --base path/to/base
     """
-    print(SparseDelta.load(delta).check(base))
+    file = find_file(delta)
+    print(SparseDelta.load(file).check(base))
+    print(f"payload: {_payload_text(payload_hash(file))}")
 
 
 def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annotated[Path, _OUT]) -> None:
@@ -105,7 +109,7 @@ def add(
     """
     loaded = [SparseDelta.load(delta) for delta in deltas]
     if entries_only:
-        loaded = [SparseDelta(delta.tensors, config=delta.config) for delta in loaded]
+        loaded = [delta.entries_only() for delta in loaded]
     factors = parse_weights(weights, len(loaded))
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for at, first in enumerate(loaded):
@@ -175,12 +179,14 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
-def _size_on_disk(delta: str) -> int | None:
-    path = Path(delta) / FILE_NAME if Path(delta).is_dir() else Path(delta)
-    return path.stat().st_size if path.is_file() else None
+def _payload_text(payload_sha256: str | None) -> str:
+    """What can be said of a file's values and indices, after it was loaded."""
+    if payload_sha256 is not None:
+        return f"as it was written (SHA-256 {payload_sha256})"
+    return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
 
 
-def _description(delta: SparseDelta, size: int | None) -> dict[str, Any]:
+def _description(delta: SparseDelta) -> dict[str, Any]:
     """What ``info --json`` prints; the config is the one that the file holds."""
     tensors = {
         name: {
@@ -197,21 +203,30 @@ def _description(delta: SparseDelta, size: int | None) -> dict[str, Any]:
         name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         for name, tensor in delta.whole.items()
     }
-    return {"bytes": size, "entries": delta.num_entries, "tensors": tensors, "whole": whole, "config": delta.config}
+    return {
+        "entries": delta.num_entries,
+        "entries_in_whole": delta.entries_in_whole,
+        "tensors": tensors,
+        "whole": whole,
+        "config": delta.config,
+    }
 
 
-def _facts(delta: SparseDelta, size: int | None) -> Iterable[tuple[str, str]]:
-    config = delta.config
+def _facts(delta: SparseDelta, size: int) -> Iterable[tuple[str, str]]:
+    config, in_whole = delta.config, delta.entries_in_whole
     known = sum(row.size for row in shares(delta)) if delta.tensors else 0
     share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
-    yield "entries", f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"
+    if delta.tensors or not in_whole:
+        yield "entries", f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"
+    if in_whole:
+        yield "entries" if not delta.tensors else "", f"{in_whole:,} trained in tensors stored whole"
     if delta.whole:
         yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
     if drawn := [part.drawn for part in delta.tensors.values() if part.drawn is not None]:
         yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
-    if size is not None:
-        entries = f", {size / delta.num_entries:.2f} an entry, all included" if delta.num_entries else ""
-        yield "bytes", f"{size:,}{entries}"
+    num_entries = delta.num_entries + in_whole
+    entries = f", {size / num_entries:.2f} an entry, all included" if num_entries else ""
+    yield "bytes", f"{size:,}{entries}"
     kinds = {(part.kind, str(part.dtype), part.quantization or "") for part in delta.tensors.values()}
     yield "kinds", ", ".join(f"{kind} ({', '.join(filter(None, of))})" for kind, *of in sorted(kinds)) or "none"
     yield "base", str(config.get("base_model_name_or_path") or "not recorded")

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sparsify import format as delta_format
-from sparsify import hub
 from sparsify.algebra import Summable
 from sparsify.diffing import diff
 from sparsify.edits import (
@@ -35,11 +34,12 @@ from sparsify.edits import (
     warn_of_casts,
     write_all,
 )
-from sparsify.entries import TensorDelta, digest
+from sparsify.entries import TensorDelta, digest, same_entries, same_values
 from sparsify.errors import SparsifyError
-from sparsify.exchange import Exchange
+from sparsify.exchange import Exchange, find_file
 from sparsify.format import CONFIG_NAME, FILE_NAME
 from sparsify.interrupts import uninterrupted
+from sparsify.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.names import check_plain, find_engine
 
 __all__ = ["SparseDelta", "TensorDelta"]
@@ -49,6 +49,10 @@ _RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft"
 
 class SparseDelta(Summable, Exchange):
     """The entries that training changed, and what they changed to.
+
+    Two deltas are equal (``==``) where they change the same entries of the same base to the same values, and store the
+    same tensors whole, all to the bit; ``config`` and the order of tensors do not count. Since a delta may be changed
+    in place, it has no hash: use its name, or the file's, as a key.
 
     Args:
         tensors: changed entries by the tensor's plain name.
@@ -133,6 +137,9 @@ class SparseDelta(Summable, Exchange):
     ) -> SparseDelta:
         """Reads a delta that :meth:`save` wrote, here or, by way of :meth:`push_to_hub`, on the hub.
 
+        The values and indices are compared with the SHA-256 that the file has of them, for which it is read once more:
+        about a second for each gigabyte. (A file from before format version 2 has none.)
+
         Args:
             path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
                 the hub, ``"user/name"``, is taken for one.
@@ -143,30 +150,9 @@ class SparseDelta(Summable, Exchange):
 
         Raises:
             SparsifyError: when there is nothing at the path, or the hub does not hand it out; a ``revision`` of a path.
-            DeltaFormatError: when the file is broken, or no delta.
+            DeltaFormatError: when the file is broken, even by one changed bit, or is no delta, or no regular file.
         """
-        file = Path(path)
-        if isinstance(path, str) and not file.exists() and _is_on_hub(path):
-            file = hub.download(
-                path,
-                FILE_NAME,
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                local_files_only=local_files_only,
-            )
-        elif revision is not None:
-            raise SparsifyError(
-                f"revision={revision!r} of `{path}`, which is taken for a path, and paths have no revisions: leave it "
-                "out, or give the id of a repository on the hub and rename the path that hides it."
-            )
-        if file.is_dir():
-            file = file / FILE_NAME
-        if not file.exists():
-            raise SparsifyError(
-                f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
-                f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'."
-            )
+        file = find_file(path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         return cls(*delta_format.read(file))
 
     @classmethod
@@ -315,6 +301,34 @@ class SparseDelta(Summable, Exchange):
         warn_of_casts({n: (dtype, targets[n].dtype) for n, dtype in parts.items() if targets[n].dtype != dtype})
         return edits
 
+    def entries_only(self) -> SparseDelta:
+        """The same delta without the tensors that it stores whole, such as a head: the changed entries alone.
+
+        Deltas of tasks with a head each have a sum this way: ``a.entries_only() + 0.5 * b.entries_only()``, or, of the
+        sum as a whole, ``(a + 0.5 * b).entries_only()``.
+
+        Example:
+            >>> import torch
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> delta = SparseDelta.diff(base, tuned, progress=False)
+            >>> delta.whole["head.weight"] = torch.ones(2, 1)
+            >>> delta.entries_only()
+            SparseDelta(3 entries in 2 tensors, 0 tensors stored whole)
+        """
+        return SparseDelta(self.tensors, config=self.config)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SparseDelta):
+            return NotImplemented
+        return (
+            self.tensors.keys() == other.tensors.keys()
+            and self.whole.keys() == other.whole.keys()
+            and all(same_entries(part, other.tensors[name]) for name, part in self.tensors.items())
+            and all(same_values(tensor, other.whole[name]) for name, tensor in self.whole.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
     def support(self) -> dict[str, Tensor]:
         """The changed entries' flat indices (count,) by tensor name: a strategy for :func:`sparsify.sparsify`.
@@ -325,12 +339,26 @@ class SparseDelta(Summable, Exchange):
 
     @property
     def num_entries(self) -> int:
-        """Number of changed entries, those of tensors stored whole not counted."""
+        """Number of changed entries, those of tensors stored whole not counted: see :attr:`entries_in_whole`."""
         return sum(tensor.count for tensor in self.tensors.values())
 
+    @property
+    def entries_in_whole(self) -> int:
+        """Number of entries that were trained in tensors stored whole, such as a sparse LoRA's, by ``config``.
+
+        Those of a dense head, and of a delta that was saved before this was recorded, are not counted.
+        """
+        recorded = self.config.get(ENTRIES_IN_WHOLE_KEY)
+        most = sum(tensor.numel() for tensor in self.whole.values())
+        return recorded if type(recorded) is int and 0 < recorded <= most else 0
+
     def __repr__(self) -> str:
-        entries = f"{counted(self.num_entries, 'entry', 'entries')} in {counted(len(self.tensors), 'tensor')}"
-        return f"SparseDelta({entries}, {counted(len(self.whole), 'tensor')} stored whole)"
+        entries = f"{counted(self.num_entries, 'entry', 'entries')} in {counted(len(self.tensors), 'tensor')}, "
+        whole = f"{counted(len(self.whole), 'tensor')} stored whole"
+        if trained := self.entries_in_whole:
+            entries = entries if self.tensors else ""
+            whole += f", with {counted(trained, 'trained entry', 'trained entries')}"
+        return f"SparseDelta({entries}{whole})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave behind which models the delta is applied to."""
@@ -338,11 +366,6 @@ class SparseDelta(Summable, Exchange):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def _is_on_hub(path: str) -> bool:
-    """Whether a string that is no path here means a repository on the hub."""
-    return path.count("/") == 1 and not path.endswith(".safetensors") and hub.is_repo_id(path)
 
 
 def _tensor_delta(item: Any) -> TensorDelta:

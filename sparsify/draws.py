@@ -61,9 +61,9 @@ class Draw:
 
     def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The values that a tensor of this name starts from, on the CPU."""
-        result = torch.empty(math.prod(shape), dtype=dtype)
+        result = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
         if self.distribution == "constant":
-            return result.copy_(torch.tensor(float(self.scale), dtype=torch.float64)).view(shape)
+            return result.copy_(torch.tensor(float(self.scale), dtype=torch.float64, device="cpu")).view(shape)
         numbers = _generator(self.seed, name)
         for part in result.split(_CHUNK):
             drawn = torch.from_numpy(_STANDARD[self.distribution](numbers, part.numel()) * float(self.scale))

@@ -117,6 +117,16 @@ def same_values(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)
 
 
+def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
+    """Whether two tensors' entries are equal in every bit, and of the same base."""
+    fixed = ("shape", "dtype", "kind", "base_sha256", "drawn", "quantization")
+    return (
+        all(getattr(left, field) == getattr(right, field) for field in fixed)
+        and torch.equal(left.indices, right.indices)
+        and same_values(left.values, right.values)
+    )
+
+
 def encode_indices(indices: Tensor) -> Tensor:
     """The smallest stored form of flat positions.
 

@@ -254,3 +254,28 @@ def _check_not_extended(config: Mapping[str, Any], what: str) -> None:
             f"{'PEFT' if PEFT_KEY in extended else 'add_adapters'} put into the base: take "
             f"load_model(base, delta), and {plain}."
         )
+
+
+def find_file(path: str | os.PathLike[str], *, revision: str | None = None, **of_hub: Any) -> Path:
+    """The file of a delta, fetched from the hub if need be: what ``SparseDelta.load`` reads; arguments as there."""
+    file = Path(path)
+    if isinstance(path, str) and not file.exists() and _is_on_hub(path):
+        file = hub.download(path, FILE_NAME, revision=revision, **of_hub)
+    elif revision is not None:
+        raise SparsifyError(
+            f"revision={revision!r} of `{path}`, which is taken for a path, and paths have no revisions: leave it "
+            "out, or give the id of a repository on the hub and rename the path that hides it."
+        )
+    if file.is_dir():
+        file = file / FILE_NAME
+    if not file.exists():
+        raise SparsifyError(
+            f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
+            f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'."
+        )
+    return file
+
+
+def _is_on_hub(path: str) -> bool:
+    """Whether a string that is no path here means a repository on the hub."""
+    return path.count("/") == 1 and not path.endswith(".safetensors") and hub.is_repo_id(path)

@@ -19,6 +19,7 @@ from sparsify.entries import digest, put
 from sparsify.errors import SparsifyError
 from sparsify.extensions import record_extensions
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.names import plain_model, plain_name
 from sparsify.schedules import Schedule
 from sparsify.shards import is_shard, whole
@@ -99,7 +100,7 @@ def export(engine: Engine, budget: int | None = None) -> Export:
             f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
             "or None for all of them."
         )
-    tensors, stored_whole = [], _whole(engine)
+    tensors, stored_whole, in_whole = [], _whole(engine), 0
     parameters = dict(engine.root.named_parameters())
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
@@ -112,7 +113,9 @@ def export(engine: Engine, budget: int | None = None) -> Export:
             tensors.append(entries._replace(drawn=engine.draws[name]))
         else:
             stored_whole[plain_name(name)] = _as_of(trained, budget)
-    return Export(tensors, stored_whole, _config(engine, budget))
+            in_whole += entries.indices.numel()
+    config = _config(engine, budget) | ({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {})
+    return Export(tensors, stored_whole, config)
 
 
 @dataclass(frozen=True)

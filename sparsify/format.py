@@ -7,10 +7,13 @@ checked before a tensor is loaded, and the entries before anything is returned.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +36,7 @@ from sparsify.metadata import (
     to_json,
 )
 
-__all__ = ["CONFIG_NAME", "FILE_NAME", "FORMAT_VERSION", "DeltaFile", "check_names", "read", "write"]
+__all__ = ["CONFIG_NAME", "FILE_NAME", "FORMAT_VERSION", "DeltaFile", "check_names", "payload_hash", "read", "write"]
 
 FILE_NAME = "sparse_delta.safetensors"
 CONFIG_NAME = "sparse_delta_config.json"
@@ -44,6 +47,7 @@ _FREE_OPENINGS = 4096
 _BYTES_PER_OPENING = 16
 _LONGEST_REASON = 500
 _READS = 20  # of a file that is replaced meanwhile
+_HASHED_BYTES = 2**20  # of the payload at a time
 
 
 class DeltaFile(NamedTuple):
@@ -75,21 +79,12 @@ def write(
         SparsifyError: when ``config`` does not go into JSON, a name is in both mappings, or a reader would refuse a
             name, the config or the header's length. Nothing is written then.
     """
-    document = describe(tensors, whole, config)
-    metadata = {METADATA_KEY: to_json(document)}
+    metadata = {METADATA_KEY: to_json(describe(tensors, whole, config, hashlib.sha256().hexdigest()))}
     parse(metadata)  # what a reader would refuse is not written
-    payload = {f"{name}.whole": tensor for name, tensor in whole.items()}
-    for name, tensor in tensors.items():
-        payload[f"{name}.indices"] = encode_indices(tensor.indices)
-        payload[f"{name}.values"] = tensor.values
-    # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
-    payload = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
-    try:
-        data = safetensors.torch.save(payload, metadata)
-    except KeyError as error:
-        raise SparsifyError(
-            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
-        ) from error
+    with torch.device("cpu"):  # whatever the default device is
+        payload = _payload(tensors, whole)
+        document = describe(tensors, whole, config, _hash_of(_serialise(payload, metadata)))
+        data = _serialise(payload, {METADATA_KEY: to_json(document)})
     header_bytes = int.from_bytes(data[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise SparsifyError(
@@ -103,8 +98,34 @@ def write(
         replace_file(Path(sidecar), for_people)
 
 
+def _payload(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The stored tensors by key."""
+    payload = {f"{name}.whole": tensor for name, tensor in whole.items()}
+    for name, tensor in tensors.items():
+        payload[f"{name}.indices"] = encode_indices(tensor.indices)
+        payload[f"{name}.values"] = tensor.values
+    # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
+    return {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
+
+
+def _serialise(payload: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    try:
+        return safetensors.torch.save(payload, metadata)
+    except KeyError as error:
+        raise SparsifyError(
+            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
+        ) from error
+
+
+def _hash_of(data: bytes) -> str:
+    """SHA-256 of a file's payload, the layout of which does not depend on the metadata."""
+    return hashlib.sha256(memoryview(data)[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
+
+
 def read(path: str | os.PathLike[str]) -> DeltaFile:
     """Reads a delta file, and checks everything about it that can be checked without the base.
+
+    The payload is read once more for its hash, a megabyte at a time: about a second for each gigabyte.
 
     Args:
         path: the file.
@@ -113,7 +134,8 @@ def read(path: str | os.PathLike[str]) -> DeltaFile:
         Its contents, in memory of their own: the file may be deleted or replaced.
 
     Raises:
-        DeltaFormatError: when anything in the file is not as ``format.md`` says; names the tensor.
+        DeltaFormatError: when anything in the file is not as ``format.md`` says, a bit of its payload has changed
+            since it was written (which a file of format version 1 does not tell), or it is no regular file.
         OSError: when the file cannot be opened.
     """
     path = os.fspath(path)
@@ -130,25 +152,50 @@ def read(path: str | os.PathLike[str]) -> DeltaFile:
     raise DeltaFormatError(f"`{path}` was replaced every time that it was read: try again when nothing writes it.")
 
 
+def payload_hash(path: str | os.PathLike[str]) -> str | None:
+    """The SHA-256 that a delta file has of its payload, which :func:`read` checks; None in format version 1.
+
+    Raises:
+        DeltaFormatError, OSError: as :func:`read`, which checks far more.
+    """
+    path = os.fspath(path)
+    _identity(path)
+    with _described(path):
+        _check_header(path)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return parse(file.metadata()).payload_sha256
+
+
 def _identity(path: str) -> tuple[int, ...]:
-    """Which file is at a path. safetensors opens it twice: a header could come from one file, data from the next."""
+    """Which file is at a path. It is opened several times: a header could come from one file, data from the next."""
     status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe may never end
+        raise DeltaFormatError(f"`{path}` is no regular file, so it is not read: copy what it gives into a file first.")
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read(path: str) -> DeltaFile:
-    try:
-        _check_header(path)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            records, whole, config = parse(file.metadata())
+    with _described(path):
+        payload_start = _check_header(path)
+        with torch.device("cpu"), safe_open(path, framework="pt", device="cpu") as file:
+            records, whole, config, payload_sha256 = parse(file.metadata())
             _check_keys(set(file.keys()), records, whole)
             for name, record in records.items():
                 _check_sizes(file, name, record)
+            if payload_sha256 is not None:
+                _check_payload(path, payload_start, payload_sha256)
             return DeltaFile(
                 {name: _load_tensor(file, name, record) for name, record in records.items()},
                 {name: file.get_tensor(f"{name}.whole").clone() for name in whole},
                 config,
             )
+
+
+@contextmanager
+def _described(path: str) -> Iterator[None]:
+    """Turns what goes wrong with a file's contents into an error that says which file it is."""
+    try:
+        yield
     except (SafetensorError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         # `from None`: the library's own text may quote the file, terminal escapes and all.
         raise DeltaFormatError(
@@ -177,8 +224,12 @@ def replace_file(path: Path, data: bytes) -> None:
         os.replace(complete, path)
 
 
-def _check_header(path: str) -> None:
-    """Raises where parsing the header would take more memory than it should, or where parsers may differ on it."""
+def _check_header(path: str) -> int:
+    """Where the payload begins.
+
+    Raises:
+        ValueError: where parsing the header would take more memory than it should, or parsers may differ on it.
+    """
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
@@ -187,7 +238,24 @@ def _check_header(path: str) -> None:
             raise DeltaFormatError("it is cut short within its header")
         header = file.read(header_bytes)
     _check_openings(header)
-    parse_json(header.decode())  # safetensors takes the last of two equal keys, others the first
+    if not (header.startswith(b"{") and header.rstrip(b" ").endswith(b"}")):
+        raise DeltaFormatError("its header is more than a JSON object with spaces after it")
+    parse_json(header)  # safetensors takes the last of two equal keys, others the first
+    return 8 + header_bytes
+
+
+def _check_payload(path: str, start: int, expected: str) -> None:
+    """Raises unless the bytes from ``start`` on have the SHA-256."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(start)
+        while piece := file.read(_HASHED_BYTES):
+            found.update(piece)
+    if found.hexdigest() != expected:
+        raise DeltaFormatError(
+            "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after it "
+            "was written"
+        )
 
 
 def _check_openings(header: bytes) -> None:

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,14 +20,18 @@ from sparsify.draws import Draw
 from sparsify.entries import DTYPES, KINDS, TensorDelta, is_short_text
 from sparsify.errors import DeltaFormatError, SparsifyError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
 METADATA_KEY = "sparse_delta"
 PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: what the base was extended by
+ENTRIES_IN_WHOLE_KEY = "entries_in_whole"  # of the config: how many were trained in tensors stored whole
 MAX_NAME_CHARACTERS = 1000
 MAX_DEPTH = 64  # of objects and lists in each other
 MAX_NUMBER_CHARACTERS = 1000  # the time to read a longer integer grows with its square
 
-_DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
+_DOCUMENT_KEYS = {1: {"format_version", "config", "tensors", "whole"}}  # by version
+_DOCUMENT_KEYS[2] = {*_DOCUMENT_KEYS[1], "payload_sha256"}
+_SHA256 = re.compile("[0-9a-f]{64}")
+_STRING = re.compile('"[^"]*"')  # in JSON without escapes
 _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
 _DEFAULT_KIND = "replace"
 _MAX_DIMS = 64
@@ -59,8 +64,24 @@ class Record:
     quantization: str | None = None
 
 
+class Metadata(NamedTuple):
+    """What the metadata says about a file.
+
+    Attributes:
+        records: by name, of the tensors that are changed at entries.
+        whole: names of the tensors stored whole.
+        config: how the delta came about.
+        payload_sha256: of the bytes after the header; ``None`` in a file of version 1.
+    """
+
+    records: dict[str, Record]
+    whole: list[str]
+    config: dict[str, Any]
+    payload_sha256: str | None
+
+
 def describe(
-    tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], config: Mapping[str, Any]
+    tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], config: Mapping[str, Any], payload_sha256: str
 ) -> dict[str, Any]:
     """The metadata object of a delta."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
@@ -76,7 +97,13 @@ def describe(
         }
         for name, tensor in tensors.items()
     }
-    return {"format_version": FORMAT_VERSION, "config": dict(config), "tensors": records, "whole": list(whole)}
+    return {
+        "format_version": FORMAT_VERSION,
+        "config": dict(config),
+        "tensors": records,
+        "whole": list(whole),
+        "payload_sha256": payload_sha256,
+    }
 
 
 def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
@@ -95,8 +122,8 @@ def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
         ) from error
 
 
-def parse(metadata: Mapping[str, str] | None) -> tuple[dict[str, Record], list[str], dict[str, Any]]:
-    """Records by tensor name, names of whole tensors, and config, from the safetensors header's metadata.
+def parse(metadata: Mapping[str, str] | None) -> Metadata:
+    """Reads the safetensors header's metadata.
 
     Raises:
         SparsifyError: when the metadata is not that of a delta, or anything in it is not as ``format.md`` says.
@@ -106,18 +133,21 @@ def parse(metadata: Mapping[str, str] | None) -> tuple[dict[str, Record], list[s
             f"its header has no metadata `{METADATA_KEY}`: it is a safetensors file of something else"
         )
     document = parse_json(metadata[METADATA_KEY])
-    version = document.get("format_version") if isinstance(document, dict) else None
-    if not _is_int(version, FORMAT_VERSION, FORMAT_VERSION):
+    version: Any = document.get("format_version") if isinstance(document, dict) else None
+    if not _is_int(version, 1, FORMAT_VERSION):
         raise DeltaFormatError(
-            f"its format version is {shown(version)}, this sparsify reads {FORMAT_VERSION}: upgrade it if the file is "
-            "newer"
+            f"its format version is {shown(version)}, this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the "
+            "file is newer"
         )
-    _check_object("metadata", document, _DOCUMENT_KEYS)
+    _check_object("metadata", document, _DOCUMENT_KEYS[version])
     records, whole, config = document["tensors"], document["whole"], document["config"]
     if not (isinstance(records, dict) and isinstance(whole, list) and isinstance(config, dict)):
         raise DeltaFormatError("metadata: `tensors` and `config` have to be objects, `whole` a list")
+    sha = document.get("payload_sha256")
+    if version > 1 and not (isinstance(sha, str) and _SHA256.fullmatch(sha)):
+        raise DeltaFormatError(f"metadata: `payload_sha256` is {shown(sha)}, expected 64 lower-case hex digits")
     check_names(records, whole)
-    return {name: _parse_record(name, record) for name, record in records.items()}, whole, config
+    return Metadata({name: _parse_record(name, record) for name, record in records.items()}, whole, config, sha)
 
 
 def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
@@ -155,8 +185,12 @@ def parse_json(text: str | bytes) -> Any:
             with a key twice; a number too long; half of a surrogate pair.
         RecursionError, DeltaFormatError: for objects and lists too deep in each other.
     """
-    value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_int, parse_float=_float)
-    _check_depth_and_strings(value)
+    if isinstance(text, bytes):
+        text = text.decode()
+    num_keys = _count_keys(text)
+    value = json.loads(text, parse_constant=_refuse, parse_int=_int, parse_float=_float)
+    if _check_tree(value) != num_keys:
+        raise DeltaFormatError("metadata: an object has a key twice")
     return value
 
 
@@ -166,11 +200,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        raise DeltaFormatError("metadata: an object has a key twice")
-    return result
+def _count_keys(text: str) -> int:
+    """Number of keys in a JSON text: its colons outside strings. (A hook that gets the pairs takes far more memory.)"""
+    without_escapes = text.replace(r"\\", "").replace(r"\"", "")
+    return _STRING.sub("", without_escapes).count(":")
 
 
 def _refuse(constant: str) -> None:
@@ -178,38 +211,34 @@ def _refuse(constant: str) -> None:
 
 
 def _int(digits: str) -> int:
-    _check_number_length(digits)
+    _float(digits)
     return int(digits)
 
 
 def _float(digits: str) -> float:
-    _check_number_length(digits)
+    if len(digits) > MAX_NUMBER_CHARACTERS:
+        raise DeltaFormatError(f"metadata: a number has {len(digits):,} characters, at most {MAX_NUMBER_CHARACTERS:,}")
     number = float(digits)
     if not math.isfinite(number):
-        raise DeltaFormatError(f"metadata: the number {digits} is beyond what a float holds")
+        raise DeltaFormatError(f"metadata: the number {digits:.40} is beyond what a float holds")
     return number
 
 
-def _check_number_length(digits: str) -> None:
-    if len(digits) > MAX_NUMBER_CHARACTERS:
-        raise DeltaFormatError(f"metadata: a number has {len(digits):,} characters, at most {MAX_NUMBER_CHARACTERS:,}")
-
-
-def _check_depth_and_strings(value: Any) -> None:
-    """Raises where a parsed value is too deep, or a string in it is no Unicode text."""
-    level = [value]
+def _check_tree(value: Any) -> int:
+    """Number of keys in a parsed value; raises where it is too deep, or a string in it is no Unicode text."""
+    num_keys = 0
+    level: list[Any] = [[value]]
     for _ in range(MAX_DEPTH + 1):
-        if not level:
-            return
         below: list[Any] = []
-        for item in level:
-            if isinstance(item, str):
-                _check_text(item)
-            elif isinstance(item, dict):
-                below += item.keys()
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
+        for holder in level:
+            num_keys += len(holder) if isinstance(holder, dict) else 0
+            for item in chain(holder, holder.values()) if isinstance(holder, dict) else holder:
+                if isinstance(item, str):
+                    _check_text(item)
+                elif isinstance(item, (dict, list)):
+                    below.append(item)
+        if not below:
+            return num_keys
         level = below
     raise DeltaFormatError(f"metadata: objects and lists are more than {MAX_DEPTH} deep in each other")
 

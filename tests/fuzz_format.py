@@ -11,6 +11,7 @@ revert; no death, hang, other exception or great allocation. The first file that
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import multiprocessing
@@ -22,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -107,7 +109,15 @@ def good_files() -> list[bytes]:
         for delta in deltas:
             delta.save(path)
             files.append(path.read_bytes())
-    return files
+    return [*files, as_version_1(files[0])]
+
+
+def as_version_1(data: bytes) -> bytes:
+    """The file as format version 1 had it, without a hash of the payload."""
+    parts = Parts(data)
+    parts.document["format_version"] = 1
+    del parts.document["payload_sha256"]
+    return parts.join(rehash=False)
 
 
 class Parts:
@@ -118,12 +128,20 @@ class Parts:
         self.header = json.loads(data[8 : 8 + size])
         self.payload = data[8 + size :]
         self.document = json.loads(self.header["__metadata__"]["sparse_delta"])
+        self.stated = self.document.get("payload_sha256")
 
     @property
     def keys(self) -> list[str]:
         return [key for key in self.header if key != "__metadata__"]
 
-    def join(self, document_text: str | None = None, header_text: str | None = None) -> bytes:
+    def rehash(self) -> None:
+        """Makes the payload's hash fit, unless it was itself changed: an attack is to get past it."""
+        if self.stated is not None and self.document.get("payload_sha256") == self.stated:
+            self.document["payload_sha256"] = hashlib.sha256(self.payload).hexdigest()
+
+    def join(self, document_text: str | None = None, header_text: str | None = None, rehash: bool = True) -> bytes:
+        if rehash:
+            self.rehash()
         if isinstance(self.header.get("__metadata__"), dict):
             text = json.dumps(self.document) if document_text is None else document_text
             self.header["__metadata__"]["sparse_delta"] = text
@@ -218,7 +236,7 @@ def flip_payload(rng: random.Random, parts: Parts, _: Parts) -> bytes:
     for _ in range(some(rng)):
         payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
     parts.payload = bytes(payload)
-    return parts.join()
+    return parts.join(rehash=rng.random() < 0.7)
 
 
 def flip_anywhere(rng: random.Random, parts: Parts, _: Parts) -> bytes:
@@ -300,7 +318,7 @@ def swap_fields(rng: random.Random, parts: Parts, other: Parts) -> bytes:
     """A whole part of one file in another."""
     what = rng.randrange(5)
     if what == 0:
-        parts.document = other.document
+        parts.document, parts.stated = other.document, other.stated
     elif what == 1:
         parts.payload = other.payload
     elif what == 2:
@@ -419,12 +437,14 @@ def work(numbers: list[int], seed: int, folder: str, results: Connection) -> Non
         results.send((number, outcome, kind))
 
 
-def run_batch(numbers: list[int], seed: int, counts: dict[str, Counter]) -> tuple[int, str] | None:
+def run_batch(
+    numbers: list[int], seed: int, counts: dict[str, Counter], worker_main: Callable | None = None
+) -> tuple[int, str] | None:
     """Examines some files in a worker of their own; the number of the first that breaks the promise, and how."""
     context = multiprocessing.get_context("spawn")
     results, worker_end = context.Pipe(duplex=False)  # not a queue, whose thread would take address space of its own
     with tempfile.TemporaryDirectory() as folder:
-        worker = context.Process(target=work, args=(numbers, seed, folder, worker_end))
+        worker = context.Process(target=worker_main or work, args=(numbers, seed, folder, worker_end))
         worker.start()
         worker_end.close()
         try:
@@ -436,14 +456,14 @@ def run_batch(numbers: list[int], seed: int, counts: dict[str, Counter]) -> tupl
 
 def watch(results: Connection, numbers: list[int], counts: dict[str, Counter]) -> tuple[int, str] | None:
     """Follows a worker until its last file, its death, or a file that takes too long."""
-    current, done, patience = numbers[0], 0, SECONDS + 100  # for the imports
+    current, done, patience, kind = numbers[0], 0, SECONDS + 100, ""  # for the imports
     while done < len(numbers):
         if not results.poll(patience):
-            return current, f"BROKEN: it takes more than {SECONDS} seconds"
+            return current, f"BROKEN: it takes more than {SECONDS} seconds ({kind})"
         try:
             current, outcome, kind = results.recv()
         except EOFError:
-            return current, "BROKEN: the worker died"
+            return current, "BROKEN: the worker died" + (f" ({kind})" if kind else "")
         patience = SECONDS
         if outcome.startswith("BROKEN"):
             return current, outcome

@@ -74,6 +74,40 @@ def test_what_has_no_meaning_is_a_type_error(nonsense):
         nonsense(task(make_base(), 1))
 
 
+@pytest.mark.parametrize(
+    ("factor", "shown"), [("a", "'a'"), ([2], "a list"), (None, "a NoneType"), (2j, "a complex"), (10**400, "1000")]
+)
+def test_what_is_no_number_is_no_coefficient(factor, shown):
+    delta = task(make_base(), 1)
+    for operation in (lambda: delta * factor, lambda: factor * delta, lambda: (delta + delta) * factor):
+        with pytest.raises(SparsifyError, match=f"a delta cannot be multiplied by {shown}.*; expected a finite number"):
+            operation()
+    with pytest.raises(SparsifyError, match=f"a delta cannot be divided by {shown}"):
+        delta / factor
+
+
+def test_a_sum_of_tasks_with_a_head_each_leaves_the_heads_out_if_asked_to():
+    base = make_base()
+    a, b = task(base, 1), task(base, 2)
+    expected = (a + 0.5 * b).on(base)
+    a.whole["head.weight"], b.whole["head.weight"] = torch.ones(2, 5), torch.zeros(2, 5)
+    with pytest.raises(SparsifyError, match=r"sum the entries alone \(`\(a \+ b\).entries_only\(\)`; `--entries-only`"):
+        (a + 0.5 * b).on(base)
+    assert (a + 0.5 * b).entries_only().on(base) == expected
+    assert (a.entries_only() + 0.5 * b.entries_only()).on(base) == expected
+
+
+def test_a_sum_does_not_depend_on_the_default_device():
+    base = make_base()
+    total = task(base, 1) + 0.5 * task(base, 2)
+    expected = [total.on(base, kind) for kind in ("replace", "add")]
+    torch.set_default_device("meta")
+    try:
+        assert [total.on(base, kind) for kind in ("replace", "add")] == expected
+    finally:
+        torch.set_default_device(None)
+
+
 def test_coefficients_are_finite():
     delta = task(make_base(), 1)
     with pytest.raises(SparsifyError, match="cannot be multiplied by nan; expected a finite number"):

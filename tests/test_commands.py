@@ -1,6 +1,7 @@
 """Every verb of the command line, through the function that the console script calls."""
 
 import copy
+import hashlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from deltas import fine_tuned, make_base, task
+from fuzz_format import as_version_1
 from hub_server import OWNER, client_environment, hub_server
 from models import bert
 from peft import PeftModel
@@ -18,8 +20,8 @@ from peft import PeftModel
 import sparsify
 from sparsify import SparseDelta
 from sparsify.commands import parse_weights, printable
+from sparsify.delta import TensorDelta
 from sparsify.draws import Draw
-from sparsify.entries import TensorDelta
 
 SCRIPT = Path(sys.executable).parent / "sparsify"
 
@@ -114,6 +116,56 @@ def test_verify_accepts_the_base_and_refuses_another(run, tmp_path, base, saved)
     code, text = run("verify", tmp_path / "delta", "--base", tmp_path / "other")
     assert code == 1
     assert "does not hold the values" in text
+
+
+def test_verify_notices_a_changed_bit_in_a_value(run, tmp_path, base):
+    task(base, 1).save(tmp_path / "delta")
+    file = tmp_path / "delta" / "sparse_delta.safetensors"
+    good = file.read_bytes()
+    payload_start = 8 + int.from_bytes(good[:8], "little")
+    sha = hashlib.sha256(good[payload_start:]).hexdigest()
+    code, text = run("verify", tmp_path / "delta", "--base", tmp_path / "base")
+    assert code == 0
+    assert text.splitlines()[1] == f"payload: as it was written (SHA-256 {sha})"
+    file.write_bytes(good[:payload_start] + bytes([good[payload_start] ^ 1]) + good[payload_start + 1 :])
+    code, text = run("verify", tmp_path / "delta", "--base", tmp_path / "base")
+    assert code == 1
+    assert "its payload does not have the SHA-256 that its metadata records" in text
+
+
+def test_verify_and_info_say_that_an_old_file_has_no_hash(run, tmp_path, base):
+    task(base, 1).save(tmp_path / "delta")
+    file = tmp_path / "delta" / "sparse_delta.safetensors"
+    file.write_bytes(as_version_1(file.read_bytes()))
+    for arguments in (["verify", tmp_path / "delta", "--base", tmp_path / "base"], ["info", tmp_path / "delta"]):
+        code, text = run(*arguments)
+        assert code == 0
+        assert "not checked: format version 1 has no hash of it" in text
+    assert json.loads(run("info", tmp_path / "delta", "--json")[1])["payload_sha256"] is None
+
+
+def test_info_says_how_much_of_a_sparse_lora_was_trained(run, tmp_path):
+    whole = {"layers.0.lora_A": torch.ones(4, 2), "layers.0.lora_B": torch.ones(2, 4)}
+    SparseDelta({}, whole, {"entries_in_whole": 7}).save(tmp_path)
+    code, text = run("info", tmp_path)
+    assert code == 0
+    assert "7 trained in tensors stored whole" in text
+    assert "0 in 0 tensors" not in text
+    assert json.loads(run("info", tmp_path, "--json")[1])["entries_in_whole"] == 7
+
+
+def test_info_of_drawn_tensors_without_an_entry(run, tmp_path):
+    draw, none = Draw("constant", 0.0), torch.empty(0, dtype=torch.int64)
+    shapes = {"layers.0.a": (3,), "layers.1.b": (0, 2)}
+    SparseDelta(
+        {
+            name: TensorDelta(none, torch.empty(0), shape, torch.float32, "replace", "0" * 64, draw)
+            for name, shape in shapes.items()
+        }
+    ).save(tmp_path)
+    code, text = run("info", tmp_path)
+    assert code == 0
+    assert "0 in 2 tensors" in text
 
 
 def test_merge_writes_what_apply_would_give(run, tmp_path, base):

@@ -5,10 +5,13 @@ import json
 import math
 import os
 import struct
+import sys
+import tracemalloc
 
 import pytest
 import safetensors.torch
 import torch
+from fuzz_format import as_version_1
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +76,12 @@ def rewritten(data, **replaced):
     for key, tensor in replaced.items():
         tensors[key.replace("__", ".")] = tensor
     metadata = split(data)[0]["__metadata__"]
-    return safetensors.torch.save({k: t for k, t in tensors.items() if t is not None}, metadata)
+    return rehashed(safetensors.torch.save({k: t for k, t in tensors.items() if t is not None}, metadata))
+
+
+def rehashed(data):
+    """The file with the hash of the payload that it has."""
+    return edited(data, set_in("payload_sha256", to=hashlib.sha256(split(data)[1]).hexdigest()))
 
 
 def read_bytes(path, data):
@@ -243,6 +251,41 @@ def test_the_sidecar_is_the_metadata_for_people(path, tmp_path):
     assert document["config"] == {"steps": 3}
 
 
+# The payload's hash
+
+
+def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
+    payload_start = len(good) - len(split(good)[1])
+    for at in range(payload_start, len(good)):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(DeltaFormatError, match=r"its payload does not have the SHA-256 that its metadata records"):
+            read_bytes(path, bytes(damaged))
+
+
+def test_the_hash_is_that_of_every_byte_after_the_header(path, good):
+    assert delta_format.payload_hash(path) == hashlib.sha256(split(good)[1]).hexdigest()
+
+
+def test_a_file_of_version_1_has_no_hash_and_is_read(path, good):
+    old = as_version_1(good)
+    assert read_bytes(path, old).whole.keys() == {"head.weight"}
+    assert delta_format.payload_hash(path) is None
+    payload_start = len(old) - len(split(old)[1])
+    damaged = old[:payload_start] + bytes([old[payload_start] ^ 1]) + old[payload_start + 1 :]
+    assert read_bytes(path, damaged).whole.keys() == {"head.weight"}  # which is why there is a hash now
+
+
+def test_the_payload_is_hashed_in_little_memory_also_of_a_tensor_stored_whole(path):
+    write(path, {}, {"big": torch.arange(2**20)}, {})  # 8 MiB
+    start, expected = path.stat().st_size - 2**23, delta_format.payload_hash(path)
+    tracemalloc.start()
+    delta_format._check_payload(str(path), start, expected)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 2**20
+
+
 # Writing
 
 
@@ -348,6 +391,16 @@ def test_a_header_beyond_the_bound_is_refused_before_it_is_parsed(path, good, mo
         read(path)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", "/dev/zero"):
+        for refuses in (read, delta_format.payload_hash):
+            with pytest.raises(DeltaFormatError, match="is no regular file, so it is not read: copy what it gives"):
+                refuses(path)
+
+
 def test_a_missing_file_is_the_systems_own_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nothing")
@@ -364,15 +417,24 @@ def set_in(*keys, to):
     return change
 
 
-def nested(depth):
-    """Lists in lists."""
-    return [] if depth == 1 else [nested(depth - 1)]
+def nested(depth, leaf=()):
+    """Lists in lists, the innermost of which is ``leaf``."""
+    return list(leaf) if depth == 1 else [nested(depth - 1, leaf)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_in("format_version", to=2), "format version is 2, this sparsify reads 1"),
+        (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
+        (set_in("format_version", to=0), "format version is 0"),
+        (
+            set_in("format_version", to=1),
+            "metadata: expected a JSON object with exactly the keys config, format_version",
+        ),
+        (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
+        (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
+        (set_in("payload_sha256", to="A" * 64), "`payload_sha256` is 'AAA.*, expected 64 lower-case hex digits"),
+        (set_in("payload_sha256", to=None), "`payload_sha256` is None"),
         (set_in("format_version", to="1"), "format version is '1'"),
         (set_in("format_version", to=True), "format version is True"),
         (set_in("format_version", to=1.0), "format version is 1.0"),
@@ -380,6 +442,7 @@ def nested(depth):
         (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
         (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
         (set_in("config", "steps", to=10**1000), "a number has 1,001 characters, at most 1,000"),
+        (set_in("config", "steps", to=-(10**309)), "the number -1000.* is beyond what a float holds"),
         (
             set_in("whole", to=["a\x1b[31m"]),
             r"name is 'a\\x1b\[31m' \(6 characters\), expected at most 1,000, and no control",
@@ -441,6 +504,28 @@ def test_a_number_beyond_floats_is_refused(path, good):
         read_bytes(path, text)
 
 
+def test_the_largest_integer_that_a_float_holds_is_read_exactly(path):
+    largest = int(sys.float_info.max)
+    write(path, {}, {}, {"a": largest, "b": 2**53 + 1})
+    assert read(path).config == {"a": largest, "b": 2**53 + 1}
+
+
+@pytest.mark.parametrize(("before", "after"), [(b" ", b""), (b"\n", b""), (b"\t\r", b""), (b"", b"\n"), (b"", b" \t")])
+def test_a_header_is_an_object_with_nothing_but_spaces_after_it(path, good, before, after):
+    header, payload = split(good)
+    text = json.dumps(header).encode()
+    assert read_bytes(path, join(text + b"   ", payload))
+    with pytest.raises(DeltaFormatError, match="its header is more than a JSON object with spaces after it"):
+        read_bytes(path, join(before + text + after, payload))
+
+
+@pytest.mark.parametrize("string", ['a":0,"b', "\\", '\\"', '\\\\":', "a:b", "é:\\é"])
+def test_what_looks_like_a_key_within_a_string_is_none(path, string):
+    config = {string: [string, {string: string}], "twice": [{string: 1}, {string: 2}]}
+    write(path, {}, {}, config)
+    assert read(path).config == config
+
+
 def test_a_key_twice_in_the_header_is_refused(path, good):
     header, payload = split(good)
     entry = json.dumps(header["a.values"]).encode()
@@ -457,6 +542,15 @@ def test_nothing_unprintable_from_a_file_gets_into_a_message(path, good):
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 1000
         assert caught.value.__suppress_context__  # a traceback does not show the library's own words
+
+
+@pytest.mark.parametrize("leaf", [[], [3], ["a"], [{}]])
+def test_a_config_is_as_deep_as_is_allowed_whatever_is_in_it(path, leaf):
+    depth = 61 if leaf == [{}] else 62
+    write(path, {}, {}, {"a": nested(depth, leaf)})
+    assert read(path).config == {"a": nested(depth, leaf)}
+    with pytest.raises(SparsifyError, match="more than 64 deep in each other"):
+        write(path, {}, {}, {"a": nested(depth + 1, leaf)})
 
 
 def test_a_config_as_deep_as_is_allowed_is_written_and_read(path):

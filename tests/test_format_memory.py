@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_format import join, split
+from test_format import join, rehashed, split
 
 from sparsify.entries import TensorDelta
 from sparsify.format import write
@@ -76,6 +76,16 @@ def numbered(count):
     return "[" + ",".join(f'"{i}"' for i in range(count)) + "]"
 
 
+def keys(count):
+    """Two-letter keys with 0 each, and wide characters, so that every text takes four bytes a character.
+
+    After as many keys as are asked for here, Python has just made a dict's table four times as large.
+    """
+    letters = [chr(code) for code in range(0x80, 0x800)]
+    pairs = itertools.islice(itertools.product(letters, letters), count)
+    return ",".join(f'"{first}{second}":0' for first, second in pairs) + ',"\U0001f600":0'
+
+
 def empty_whole_tensors(count=30_000):
     header = {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
     text = f'{{"format_version":1,"config":{{}},"tensors":{{}},"whole":{numbered(count)}}}'
@@ -96,6 +106,8 @@ HOSTILE_HEADERS = {
     "floats": lambda: with_config(repeated("1e1")),
     "short strings": lambda: with_config(repeated('"ab"')),
     "a text of wide characters": lambda: with_config('"\U0001f600' + "a" * 4 * MEGABYTE + '"'),  # four bytes each
+    "an object of very many keys": lambda: with_config("{" + keys(699_053) + "}"),
+    "very many keys outside the metadata": lambda: join(f'{{"x":{{{keys(1_398_105)}}}}}'.encode(), b""),
     "a number of a million digits": lambda: with_config("1" * MEGABYTE),
     "names of tensors that are not there": lambda: with_metadata(whole=numbered(200_000)),
     "very many empty tensors": empty_whole_tensors,
@@ -119,7 +131,7 @@ def write_storm_of_escapes(path, count=4_000_000):
     header, payload = split(path.read_bytes())
     assert header["a.indices"] == {"dtype": "U16", "shape": [1], "data_offsets": [4, 6]}
     header["a.indices"] = {"dtype": "U16", "shape": [count], "data_offsets": [4, 4 + 2 * count]}
-    path.write_bytes(join(header, payload[:4] + b"\xff\xff" * (count - 1) + b"\0\0"))
+    path.write_bytes(rehashed(join(header, payload[:4] + b"\xff\xff" * (count - 1) + b"\0\0")))
 
 
 @pytest.fixture
@@ -151,6 +163,7 @@ def test_hostile_headers_take_little(tmp_path, outcomes):
         "floats",
         "short strings",
         "a text of wide characters",
+        "an object of very many keys",
         "very many empty tensors",
     }
 

@@ -69,6 +69,7 @@ def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(exte
     train(model)
     SparseDelta.from_model(model).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
+    assert delta.num_entries + delta.entries_in_whole == get_unmasker(model).unmasked
     base = extend(bert(), seed=2)
     before = copy.deepcopy(base.state_dict())
     assert torch.equal(logits(delta.apply(base)), logits(model))

@@ -1,11 +1,19 @@
-"""A few hundred of the damaged files of ``fuzz_format.py``, and that it notices when the promise is broken."""
+"""A few hundred of the damaged files of ``fuzz_format.py`` and of the attacks of ``fuzz_grammar.py``.
+
+And that a broken promise is noticed.
+"""
 
 import sys
+import time
+from collections import Counter
 
 import fuzz_format
+import fuzz_targets
 import pytest
 import torch
 from fuzz_format import MUTATIONS, damaged, examine, fuzz, good_files, make_model
+from fuzz_grammar import ATTACKS, attacked
+from fuzz_targets import TARGETS, valid_files
 
 from sparsify.delta import SparseDelta
 from sparsify.edits import Edit
@@ -18,7 +26,7 @@ def test_damaged_files_are_refused_or_valid():
     counts, failure = fuzz(files=300, seed=1)
     assert failure is None
     assert set(counts) == {mutation.__name__ for mutation in MUTATIONS}
-    total = sum(counts.values(), start=type(next(iter(counts.values())))())
+    total = sum(counts.values(), start=Counter())
     assert total.total() == 300
     assert total["refused"] > 150
     assert total["valid, applied"] > 10
@@ -30,12 +38,48 @@ def test_a_number_and_a_seed_give_the_same_file():
         assert damaged(number, 7, good) == damaged(number, 7, good_files())
 
 
+def check_attacks(files, seed, targets):
+    counts, failures = fuzz_targets.fuzz(files, seed, targets=targets)
+    assert failures == [], f"seed {seed}"
+    assert set(counts) == {attack.__name__.removeprefix("attack_") for attack in ATTACKS}
+    outcomes = sum(counts.values(), start=Counter())
+    assert outcomes.total() == files
+    assert outcomes["refused"] > files / 10
+    for target in targets:
+        assert sum(number for outcome, number in outcomes.items() if target in outcome.split()) > files / 50
+
+
+@linux_only
+@pytest.mark.parametrize("targets", [("load", "info", "apply", "verify"), ("merge", "load_model")], ids="-".join)
+def test_attacks_from_the_formats_grammar_end_well_or_in_an_error_of_ours(targets):
+    check_attacks(240, 1, targets)
+
+
+@linux_only
+@pytest.mark.slow
+def test_thousands_of_attacks_end_well_or_in_an_error_of_ours():
+    check_attacks(5000, 2, tuple(TARGETS))
+
+
+def test_a_number_and_a_seed_give_the_same_attack(tmp_path):
+    valid = valid_files(tmp_path)
+    for number in range(len(ATTACKS)):
+        assert attacked(number, 7, valid) == attacked(number, 7, list(valid))
+
+
 @linux_only
 def test_a_worker_that_dies_or_takes_too_much_is_a_failure(monkeypatch):
     monkeypatch.setattr(fuzz_format, "work", take_too_much)
     assert fuzz_format.run_batch([3], 0, {}) == (3, "BROKEN: MemoryError")
     monkeypatch.setattr(fuzz_format, "work", die)
     assert fuzz_format.run_batch([3], 0, {}) == (3, "BROKEN: the worker died")
+    monkeypatch.setattr(fuzz_format, "SECONDS", 1)
+    assert fuzz_format.run_batch([3], 0, {}, hang) == (3, "BROKEN: it takes more than 1 seconds (merge after labels)")
+
+
+def hang(numbers, seed, folder, results):
+    results.send((numbers[0], "started", "merge after labels"))
+    time.sleep(60)
 
 
 def take_too_much(numbers, seed, folder, results):

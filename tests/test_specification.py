@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparsify.delta import SparseDelta, TensorDelta
 from sparsify.draws import Draw
 from sparsify.entries import DTYPES, digest
-from sparsify.format import MAX_HEADER_BYTES
+from sparsify.format import MAX_HEADER_BYTES, payload_hash
 from sparsify.metadata import MAX_DEPTH, MAX_NAME_CHARACTERS, MAX_NUMBER_CHARACTERS
 
 SPECIFICATION = files("sparsify").joinpath("format.md").read_text(encoding="utf-8")
@@ -87,6 +87,26 @@ def test_these_bytes_are_read_as_the_described_delta(tmp_path):
     assert {name: tensor.tolist() for name, tensor in read.whole.items()} == {"n": 7}
     assert read.whole["n"].dtype == torch.int64
     assert read.config == {"strategy": "id3"}
+
+
+def test_the_same_delta_in_a_file_of_version_1_is_still_read(tmp_path, reader):
+    data = (Path(__file__).parent / "golden" / "format_1.safetensors").read_bytes()
+    assert b'\\"format_version\\":1' in data
+    (tmp_path / "x.safetensors").write_bytes(data)
+    assert SparseDelta.load(tmp_path / "x.safetensors") == described()
+    assert payload_hash(tmp_path / "x.safetensors") is None
+    assert reader["read_delta"](data)[0].keys() == {"w", "b"}
+
+
+def test_the_reader_notices_a_changed_bit_in_the_payload(reader):
+    data = golden()
+    payload_start = 8 + int.from_bytes(data[:8], "little")
+    with pytest.raises(AssertionError):
+        reader["read_delta"](flipped(data, payload_start + 8))  # the first bit of w's first value
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def test_the_metadata_is_the_one_that_is_shown():
