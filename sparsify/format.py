@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparsify.entries import DTYPES, ESCAPE, TensorDelta, decode_indices, encode_indices
 from sparsify.errors import DeltaFormatError, SparsifyError
+from sparsify.interrupts import uninterrupted
 from sparsify.metadata import (
     FORMAT_VERSION,
     METADATA_KEY,
@@ -211,6 +212,11 @@ def _reason(error: Exception) -> str:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Puts a complete file in place of what is at ``path``, or leaves that as it is, whenever the process may die."""
+    with uninterrupted():  # which would leave an unfinished file beside it
+        _replace_file(path, data)
+
+
+def _replace_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:

@@ -47,6 +47,7 @@ class Interrupter:
 
     def __exit__(self, *error):
         sys.settrace(None)
+        torch.set_grad_enabled(True)  # an interrupt may cut off the end of torch's own no_grad()
 
     def _trace(self, frame, event, argument):
         if event == "line":
