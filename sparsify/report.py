@@ -145,6 +145,8 @@ class Summary:
 
     def _unmasked_most(self) -> tuple[list[tuple[str, int]], int]:
         """The tensors with most unmasked entries, each with their number, and how many more tensors have any."""
+        if isinstance(self.strategy.selection, Dense):
+            return [], 0  # all are trained whole
         ranked = sorted((-count, name) for name, count in self.counts.items() if count)
         return [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]], max(0, len(ranked) - TENSORS_SHOWN)
 

@@ -33,6 +33,7 @@ from sparsify.bench.settings import PLANNED_STEPS, Settings, errors_as_answers
 from sparsify.bench.shapes import build
 from sparsify.bench.tokens import Batches
 from sparsify.schedules import Schedule
+from sparsify.settings import SETTINGS
 from sparsify.version import __version__
 
 FILL_STEPS = 24
@@ -96,7 +97,9 @@ def make_state(settings: Settings) -> dict[str, Tensor]:
         optimizer.zero_grad()
 
     fill(model, settings, step)
-    return trained_state(model)
+    state = trained_state(model)
+    del state[SETTINGS]  # other methods, with schedules of their own, go on from it
+    return state
 
 
 @errors_as_answers()
