@@ -175,10 +175,11 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _is_meant_for(optimizer: torch.optim.Optimizer, listener: Listener, held: set[int]) -> bool:
-    """Whether an optimizer without the listener's flat delta holds its weights, or a flat delta of no model."""
-    current = {id(each.values) for each in _LISTENERS}
+    """Whether an optimizer without the listener's flat delta holds its weights, or a flat delta that it had before."""
+    current, shape = {id(each.values) for each in _LISTENERS}, listener.values.shape
     return listener.has_frozen(held) or any(
-        type(parameter) is SparseValues and id(parameter) not in current for parameter in _parameters(optimizer)
+        type(parameter) is SparseValues and parameter.shape == shape and id(parameter) not in current
+        for parameter in _parameters(optimizer)
     )
 
 
