@@ -183,13 +183,10 @@ def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
 def _adapter_config(settings: Mapping[str, Any]) -> AdapterConfig:
     named = settings.get("target_modules")
     try:
-        return AdapterConfig(
-            settings["kind"], settings["reduction_factor"], settings["name"], None if named is None else tuple(named)
-        )
-    except (KeyError, TypeError) as error:
-        raise SparsifyError(
-            f"the delta records adapters without their settings ({brief(repr(error))}): {_REMEDY}."
-        ) from error
+        kind, factor, name = (settings[key] for key in ("kind", "reduction_factor", "name"))
+        return AdapterConfig(kind, factor, name, tuple(named) if isinstance(named, list) else named)
+    except KeyError as error:
+        raise SparsifyError(f"the delta records adapters without `{error.args[0]}`: {_REMEDY}.") from None
 
 
 def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -198,7 +195,7 @@ def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Non
     for name, tensor in new.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise BaseMismatchError(
-                f"tensor `{name}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
+                f"tensor `{brief(name)}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
                 f"{shapes.get(name, 'no values')} in the delta: {_REMEDY}."
             )
     own = [parameter for parameter in model.parameters() if not parameter.is_meta]

@@ -101,7 +101,7 @@ def program(seed):
         scaled=rng.random() < 0.3,
         clip=rng.choice([None, None, 0.1]),
         set_to_none=rng.random() < 0.8,
-        checked=dtype != torch.bfloat16 and rng.random() < 0.3,
+        checked=rng.random() < 0.3,
         tiny=rng.random() < 0.4,
         script=tuple(_script(rng, steps + rng.randint(-1, 1), len(parts))),
     )

@@ -241,11 +241,14 @@ def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_mat
         ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
         ({"reduction_factor": 1e-3}, "tensor .* has shape"),
         ({"reduction_factor": 10**400}, "tensor .* has shape"),
-        ({"kind": ["pfeiffer"]}, "records adapters without their settings"),
+        ({"kind": ["pfeiffer"]}, r"kind=\['pfeiffer'\] is no kind of adapter"),
         ({"name": "training"}, "adapter_name='training' cannot be part of a parameter's name"),
         ({"target_modules": ["nowhere"]}, "has no module 'nowhere'"),
-        ({"target_modules": [5]}, "has no module 5"),
-        ({"target_modules": 5}, "records adapters without their settings"),
+        ({"target_modules": [5]}, r"target_modules=\(5,\); expected a tuple of module names"),
+        ({"target_modules": [["query"]]}, r"target_modules=\(\['query'\],\); expected a tuple of module names"),
+        ({"target_modules": 5}, "target_modules=5; expected a tuple of module names"),
+        ({"target_modules": "query"}, "target_modules='query'; expected a tuple of module names"),
+        ({"target_modules": {"query": 1}}, r"target_modules={'query': 1}; expected a tuple of module names"),
         ({"target_modules": ["bert.pooler", "bert.pooler"]}, "and no values in the delta"),
     ],
     ids=str,
@@ -255,6 +258,27 @@ def test_a_record_of_adapters_that_does_not_fit_is_refused(folder, changes, mess
     delta.config["adapters"].update(changes)
     with pytest.raises(SparsifyError, match=message):
         within_limits(lambda: load_model(folder, delta))
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "\u202e", "a\x00", "x" * 5000], ids=["escape", "override", "null", "long"])
+@pytest.mark.parametrize("what", ["peft", "adapters"])
+def test_the_name_of_a_recorded_adapter_is_quoted_briefly_and_cannot_steer_a_terminal(folder, what, name):
+    if what == "peft":
+        delta = delta_with(folder)
+        delta.config["peft"] = {name: delta.config["peft"]["default"]}
+    else:
+        delta = SparseDelta.from_model(trained(add_adapters(base(folder)), modules_to_save=["classifier"]))
+        delta.config["adapters"]["name"] = name
+    with pytest.raises(BaseMismatchError, match="has shape .* in the model that the delta records") as caught:
+        load_model(folder, delta)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+def test_adapters_without_a_setting_are_refused(folder):
+    delta = SparseDelta.from_model(trained(add_adapters(base(folder)), modules_to_save=["classifier"]))
+    del delta.config["adapters"]["kind"]
+    with pytest.raises(SparsifyError, match="the delta records adapters without `kind`: build the model"):
+        load_model(folder, delta)
 
 
 ODD = [None, True, -1, 10**30, "\x1b[2J", [[]], ["x", 5], {"a": [1]}]

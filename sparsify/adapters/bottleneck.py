@@ -52,7 +52,7 @@ class AdapterConfig:
         target_modules: full names of the modules after whose output the adapters go, where the user named them.
 
     Raises:
-        SparsifyError: for an unknown kind, or a factor or name that cannot be one.
+        SparsifyError: for an unknown kind, or a factor, name or names of modules that cannot be one.
 
     Example:
         >>> AdapterConfig("houlsby", 16).bottleneck(768)
@@ -65,7 +65,7 @@ class AdapterConfig:
     target_modules: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise SparsifyError(f"kind={self.kind!r:.100} is no kind of adapter; expected {' or '.join(KINDS)}.")
         factor = self.reduction_factor
         if isinstance(factor, bool) or not isinstance(factor, Real) or not _LEAST_FACTOR <= factor < math.inf:
@@ -79,6 +79,9 @@ class AdapterConfig:
                 f"adapter_name={name!r:.100} cannot be part of a parameter's name; expected a word without dots that "
                 "is no method of a dict, such as 'default'."
             )
+        named = self.target_modules
+        if named is not None and not (isinstance(named, tuple) and all(isinstance(module, str) for module in named)):
+            raise SparsifyError(f"target_modules={named!r:.100}; expected a tuple of module names.")
 
     def bottleneck(self, width: int) -> int:
         """The bottleneck's size for hidden states of ``width`` dimensions: at least one."""
