@@ -204,7 +204,7 @@ def work(
 def fuzz(
     files: int, seed: int, first: int = 0, targets: Sequence[str] = tuple(TARGETS), step: int = 1
 ) -> tuple[dict[str, Counter], list[tuple[int, str]]]:
-    """Tries that many files, each ``step``-th of the seed's: how often targets ended well, by kind of attack, and failures."""
+    """Tries that many files, one in ``step``: how often each target ended well, by kind of attack, and failures."""
     os.environ |= {"MALLOC_ARENA_MAX": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}  # a thread's arena is address space, too
     counts: dict[str, Counter] = {}
     failures = []
