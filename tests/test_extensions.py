@@ -269,9 +269,10 @@ def test_the_name_of_a_recorded_adapter_is_quoted_briefly_and_cannot_steer_a_ter
     else:
         delta = SparseDelta.from_model(trained(add_adapters(base(folder)), modules_to_save=["classifier"]))
         delta.config["adapters"]["name"] = name
-    with pytest.raises(BaseMismatchError, match="has shape .* in the model that the delta records") as caught:
+    with pytest.raises(BaseMismatchError, match=r"has shape .* in the model that the delta records") as caught:
         load_model(folder, delta)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
 
 
 def test_adapters_without_a_setting_are_refused(folder):

@@ -148,14 +148,14 @@ def _after(name: str, modules: Mapping[str, nn.Module], model: nn.Module) -> Pla
     module = modules[name]
     if isinstance(module, nn.Sequential):
         raise SparsifyError(
-            f"target_modules: {name!r:.100} is an nn.Sequential, which would run the adapter as one more step; name its "
-            "last module."
+            f"target_modules: {name!r:.100} is an nn.Sequential, which would run the adapter as one more step; name "
+            "its last module."
         )
     width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
     if not isinstance(width, int):
         raise SparsifyError(
-            f"target_modules: the size of what {name!r:.100}, a {type(module).__name__}, gives is not known; name a linear "
-            "layer."
+            f"target_modules: the size of what {name!r:.100}, a {type(module).__name__}, gives is not known; name a "
+            "linear layer."
         )
     has_weights = any(parameter.is_floating_point() for parameter in module.parameters())
     return Place(module, "adapters", module, width, module if has_weights else model)
