@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -100,9 +101,12 @@ def is_reached(anchor: Tensor) -> bool:
     return anchor.grad_fn is not None and torch._C._will_engine_execute_node(anchor.grad_fn)
 
 
-def meet(anchors: weakref.WeakSet[Anchor]) -> bool:
+def meet(anchors: Sequence[weakref.ref[Anchor]]) -> bool:
     """Whether the running backward pass goes through several of a tensor's anchors."""
-    return len(anchors) > 1 and sum(is_reached(anchor.output) for anchor in list(anchors)) > 1
+    if len(anchors) < 2:
+        return False
+    living = [anchor for known in anchors if (anchor := known()) is not None]
+    return sum(is_reached(anchor.output) for anchor in living) > 1
 
 
 def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
@@ -112,15 +116,26 @@ def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
 class Anchor:
     """One tensor's anchor in the graphs that are being built, with the number of its uses and of those pending."""
 
-    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor, living: weakref.WeakSet[Anchor]) -> None:
+    def __init__(self, root: Root, sink: Sink, tensor: MaskedTensor, known: list[weakref.ref[Anchor]]) -> None:
         self.root = root
         self.sink = sink
         self.tensor = tensor
         self.uses = 0
         self.pending = 0
         self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)
-        self.living = living
-        living.add(self)
+        known[:] = [other for other in known if (anchor := other()) is not None and not anchor.is_over]
+        known.append(weakref.ref(self))
+        self.known = known
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its graph was freed by its backward pass, so that it cannot run again."""
+        node: Any = self.output.grad_fn
+        try:
+            node.saved_tensors  # noqa: B018, it raises where they are freed, be there any or not
+        except RuntimeError:
+            return True
+        return False
 
 
 class AnchoredUse:
@@ -153,7 +168,7 @@ class AnchoredUse:
         if self._waits:
             self._end()
         if gradient is not None:
-            whole = self._anchor.uses == 1 and not meet(self._anchor.living)
+            whole = self._anchor.uses == 1 and not meet(self._anchor.known)
             self._anchor.sink.collect(self._anchor.tensor, gradient, whole=whole)
 
     def _end(self) -> None:
@@ -173,7 +188,7 @@ class Anchors:
         self._sink = sink
         self.current: Root | None = None  # the root anchor that was last asked for
         self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
-        self._living: defaultdict[MaskedTensor, weakref.WeakSet[Anchor]] = defaultdict(weakref.WeakSet)
+        self._known: defaultdict[MaskedTensor, list[weakref.ref[Anchor]]] = defaultdict(list)  # that may run backward
 
     def use(self, tensor: MaskedTensor, values: Tensor) -> AnchoredUse:
         """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
@@ -182,17 +197,13 @@ class Anchors:
         with LOCK:  # forward passes in several threads
             root, anchor = self.root(values), self._anchor(tensor)
             if anchor is None or anchor.pending == 0 or anchor.root is not root:
-                anchor = Anchor(root, self._sink, tensor, self._living[tensor])
+                anchor = Anchor(root, self._sink, tensor, self._known[tensor])
                 self._anchors[tensor] = weakref.ref(anchor)
             return AnchoredUse(anchor, recomputed=recomputed)
 
-    def are_alive(self, tensor: MaskedTensor) -> bool:
-        """Whether there is a graph still that uses the tensor, be its backward pass over or not."""
-        return len(self._living[tensor]) > 0
-
     def meet(self, tensor: MaskedTensor) -> bool:
         """Whether several graphs that use the tensor run backward together, each with an anchor of its own."""
-        return meet(self._living[tensor])
+        return meet(self._known[tensor])
 
     def root(self, values: Tensor) -> Root:
         """The root anchor of the flat delta ``values`` (budget,) as it is now."""
@@ -212,4 +223,4 @@ class Anchors:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model starts with no open graph
-        return {"_sink": self._sink, "current": None, "_anchors": {}, "_living": defaultdict(weakref.WeakSet)}
+        return {"_sink": self._sink, "current": None, "_anchors": {}, "_known": defaultdict(list)}

@@ -33,7 +33,7 @@ from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.ranks import num_ranks
-from sparsify.stepping import Listener, listen
+from sparsify.stepping import Listener
 from sparsify.streams import Streams
 from sparsify.values import SparseValues
 from sparsify.weights import EffectiveWeights
@@ -56,6 +56,9 @@ class Engine(Growing, Comparable, Listener, Protocol):
 
     def settle(self) -> None:
         """Brings its books in order after what came past them."""
+
+    def note_values(self) -> None:
+        """Remembers the flat delta as it is now, in case it is replaced."""
 
 
 class Collection:
@@ -182,7 +185,7 @@ class Collection:
             engine = self._engine
             engine.weights.check_trained("backward()")
             engine.settle()
-            listen(engine)  # a copy of a model is whole by now
+            engine.note_values()
             self._compare_ranks()
             self._drop_failed(graph)
             values = engine.values.detach()

@@ -103,7 +103,7 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
     if engine is None:
         return
     engine.leave()
-    if not engine.values.requires_grad and torch.is_grad_enabled() and not engine.weights.are_base:
+    if torch.is_grad_enabled() and engine.was_frozen:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(_refuse_frozen)
@@ -111,10 +111,11 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
 
 def _refuse_frozen(grad: Tensor) -> None:
     raise SparsifyError(
-        f"`{VALUES}` does not require grad, so this backward pass trains nothing of the sparsified model. Something "
-        "has frozen all parameters since sparsify(): get_peft_model() does, and trainers that are given a peft_config. "
-        f"Call sparsify() afterwards, or model.{VALUES}.requires_grad_(True). To train other parts alone for a while, "
-        "let it require grad, and give the optimizer only these parts."
+        f"`{VALUES}` does not require grad, and parameters do that no delta holds: this backward pass trains nothing "
+        "that was sparsified. Something has frozen all parameters since sparsify() and added its own: get_peft_model() "
+        f"does, and trainers that are given a peft_config. Call sparsify() afterwards, or "
+        f"model.{VALUES}.requires_grad_(True). To train these parts alone for a while, let it require grad, and give "
+        "the optimizer only them."
     )
 
 
@@ -130,6 +131,9 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     engine = engine_of(root)
     if engine is None:
         return
+    engine.note_values()  # which load_state_dict(assign=True) replaces
+    for left in (PARTIAL_LOAD, PLAIN_LOADS):  # by one that failed
+        root.__dict__.pop(left, None)
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     stored = {name: value for name, value in own.items() if name in BUFFERS}
@@ -143,6 +147,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         raise SparsifyError(problem)
     else:
         engine.weights.write_base()  # what was unmasked here may be masked there
+        engine.weights.are_stale()
         if is_trained_state(engine, state_dict, prefix):
             try:
                 check_same_base(engine, stored)

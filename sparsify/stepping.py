@@ -36,8 +36,12 @@ class Listener(Protocol):
     def awaits_step(self) -> bool:
         """Whether a backward pass has run since the last step that was counted."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be asked at all: not in the middle of a copy, or in one that failed."""
+
     def has_frozen(self, ids: set[int]) -> bool:
-        """Whether a parameter with one of these ids is one that it has frozen and trains by the flat delta."""
+        """Whether a parameter with one of these ids is one that it has frozen, or a flat delta that was replaced."""
 
     def optimizer_stepped(self) -> None:
         """An optimizer has moved the flat delta."""
@@ -88,15 +92,15 @@ _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known
 STEPPED = "was to step after a backward pass of a sparsified model"
 UNHELD = (
     "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
-    "trains there; it holds weights that sparsify() has frozen, which get no gradient. Make it after sparsify(), "
-    "from all parameters that require grad: {optimizer}(p for p in model.parameters() if p.requires_grad). With "
-    "accelerate, sparsify() comes before prepare(); with the Trainer, an optimizer that was made before is none for "
-    "optimizers=."
+    "trains there; it holds weights that sparsify() has frozen, which get no gradient, or a flat delta that was "
+    "replaced since (load_state_dict(assign=True)). Make it after sparsify(), from all parameters that require grad: "
+    "{optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() comes before "
+    "prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
 
 
 def listen(listener: Listener) -> None:
-    """Tells an engine of steps from now on, for as long as it lives; to be called once it is whole."""
+    """Tells an engine of steps from now on, for as long as it lives; one that is half made is passed over."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
@@ -131,6 +135,11 @@ def has_uncounted_step(listener: Listener) -> bool:
     return False
 
 
+def forget_uncounted_steps(listener: Listener) -> None:
+    """Drops such steps: they failed before anything had moved."""
+    _STEPS.begun = [step for step in _STEPS.begun if step.has_closure or listener in step.counted]
+
+
 def note_counted(listener: Listener) -> None:
     """The steps that have begun are not to be counted again by this listener."""
     for step in _STEPS.begun:
@@ -141,15 +150,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not _LISTENERS or torch.compiler.is_dynamo_compiling():
         return
     held = {id(parameter) for parameter in _parameters(optimizer)}
-    listeners = list(_LISTENERS)
+    listeners = _whole_listeners()
+    for listener in listeners:
+        values = listener.values
+        is_suspect = listener.awaits_step and id(values) not in held and listener.has_frozen(held)
+        if is_suspect and not any(holds(other, values) for other in _others()):
+            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if any(id(listener.values) in held for listener in listeners):
         _OPTIMIZERS.add(optimizer)
         _STEPS.begin(optimizer, has_closure=any(argument is not None for argument in (*args[1:], *kwargs.values())))
-    for listener in listeners:
-        values = listener.values
-        is_suspect = listener.awaits_step and id(values) not in held and _is_meant_for(optimizer, listener, held)
-        if is_suspect and not any(holds(other, values) for other in _others()):
-            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -159,7 +168,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         step = None if torch.compiler.is_dynamo_compiling() else _STEPS.end(optimizer)
         held = {id(parameter) for parameter in _parameters(optimizer)}
         errors = []
-        for listener in list(_LISTENERS):
+        for listener in _whole_listeners():
             values = listener.values
             if id(values) not in held or values.grad is None or _skipped(optimizer):
                 continue
@@ -174,13 +183,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         raise errors[0]
 
 
-def _is_meant_for(optimizer: torch.optim.Optimizer, listener: Listener, held: set[int]) -> bool:
-    """Whether an optimizer without the listener's flat delta holds its weights, or a flat delta that it had before."""
-    current, shape = {id(each.values) for each in _LISTENERS}, listener.values.shape
-    return listener.has_frozen(held) or any(
-        type(parameter) is SparseValues and parameter.shape == shape and id(parameter) not in current
-        for parameter in _parameters(optimizer)
-    )
+def _whole_listeners() -> list[Listener]:
+    return [listener for listener in list(_LISTENERS) if listener.is_whole]
 
 
 def _others() -> Iterator[torch.optim.Optimizer]:
@@ -193,7 +197,8 @@ def _others() -> Iterator[torch.optim.Optimizer]:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    groups = getattr(optimizer, "param_groups", ())  # one whose __init__ has failed has none
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _depth_of_stack() -> int:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +34,22 @@ from sparsify.ranks import Ranks
 from sparsify.schedules import Schedule
 from sparsify.settings import SETTINGS, check_holds, lengthen, plan_extension
 from sparsify.sharding import read_base
-from sparsify.stepping import has_uncounted_step, note_counted
+from sparsify.stepping import forget_uncounted_steps, has_uncounted_step, listen, note_counted
 from sparsify.strategies import Strategy
 from sparsify.values import VALUES, SparseValues
 from sparsify.verification import Verification, verify
 from sparsify.weights import EffectiveWeights
 
+UNKNOWN_VALUES = (
+    "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
+    "were copied or averaged into it, and its buffers were not: copy these too, as "
+    "torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
+    "own.copy_(other). Or noise was added to all of its gradient: add it to the first unmasked numbers alone."
+)
+NOT_FINITE = (
+    "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
+    "an earlier state, and clip gradients, scale the loss (GradScaler), or lower the learning rate."
+)
 POSITION = "sparse_position"
 STATE = (VALUES, POSITION, SETTINGS, *BUFFERS)  # what the root's state dict has beside the model's own
 
@@ -124,6 +136,8 @@ class Unmasker:
         self.running = False
         self._forward = _Forward()
         self._counted_by_hook = False  # whether the last step was
+        self._position_seen = 0  # how often the buffer was written, when step and updates were read from it
+        self._former: list[weakref.ref[SparseValues]] = []  # flat deltas, of which the last is the present one
         self.ranks = Ranks()
         self.counters = Counters()
         self.check = False
@@ -181,9 +195,51 @@ class Unmasker:
         """Whether there were any."""
         return self.passes > 0
 
+    @property
+    def was_frozen(self) -> bool:
+        """Whether the flat delta does not train though something does that is in no delta, as after get_peft_model().
+
+        With nothing else to train it was frozen on purpose, to pass gradients on.
+        """
+        if self.values.requires_grad or self.weights.are_base:
+            return False
+        own = {id(tensor.parameter) for tensor in self.tensors}
+        return any(
+            parameter.requires_grad and id(parameter) not in own and name not in self.dense_names
+            for name, parameter in self.root.named_parameters()
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be asked at all: not in the middle of a copy, or in one that failed."""
+        return VALUES in self.root.__dict__.get("_parameters", ())
+
     def has_frozen(self, ids: set[int]) -> bool:
-        """Whether a parameter with one of these ids is one of the masked tensors'."""
-        return any(id(tensor.parameter) in ids for tensor in self.tensors)
+        """Whether a parameter with one of these ids is a masked tensor's, or a flat delta that was replaced since."""
+        former = (known() for known in self._former[:-1])
+        return any(id(parameter) in ids for parameter in (*former, *(tensor.parameter for tensor in self.tensors)))
+
+    def note_values(self) -> None:
+        """Remembers the flat delta as it is now, in case it is replaced."""
+        if not self._former or self._former[-1]() is not self.values:
+            self._former.append(weakref.ref(self.values))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_position_seen": -1, "_former": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        listen(self)
+
+    @property
+    def _position(self) -> Tensor:
+        position = self.root._buffers[POSITION]
+        assert position is not None
+        return position
+
+    def _read_position(self) -> None:
+        self.step, self.updates = (int(number) for number in self._position.tolist())
+        self._position_seen = self._position._version
 
     # -------------------------------------------------------------------------------- forward
 
@@ -206,13 +262,20 @@ class Unmasker:
         """Announces a use of a tensor in a forward pass; ``None`` where no gradient will be collected."""
         if self.weights.are_base or not torch.is_grad_enabled():
             return None
-        values, anchors = self.values, self.collection.anchors
-        # a tensor that a living graph uses is used on, so that a checkpoint is recomputed as it was made, though
-        # the budget was spent meanwhile
-        if not values.requires_grad or not (tensor.count or self.growing or anchors.are_alive(tensor)):
+        values = self.values
+        if not values.requires_grad or not (tensor.count or self.growing or self._may_be_recomputed):
             return None
         tensor.check_shape()
-        return anchors.use(tensor, values)
+        return self.collection.anchors.use(tensor, values)
+
+    @property
+    def _may_be_recomputed(self) -> bool:
+        """Whether a tensor without entries counts as used, so that a checkpoint is recomputed just as it was made.
+
+        The budget may be spent in between. What is saved for it is recomputed, too, and not kept.
+        """
+        saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return saved_by_hooks and not self.collection.growth.static
 
     def enter(self) -> None:
         """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
@@ -312,9 +375,8 @@ class Unmasker:
             self.updates += self.trained
             self.counters.step_done()
             self.collection.step_done()
-            position = self.root._buffers[POSITION]
-            assert position is not None
-            position.copy_(upload([self.step, self.updates], position.device))
+            self._position.copy_(upload([self.step, self.updates], self._position.device))
+            self._position_seen = self._position._version
             self.weights.write()
 
     def count_step(self) -> None:
@@ -337,8 +399,13 @@ class Unmasker:
         Raises:
             SparsifyError: when the index buffers were averaged, or written to in another way that makes no sense.
         """
-        if has_uncounted_step(self) and not self.weights.are_in_step:
-            self.optimizer_stepped()
+        if has_uncounted_step(self):
+            if self.weights.are_in_step:
+                forget_uncounted_steps(self)  # it failed before it had moved them
+            else:
+                self.optimizer_stepped()
+        if self._position_seen != self._position._version:
+            self._read_position()
         if not self.buffers.have_changed():
             return
         if self.buffers.problem([tensor.numel for tensor in self.tensors]):
@@ -364,9 +431,7 @@ class Unmasker:
                 is what runs: their delta becomes weight minus base.
         """
         self.buffers.loaded()
-        position = self.root._buffers[POSITION]
-        assert position is not None
-        self.step, self.updates = (int(number) for number in position.tolist())
+        self._read_position()
         self.collection.restart()
         self._find_dormant()
         if plain and not self.unmasked:
@@ -402,11 +467,7 @@ class Unmasker:
         """The trained weights can be read."""
         self.weights.check_trained(call)
         self.refresh()
-        if bool(self.values.detach()[self.unmasked :].any()):
-            raise SparsifyError(
-                f"{call}: `sparse_values` has values for entries that this model does not know: the parameters of "
-                "another sparsified model were copied or averaged into it, and its buffers were not. Copy these too, "
-                "as torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
-                "own.copy_(other)."
-            )
+        free = self.values.detach()[self.unmasked :]
+        if bool(free.any()):
+            raise SparsifyError(f"{call}: {UNKNOWN_VALUES if bool(free.isfinite().all()) else NOT_FINITE}")
         self.weights.reshard()

@@ -56,6 +56,7 @@ class BaseWeights(AbstractContextManager[Model]):
     """
 
     _trained: list[Tensor] | None = None
+    _entered = 0
 
     def __init__(self, weights: EffectiveWeights, model: Model) -> None:
         self._weights = weights
@@ -66,25 +67,28 @@ class BaseWeights(AbstractContextManager[Model]):
             with uninterrupted():
                 if not self._weights.are_base:
                     self._trained = self._weights.make_base()
+                self._entered += 1
         except BaseException:
             self._leave()
             raise
         return self._model
 
     def __exit__(self, *error: object) -> None:
+        outer = self._entered - 1
         try:
-            self._leave()
+            self._leave(outer)
         except KeyboardInterrupt:  # before it had begun, or after it had ended
-            self._leave()
+            self._leave(outer)
             raise
 
     def __del__(self) -> None:
         if self._trained is not None:  # an interrupt came between the block and its exit
             self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, entered: int = 0) -> None:
         with uninterrupted():
-            if self._trained is not None:
+            self._entered = entered
+            if self._trained is not None and not entered:
                 self._weights.make_trained(self._trained)
                 self._trained = None
 
@@ -144,6 +148,10 @@ class EffectiveWeights:
             and torch.equal(written, values)
         )
 
+    def are_stale(self) -> None:
+        """Whatever becomes of the flat delta, they are to be written before they are used."""
+        self._written = None
+
     def refresh(self) -> None:
         """Writes the weights if they are not in step with the flat delta."""
         if not self.are_base and not self.are_in_step:
@@ -196,7 +204,7 @@ class EffectiveWeights:
             raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_written": None}
+        return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
 
 
 def _can_sync(tensor: MaskedTensor, device: torch.device) -> bool:

@@ -44,6 +44,7 @@ def test_torchs_averaged_model_is_the_mean_of_all_steps(strategy):
     mean = {name: sum(weights[name] for weights in seen) / STEPS for name in seen[0]}
     check(pretrained, average, mean, batches)
     assert summary(average, verify=True).verification.ok
+    assert SparseDelta.from_model(average).config["steps_done"] == STEPS
 
 
 def ema_of(seen):
@@ -96,3 +97,16 @@ def test_an_average_of_the_index_buffers_is_refused():
     )
     with pytest.raises(SparsifyError, match=r"make no sense any more.*use_buffers=False"):
         loss_of(average, batches[0])
+
+
+def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, steps=STEPS)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    loss_of(model, batches[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (loss_of(model, batches[1]) * torch.nan).backward()
+    optimizer.step()
+    with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):
+        SparseDelta.from_model(model)

@@ -156,6 +156,33 @@ def test_an_interrupted_forward_leaves_the_plain_parameters():
     assert summary(model).unmasked == BUDGET // STEPS
 
 
+def test_a_load_that_is_interrupted_leaves_the_trained_weights():
+    model, ids, optimizer = fresh("id3", sgd)
+    model(ids[0]).backward()
+    optimizer.step()
+    loss, state = model(ids[1]), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = model.linear.register_load_state_dict_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        model.load_state_dict(state)
+    handle.remove()
+    assert torch.equal(model(ids[1]), loss)
+
+
+def test_the_base_may_be_entered_twice_and_copied_within():
+    model, ids, optimizer = fresh("id3", sgd)
+    base = model(ids[0])
+    base.backward()
+    optimizer.step()
+    trained, reference = model(ids[0]).detach(), base_weights(model)
+    with reference:
+        with reference:
+            assert torch.equal(model(ids[0]), base)
+        assert torch.equal(model(ids[0]), base)
+        other = copy.deepcopy(model)
+    assert torch.equal(model(ids[0]), trained)
+    assert torch.equal(other(ids[0]), trained)
+
+
 def test_a_section_is_not_interrupted_and_the_interrupt_comes_after_it():
     done = []
 

@@ -87,7 +87,40 @@ def test_a_flat_delta_that_was_frozen_is_refused_in_backward():
         loss_of(model, batches[0])
 
 
+def test_an_optimizer_that_failed_to_be_made_is_passed_over_in_the_search_for_another():
+    model, optimizer, batches = made_before()
+    with pytest.raises(ValueError, match="Invalid learning rate") as kept:
+        torch.optim.AdamW([model.sparse_values], lr=-1)
+    loss_of(model, batches[0]).backward()
+    with pytest.raises(SparsifyError, match=UNHELD):
+        optimizer.step()
+    assert kept.traceback
+
+
 # ------------------------------------------------------------------------------------ what is as it should be
+
+
+def test_a_frozen_model_passes_gradients_on_to_another():
+    torch.manual_seed(0)
+    generator, critic = (sparsify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 9, steps=4) for _ in "gc")
+    critic.requires_grad_(False)
+    optimizer = torch.optim.SGD([generator.sparse_values], lr=0.1)
+    critic(generator(torch.randn(5, 4))).mean().backward()
+    optimizer.step()
+    assert generator.sparse_values.any()
+    critic.requires_grad_(True)
+    critic(generator(torch.randn(5, 4))).mean().backward()
+    assert critic.sparse_values.grad.any()
+
+
+def test_gradients_that_are_handed_to_a_copy_train_the_copy():
+    model, batches = built(strategy="pafi")
+    server = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([server.sparse_values], lr=0.1)
+    loss_of(model, batches[0]).backward()
+    server.sparse_values.grad = model.sparse_values.grad.clone()
+    optimizer.step()
+    assert (summary(server).step, summary(model).step) == (1, 0)
 
 
 def test_one_of_several_optimizers_may_hold_the_flat_delta():
@@ -153,6 +186,10 @@ def test_a_step_that_failed_is_not_taken_for_one_around_the_next():
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     handle.remove()
+    assert summary(model).step == 0
+    model.sparse_values.data[:1] += 1  # by hand, which is no step
+    assert summary(model).step == 0
+    model.sparse_values.data[:1] -= 1
     for batch in batches[:2]:
         step(model, batch, optimizer)
     assert summary(model).step == 2

@@ -107,8 +107,9 @@ class SparsifyCallback(TrainerCallback):
             engine.extend(steps=state.max_steps, optimizer=event["optimizer"])
         if not state.global_step:
             _warn_of_earlier_run(engine, state.max_steps)
-        if engine.steps is None or engine.steps == engine.found_steps:
+        if engine.steps is None or (engine.steps == engine.found_steps and not state.global_step):
             engine.steps = engine.found_steps = state.max_steps
+            engine.extended_at = engine.unmasked
         elif engine.steps != state.max_steps:
             warnings.warn(
                 f"sparsify(), or the run that is resumed, has steps={engine.steps:,}, and the Trainer makes "
