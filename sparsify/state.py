@@ -147,7 +147,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         raise SparsifyError(problem)
     else:
         engine.weights.write_base()  # what was unmasked here may be masked there
-        engine.weights.are_stale()
+        engine.weights.mark_stale()
         if is_trained_state(engine, state_dict, prefix):
             try:
                 check_same_base(engine, stored)

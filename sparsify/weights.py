@@ -148,8 +148,8 @@ class EffectiveWeights:
             and torch.equal(written, values)
         )
 
-    def are_stale(self) -> None:
-        """Whatever becomes of the flat delta, they are to be written before they are used."""
+    def mark_stale(self) -> None:
+        """Has them written before they are used next, whether the flat delta changes or not."""
         self._written = None
 
     def refresh(self) -> None:
