@@ -74,8 +74,16 @@ def average_parameters_and_copy_buffers(average, model):
         own.copy_(other)
 
 
-def test_an_average_of_ones_own_that_copies_the_buffers_is_one():
-    pretrained, average, seen, batches = trained(average_parameters_and_copy_buffers, copy.deepcopy)
+@torch.no_grad()
+def average_what_trains_and_copy_buffers(average, model):
+    average.sparse_values.mul_(DECAY).add_(model.sparse_values, alpha=1 - DECAY)
+    for own, other in zip(average.buffers(), model.buffers(), strict=True):
+        own.copy_(other)
+
+
+@pytest.mark.parametrize("update", [average_parameters_and_copy_buffers, average_what_trains_and_copy_buffers])
+def test_an_average_of_ones_own_that_copies_the_buffers_is_one(update):
+    pretrained, average, seen, batches = trained(update, copy.deepcopy)
     start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
     check(copy.deepcopy(pretrained), average, ema_of([start, *seen]), batches)
 
