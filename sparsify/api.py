@@ -324,9 +324,8 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that the
-        state is compared by when it is loaded, the index buffers,
-        ``modules_to_save``, what the base does not have, and buffers that training changed. They are the model's
-        own, not copies.
+        state is compared by when it is loaded, the index buffers, ``modules_to_save``, what the base does not have, and
+        buffers that training changed. They are the model's own, not copies, but for the index buffers.
 
     Raises:
         SparsifyError: when the model is not sparsified.

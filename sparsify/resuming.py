@@ -40,7 +40,8 @@ def trained_state_of(
         if name in first_names and (not name.startswith(prefix) or name[len(prefix) :] in needed)
     }
     total = int(kept[prefix + COUNTS].sum())
-    kept.update({prefix + name: kept[prefix + name][:total] for name in PER_ENTRY})
+    # torch.save() of a part of a buffer would write all of it
+    kept.update({prefix + name: kept[prefix + name][:total].clone() for name in PER_ENTRY})
     if max(engine.capacity, *(tensor.numel for tensor in engine.tensors)) < 2**31:
         kept.update({prefix + name: kept[prefix + name].int() for name in (INDICES, SLOTS)})
     return kept

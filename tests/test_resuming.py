@@ -1,6 +1,7 @@
 """The trained state goes onto a fresh base, without the frozen weights, and training goes on from it bit for bit."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -192,3 +193,11 @@ def test_best_so_far_comes_back_into_the_model_that_trained_on():
     run(model, batches[3:6])
     model.load_state_dict(best)
     assert_equal_states(model.state_dict(), expected)
+
+
+def test_a_trained_state_that_is_pickled_holds_the_unmasked_entries_only():
+    model = sparsify(torch.nn.Linear(200, 200), 20_000, steps=20)
+    model(torch.ones(2, 200)).square().sum().backward()
+    file = io.BytesIO()
+    torch.save(trained_state(model), file)
+    assert file.tell() < 20_000 * 4 + 1_000 * (4 + 4 + 4) + 5_000
