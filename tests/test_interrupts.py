@@ -18,6 +18,14 @@ from sparsify.interrupts import uninterrupted
 STEPS, BUDGET = 3, 24
 
 
+@pytest.fixture(autouse=True)
+def handler():
+    """Python's own handler of SIGINT, which a process in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Tied(nn.Module):
     """A table that is looked up in and multiplied by, a norm and a convolution in the generic form, a linear layer."""
 
@@ -58,8 +66,13 @@ class Interrupter:
 
 
 def trained(model, ids, optimizer, interrupters):
-    """Trains to the end, an interrupter around each try at a step; what was interrupted is done again."""
+    """Trains to the end, an interrupter around each try at a step; what was interrupted is done again.
+
+    Returns:
+        The trained state, and how often it was interrupted.
+    """
     model.train()
+    interrupted = 0
     while (step := summary(model).step) < STEPS:
         try:
             with next(interrupters):
@@ -71,9 +84,9 @@ def trained(model, ids, optimizer, interrupters):
                 optimizer.step()
                 model.state_dict()
         except KeyboardInterrupt:
-            pass
+            interrupted += 1
     assert summary(model, verify=True).verification.ok
-    return model.state_dict()
+    return model.state_dict(), interrupted
 
 
 def never():
@@ -92,16 +105,18 @@ def sgd(parameters):
 
 
 def check_training(strategy, moments):
-    expected = trained(*fresh(strategy, sgd), never())
+    expected, _ = trained(*fresh(strategy, sgd), never())
     counter = Interrupter()
     trained(*fresh(strategy, sgd), iter([counter, *[Interrupter() for _ in range(STEPS)]]))
-    generator = random.Random(0)
+    generator, interrupts = random.Random(0), 0
     for _ in range(moments):
         at = [generator.randrange(1, counter.lines + 1) for _ in range(STEPS)]
         interrupters = iter([*map(Interrupter, at), *[Interrupter() for _ in range(STEPS)]])
-        state = trained(*fresh(strategy, sgd), interrupters)
+        state, interrupted = trained(*fresh(strategy, sgd), interrupters)
+        interrupts += interrupted
         for name, tensor in expected.items():
             assert torch.equal(tensor, state[name]), f"`{name}`, interrupted at {at}"
+    assert interrupts > moments, "most signals came as interrupts, and the others after a section"
 
 
 @pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
@@ -271,11 +286,15 @@ class Interrupted:
     """Calls functions, each interrupted at a random one of its lines."""
 
     def __init__(self):
-        self._generator, self._lines = random.Random(0), {}
+        self._generator, self._lines, self.count = random.Random(0), {}, 0
 
     def call(self, name, function):
-        with contextlib.suppress(KeyboardInterrupt), Interrupter(self._at(name)) as seen:
-            function()
+        seen = Interrupter(self._at(name))
+        try:
+            with seen:
+                function()
+        except KeyboardInterrupt:
+            self.count += 1
         self._lines[name] = max(seen.lines, self._lines.get(name, 0))
 
     def _at(self, name):
@@ -302,6 +321,7 @@ def check_deltas(moments):
         if is_equal(state_of(base), of_second):
             second.revert(base)
         assert is_equal(state_of(base), plain)
+    assert interrupted.count > moments
 
 
 def check_switch(moments):
@@ -317,6 +337,7 @@ def check_switch(moments):
         if moment % 5 == 4:
             interrupted.call("deactivate", switch.deactivate)
             assert is_equal(state_of(base), states[switch.active])
+    assert interrupted.count > moments / 2
 
 
 def check_saving(moments, folder):
@@ -331,6 +352,7 @@ def check_saving(moments, folder):
             all(torch.equal(part.values, delta.tensors[name].values) for name, part in loaded.tensors.items())
             for delta in deltas
         )
+    assert interrupted.count > moments / 2
 
 
 def test_a_delta_whose_apply_swap_or_revert_is_interrupted_is_on_the_model_or_not():

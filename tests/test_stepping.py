@@ -53,9 +53,10 @@ def a_delta_that_was_replaced():
 
 def prepared_before():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer that compiles, say
     model, batches = build("bert")
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+    model, optimizer = accelerate.Accelerator(cpu=True, dynamo_backend="no").prepare(model, optimizer)
     return sparsify(model, BUDGET, steps=STEPS), optimizer, batches
 
 
