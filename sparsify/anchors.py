@@ -15,10 +15,12 @@ runs. The root anchor is shared by all graphs over the same flat delta; compiled
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +37,9 @@ REENTRANT = (
 )
 
 
-# of the numbers of uses, which threads change together; what it guards may be called again by garbage collection
-LOCK = threading.RLock()
+# Threads change the books of uses together, and an interrupt may come at any moment. Sets, in which each use has a
+# number of its own, need no lock, which an interrupted thread could keep.
+_NUMBERS = itertools.count()
 
 
 class Sink(Protocol):
@@ -120,10 +123,13 @@ class Anchor:
         self.root = root
         self.sink = sink
         self.tensor = tensor
-        self.uses = 0
-        self.pending = 0
+        self.uses: set[int] = set()
+        self.pending: set[int] = set()
         self.output: Tensor = _TensorNode.apply(root.output, sink, tensor)
-        known[:] = [other for other in known if (anchor := other()) is not None and not anchor.is_over]
+        for other in tuple(known):
+            if (anchor := other()) is None or anchor.is_over:
+                with suppress(ValueError):  # another thread has removed it
+                    known.remove(other)
         known.append(weakref.ref(self))
         self.known = known
 
@@ -147,17 +153,16 @@ class AnchoredUse:
         self.anchor = anchor.output
         self._anchor = anchor
         self._recomputed = recomputed
+        self._number = next(_NUMBERS)
         if not recomputed:
-            with LOCK:
-                anchor.uses += 1
-                anchor.pending += 1
+            anchor.uses.add(self._number)
+            anchor.pending.add(self._number)
             self._waits = True  # last, so that an interrupt before it leaves one pending too many and never too few
 
     def __del__(self) -> None:
         if self._waits:  # a weight that was only looked at, as for its dtype, or a graph that was dropped
-            with LOCK:
-                self._end()
-                self._anchor.uses -= 1
+            self._end()
+            self._anchor.uses.discard(self._number)
 
     def wanted(self) -> bool:
         if self._recomputed:
@@ -168,13 +173,12 @@ class AnchoredUse:
         if self._waits:
             self._end()
         if gradient is not None:
-            whole = self._anchor.uses == 1 and not meet(self._anchor.known)
+            whole = len(self._anchor.uses) == 1 and not meet(self._anchor.known)
             self._anchor.sink.collect(self._anchor.tensor, gradient, whole=whole)
 
     def _end(self) -> None:
         self._waits = False
-        with LOCK:
-            self._anchor.pending -= 1
+        self._anchor.pending.discard(self._number)
 
 
 class Anchors:
@@ -187,6 +191,7 @@ class Anchors:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self.current: Root | None = None  # the root anchor that was last asked for
+        self._making = threading.RLock()
         self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
         self._known: defaultdict[MaskedTensor, list[weakref.ref[Anchor]]] = defaultdict(list)  # that may run backward
 
@@ -194,12 +199,11 @@ class Anchors:
         """A new use of a tensor, ``values`` (budget,) being the flat delta as it is now."""
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
-        with LOCK:  # forward passes in several threads
-            root, anchor = self.root(values), self._anchor(tensor)
-            if anchor is None or anchor.pending == 0 or anchor.root is not root:
-                anchor = Anchor(root, self._sink, tensor, self._known[tensor])
-                self._anchors[tensor] = weakref.ref(anchor)
-            return AnchoredUse(anchor, recomputed=recomputed)
+        root, anchor = self.root(values), self._anchor(tensor)
+        if anchor is None or not anchor.pending or anchor.root is not root:
+            anchor = Anchor(root, self._sink, tensor, self._known[tensor])
+            self._anchors[tensor] = weakref.ref(anchor)
+        return AnchoredUse(anchor, recomputed=recomputed)
 
     def meet(self, tensor: MaskedTensor) -> bool:
         """Whether several graphs that use the tensor run backward together, each with an anchor of its own."""
@@ -207,20 +211,23 @@ class Anchors:
 
     def root(self, values: Tensor) -> Root:
         """The root anchor of the flat delta ``values`` (budget,) as it is now."""
-        if self.current is None or not self.current.serves(values):
-            self.current = None  # with it goes autograd's accumulator of a flat delta that has been cast meanwhile
-            self.current = Root(values, self._sink)
-        return self.current
+        root = self.current
+        if root is None or not root.serves(values):
+            with self._making:  # one root for the forward passes of all threads
+                root = self.current
+                if root is None or not root.serves(values):
+                    self.current = None  # with it goes autograd's accumulator of a flat delta that has been cast
+                    root = self.current = Root(values, self._sink)
+        return root
 
     def waits(self, tensor: MaskedTensor) -> bool:
         """Whether uses of the tensor still wait for their backward."""
         anchor = self._anchor(tensor)
-        return anchor is not None and anchor.pending > 0
+        return anchor is not None and bool(anchor.pending)
 
     def _anchor(self, tensor: MaskedTensor) -> Anchor | None:
         known = self._anchors.get(tensor)
         return None if known is None else known()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy of the model starts with no open graph
-        return {"_sink": self._sink, "current": None, "_anchors": {}, "_known": defaultdict(list)}
+    def __reduce__(self) -> tuple[type[Anchors], tuple[Sink]]:
+        return Anchors, (self._sink,)  # a copy of the model starts with no open graph

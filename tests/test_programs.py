@@ -57,7 +57,7 @@ def one_entry_too_few(target):
 
 def last_use_alone(collect):
     def collect_whole(self, gradient):
-        self._anchor.uses = 1
+        self._anchor.uses = {0}
         collect(self, gradient)
 
     return collect_whole
