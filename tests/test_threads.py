@@ -38,11 +38,12 @@ def in_threads(function, arguments):
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(argument,)) for argument in arguments]
+    threads = [threading.Thread(target=run, args=(argument,), daemon=True) for argument in arguments]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "it waits for a lock that nobody gives back"
     return errors
 
 
