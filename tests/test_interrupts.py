@@ -19,7 +19,8 @@ from sparsify.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
 # where a signal may come; not in threading, logging and the like, whose locks it would leave locked for other tests
-INTERRUPTED = (*(str(Path(module.__file__).parent) for module in (package, torch)), signal.__file__, __file__)
+PACKAGES = (package, torch.optim, torch.nn.modules)
+INTERRUPTED = (*(str(Path(module.__file__).parent) for module in PACKAGES), signal.__file__, __file__)
 
 
 @pytest.fixture(autouse=True)

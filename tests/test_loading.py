@@ -6,12 +6,16 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from limits import needs_limits, within_limits
 from models import build, train
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
 from sparsify.names import plain_model
+
+# version 4 keeps no settings by which such a config could be told, and builds what has no forward
+of_version_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 is not told so much")
 
 LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
 
@@ -237,6 +241,7 @@ def rewrite(base, change):
     (base / "config.json").write_text(json.dumps(config))
 
 
+@of_version_5
 def test_a_config_from_before_there_were_model_types_is_told_by_its_settings(classifier):
     base, delta, expected, batches = classifier
     rewrite(base, lambda config: config.pop("model_type"))
@@ -264,7 +269,7 @@ def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
         (lambda config: config.update(hidden_size="x"), "BertModel"),
         (lambda config: config.update(num_attention_heads=0), "BertModel"),
         (lambda config: config.update(dtype="zzz"), "BertModel"),
-        (lambda config: None, "BertPreTrainedModel"),
+        pytest.param(lambda config: None, "BertPreTrainedModel", marks=of_version_5),
     ],
 )
 def test_what_transformers_cannot_build_is_an_error_of_ours(classifier, change, name):
