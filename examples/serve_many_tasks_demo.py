@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging
 
-from sparsify.demo.docstrings import Example, load_examples
+from sparsify.cli.demo.docstrings import Example, load_examples
 
 LABELS = {"documents": ("module", "class", "function"), "order": ("shuffled", "in order")}
 TEXTS = [

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, get_scheduler
 
 from sparsify import Increment, Magnitude, SparseDelta, Strategy, print_trainable_parameters, sparsify, summary
-from sparsify.strategies import PRESETS
+from sparsify.strategies.strategy import PRESETS
 
 HEADS = ("classifier", "score")  # what transformers calls the new head of encoders and of decoders
 METRICS = {

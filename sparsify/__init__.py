@@ -19,16 +19,16 @@ from sparsify.api import (
     summary,
     trained_state,
 )
-from sparsify.comparing import overlap
-from sparsify.delta import SparseDelta
+from sparsify.delta.overlap import overlap
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
-from sparsify.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
 from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
-from sparsify.schedules import Schedule
-from sparsify.strategies import Increment, Prune, Repeat, Static, Strategy
-from sparsify.switching import DeltaSwitch
+from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.strategies.schedules import Schedule
+from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.version import __version__
 
 __all__ = [

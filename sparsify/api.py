@@ -10,30 +10,30 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparsify.budget import check_given_budget, resolve_budget, resolve_capacity
-from sparsify.calibration import Calibration, LossFunction
+from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import find_engine
+from sparsify.common.quantized import is_quantized
+from sparsify.common.ranks import MODES
+from sparsify.common.shards import check_unsharded
 from sparsify.errors import SparsifyError
-from sparsify.fresh import find_draws, find_fresh, redrawn
-from sparsify.interrupts import uninterrupted
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable
-from sparsify.names import find_engine
-from sparsify.packed import check_possible, check_unchanged
-from sparsify.preparation import freeze, mask_model, plan_engine, unmask_model, values_dtype
-from sparsify.quantized import is_quantized
-from sparsify.ranking import find_given
-from sparsify.ranks import MODES
-from sparsify.report import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
-from sparsify.resuming import trained_state_of
-from sparsify.schedules import Schedule, resolve_schedule
-from sparsify.shards import check_unsharded
-from sparsify.state import engine_of
-from sparsify.static import check_new, choose, zero_others
-from sparsify.strategies import Dense, Given, Prune, Static, Strategy, resolve_strategy
-from sparsify.targets import Candidate, Pattern, check_own_memory, find_targets
-from sparsify.unmasker import STATE, Unmasker
-from sparsify.verification import digest_base
-from sparsify.weights import BaseWeights
+from sparsify.selection.ranking import find_given
+from sparsify.selection.static import check_new, choose, zero_others
+from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
+from sparsify.strategies.calibration import Calibration, LossFunction
+from sparsify.strategies.schedules import Schedule, resolve_schedule
+from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
+from sparsify.strategies.targets import Candidate, Pattern, check_own_memory, find_targets
+from sparsify.training.engine import STATE, Unmasker
+from sparsify.training.install import freeze, mask_model, plan_engine, unmask_model, values_dtype
+from sparsify.training.new_parameters import find_draws, find_fresh, redrawn
+from sparsify.training.quantized import check_possible, check_unchanged
+from sparsify.training.state import engine_of
+from sparsify.training.summary import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
+from sparsify.training.trained_state import trained_state_of
+from sparsify.training.verification import digest_base
+from sparsify.training.weights import BaseWeights
 
 Model = TypeVar("Model", bound=nn.Module)
 

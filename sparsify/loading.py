@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.algebra import DeltaSum
-from sparsify.delta import SparseDelta
+from sparsify.adapters.extensions import extend
+from sparsify.common.names import named_tensors
+from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
-from sparsify.extensions import extend
-from sparsify.names import named_tensors
 
 # Arguments of from_pretrained that a delta's load has, too, and those that say where the base is.
 _SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")

@@ -4,9 +4,9 @@ import copy
 
 import torch
 
-from sparsify.delta import SparseDelta
-from sparsify.entries import digest
-from sparsify.names import named_tensors
+from sparsify.common.names import named_tensors
+from sparsify.delta.entries import digest
+from sparsify.delta.sparse_delta import SparseDelta
 
 _SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2}

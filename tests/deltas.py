@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from sparsify.delta import SparseDelta
-from sparsify.entries import digest
+from sparsify.delta.entries import digest
+from sparsify.delta.sparse_delta import SparseDelta
 
 
 def make_base(dtype=torch.float32, seed=0):

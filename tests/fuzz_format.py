@@ -30,9 +30,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsify.delta import SparseDelta, TensorDelta
-from sparsify.draws import Draw
-from sparsify.entries import digest
+from sparsify.common.initializers import Draw
+from sparsify.delta.entries import digest
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 ALLOWANCE = (

@@ -36,7 +36,7 @@ from safetensors import safe_open
 
 from sparsify import SparseDelta, SparsifyError, load_model, sparsify
 from sparsify.adapters import add_adapters
-from sparsify.commands import info, verify
+from sparsify.cli.commands import info, verify
 
 MEGABYTE = 2**20
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from sparsify.costs import Costs
-from sparsify.kernels import survey as surveys
-from sparsify.kernels.native import library
+from sparsify.kernels import norm_bound as surveys
+from sparsify.kernels.costs import Costs
+from sparsify.kernels.cpu.library import library
 
 FREE = Costs(product=1, whole=1, norms=0, tile=1e-9, base=0, entry=0.5 / 4096)  # any number may be verified
 FORMS = ["matrix units", "registers", "plain"]

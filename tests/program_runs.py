@@ -32,12 +32,12 @@ SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
 # what it costs to look at parts of a product
 TINY = {
-    "sparsify.small.LARGEST": 10,
-    "sparsify.screen.SMALLEST_SCREENED": 16,
-    "sparsify.selection.SMALLEST_CUT": 2,
-    "sparsify.selection.BLOCK_ENTRIES": 24,
-    "sparsify.kernels.reach.BLOCK_ENTRIES": 24,
-    "sparsify.screen.costs_of": lambda *_: FREE,
+    "sparsify.selection.small_tensors.LARGEST": 10,
+    "sparsify.selection.screening.SMALLEST_SCREENED": 16,
+    "sparsify.selection.topk.SMALLEST_CUT": 2,
+    "sparsify.selection.topk.BLOCK_ENTRIES": 24,
+    "sparsify.kernels.threshold.BLOCK_ENTRIES": 24,
+    "sparsify.selection.screening.costs_of": lambda *_: FREE,
     "sparsify.masked.product.costs_of": lambda *_: FREE,
 }
 

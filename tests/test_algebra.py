@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsify.algebra import DeltaSum
-from sparsify.delta import SparseDelta
-from sparsify.entries import TensorDelta, digest
+from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.entries import TensorDelta, digest
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, database=None)

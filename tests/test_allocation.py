@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.allocation import ERDOS_RENYI, UNIFORM, allocate
+from sparsify.strategies.allocation import ERDOS_RENYI, UNIFORM, allocate
 
 SHAPES = st.lists(st.lists(st.integers(1, 12), max_size=4).map(tuple), min_size=1, max_size=8)
 

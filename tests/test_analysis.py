@@ -26,8 +26,8 @@ from sparsify import (
 from sparsify.analysis import change_correlation, plot_shares, plot_trajectory, shares, trajectory
 from sparsify.analysis.plots import NONE_COLOR
 from sparsify.analysis.shares import places, tables
-from sparsify.entries import TensorDelta
-from sparsify.extras import MissingExtraError
+from sparsify.common.extras import MissingExtraError
+from sparsify.delta.entries import TensorDelta
 
 STEPS, BUDGET = 8, 60
 

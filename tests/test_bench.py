@@ -24,8 +24,8 @@ from sparsify.bench.shapes import SHAPES, build, note
 from sparsify.bench.table import headline, make_table
 from sparsify.bench.worker import Worker
 from sparsify.cli import make_app
-from sparsify.collection import COLLECT, COMMIT
 from sparsify.errors import SparsifyError
+from sparsify.training.backward import COLLECT, COMMIT
 
 TINY = {"shape": "tiny", "budget": 400, "batch": 1, "length": 8, "threads": 1}
 SECOND = [1.0, 1.0, 1.0]

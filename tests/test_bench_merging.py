@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparsify.bench.merging import bench_merge, make_checkpoint, make_delta, measure, parse_size
-from sparsify.checkpoint import Checkpoint
 from sparsify.cli import main
+from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.errors import SparsifyError
 
 

@@ -17,8 +17,8 @@ from sparsify.bench.ranks import RankMeasurement, make_paper_table, make_table, 
 from sparsify.bench.scale import LLAMA_70B, at_scale, choosing_bytes, delta_bytes, ring
 from sparsify.bench.worker import Settings
 from sparsify.cli import make_app
+from sparsify.common.ranks import WIDTH
 from sparsify.errors import SparsifyError
-from sparsify.ranks import WIDTH
 
 RANKS, BUDGET, STEPS = 2, 60, 6
 

@@ -6,7 +6,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3, Bias, Increment, Random, Repeat, Schedule, SparsifyError, Static, Strategy
-from sparsify.budget import resolve_budget, resolve_capacity
+from sparsify.strategies.budget import resolve_budget, resolve_capacity
 
 
 @pytest.fixture

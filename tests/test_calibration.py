@@ -9,7 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from sparsify import D3, SNIP, Fisher, GraSP, Prune, SparsifyError, Static, Strategy, sparsify
-from sparsify.calibration import calibrate
+from sparsify.strategies.calibration import calibrate
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsify.card import model_card, public_base, public_config, update_card
-from sparsify.draws import Draw
-from sparsify.entries import TensorDelta, digest
-from sparsify.strategies import PRESETS
+from sparsify.common.initializers import Draw
+from sparsify.delta.card import model_card, public_base, public_config, update_card
+from sparsify.delta.entries import TensorDelta, digest
+from sparsify.strategies.strategy import PRESETS
 
 CONFIG = {
     "base_model_name_or_path": "google-bert/bert-base-uncased",

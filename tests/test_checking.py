@@ -8,9 +8,9 @@ from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, sa
 from safetensors.torch import load_file, save_file
 from versions import fuses_at_load
 
-from sparsify.checking import CheckReport
-from sparsify.delta import SparseDelta, TensorDelta
-from sparsify.entries import digest
+from sparsify.delta.check import CheckReport
+from sparsify.delta.entries import digest
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparsify import sparsify
-from sparsify.checkpoint import Checkpoint, open_base
+from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.errors import SparsifyError
-from sparsify.layout import Layout
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3
-from sparsify.choosers import RankedChooser, StreamingChooser
-from sparsify.counters import Work
 from sparsify.masked.tensor import Gradient
-from sparsify.search import Search
-from sparsify.selection import Pool
+from sparsify.selection.context import Search
+from sparsify.selection.counters import Work
+from sparsify.selection.selectors import RankedChooser, StreamingChooser
+from sparsify.selection.topk import Pool
 
 
 def masked_layer():

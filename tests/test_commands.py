@@ -19,9 +19,9 @@ from peft import PeftModel
 
 import sparsify
 from sparsify import SparseDelta
-from sparsify.commands import parse_weights, printable
-from sparsify.delta import TensorDelta
-from sparsify.draws import Draw
+from sparsify.cli.commands import parse_weights, printable
+from sparsify.common.initializers import Draw
+from sparsify.delta.sparse_delta import TensorDelta
 
 SCRIPT = Path(sys.executable).parent / "sparsify"
 

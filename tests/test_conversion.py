@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from versions import fuses_at_load
 
-from sparsify.checkpoint import Checkpoint
-from sparsify.conversion import Conversion
+from sparsify.common.names import named_tensors
+from sparsify.delta.checkpoint.conversion import Conversion
+from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.layout import Layout
-from sparsify.names import named_tensors
 
 
 @st.composite
@@ -268,7 +268,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path):
 def test_exact_names_need_no_transformers(tmp_path):
     save(gpt2(), tmp_path)
     code = (
-        "import sys; from sparsify.checkpoint import Checkpoint; "
+        "import sys; from sparsify.delta.checkpoint.reader import Checkpoint; "
         f"Checkpoint({str(tmp_path)!r}).layout('transformer.wte.weight'); print('transformers' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from sparsify import SparsifyError, costs
-from sparsify.costs import Costs, costs_of, fixed
-from sparsify.kernels.survey import Room, survey
+from sparsify import SparsifyError
+from sparsify.kernels import costs
+from sparsify.kernels.costs import Costs, costs_of, fixed
+from sparsify.kernels.norm_bound import Room, survey
 from sparsify.masked import product as products
 from sparsify.masked.product import Product
 

@@ -8,8 +8,10 @@ import torch
 from products import FREE
 from torch import nn
 
-from sparsify import Schedule, get_unmasker, screen, selection, sparsify, summary
-from sparsify.counters import Counters, Work
+from sparsify import Schedule, get_unmasker, sparsify, summary
+from sparsify.selection.counters import Counters, Work
+from sparsify.selection import screening as screen
+from sparsify.selection import topk as selection
 
 SIZES = {"first": 64 * 32, "second": 64 * 64, "last": 32 * 64}
 BIASES = 64 + 64 + 32
@@ -35,7 +37,7 @@ def screened(monkeypatch):
     """Any layer is worth a screen."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
-    monkeypatch.setattr("sparsify.small.LARGEST", 64)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 64)
 
 
 def test_small_tensors_are_all_multiplied_out(model):

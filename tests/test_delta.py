@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparsify.delta import SparseDelta, TensorDelta
-from sparsify.draws import Draw
-from sparsify.entries import digest
+from sparsify.common.initializers import Draw
+from sparsify.delta.entries import digest
+from sparsify.delta.format import FILE_NAME
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
-from sparsify.format import FILE_NAME
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CONFIG = {"base_model": "openai-community/gpt2", "revision": "main", "strategy": "id3", "budget": 9436, "steps": 1000}

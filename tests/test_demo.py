@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from sparsify import SparseDelta, SparsifyError
 from sparsify.cli import make_app
-from sparsify.demo import classifier, docstrings, flow, training
-from sparsify.demo.classifier import Tokenized, default_model, load_classifier
-from sparsify.demo.command import parse_budget
-from sparsify.demo.docstrings import LABELS, Example, load_examples
+from sparsify.cli.demo import classifier, docstrings, flow, training
+from sparsify.cli.demo.classifier import Tokenized, default_model, load_classifier
+from sparsify.cli.demo.command import parse_budget
+from sparsify.cli.demo.docstrings import LABELS, Example, load_examples
 
 SOURCE = '''"""Tools for reading and writing things."""
 raise SystemExit("a source is parsed, never run")

@@ -20,7 +20,7 @@ from sparsify import (
     sparsify,
     summary,
 )  # fmt: skip
-from sparsify.selection import Pool, Winners
+from sparsify.selection.topk import Pool, Winners
 
 
 @register_importance("against the weight")
@@ -33,7 +33,7 @@ def screened(monkeypatch):
     """Any layer is worth a screen."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
-    monkeypatch.setattr("sparsify.small.LARGEST", 16)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 16)
 
 
 def checked(name, strategy="id3", dtype=torch.float32, **options):
@@ -107,8 +107,8 @@ class TiedTable(nn.Module):
 
 @pytest.mark.parametrize(("tied", "seed"), [(False, 0), (False, 1), (True, 7)])
 def test_gradients_that_are_rounded_and_others_agree_where_they_meet_near_the_cut(monkeypatch, tied, seed):
-    monkeypatch.setattr("sparsify.choosers.can_screen", lambda *_: False)
-    monkeypatch.setattr("sparsify.small.LARGEST", 1 << 14)
+    monkeypatch.setattr("sparsify.selection.selectors.can_screen", lambda *_: False)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 1 << 14)
     torch.manual_seed(seed)
     if tied:
         model, batch = TiedTable(), torch.randint(300, (6, 9))

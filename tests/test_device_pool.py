@@ -12,11 +12,12 @@ from recorder import mask
 from torch import nn
 from waits import HostWaits
 
-from sparsify import D3, Fisher, Increment, Strategy, device_pool, get_unmasker, kernels, sparsify
-from sparsify.counters import Work
-from sparsify.device_pool import DeviceChooser, DevicePool
+from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.masked.tensor import Gradient
-from sparsify.selection import Pool, offer_gradient
+from sparsify.selection.counters import Work
+from sparsify.selection.device_topk import DeviceChooser, DevicePool
+from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection import device_topk as device_pool
 
 STEPS, BUDGET = 6, 61
 NUMBERS = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -4.0])  # few, so that there are ties
@@ -233,5 +234,5 @@ def test_a_step_that_chooses_nothing_waits_in_its_forward_only(like_a_gpu):
 
 
 def test_the_count_of_waits_sees_those_of_the_cpus_way(monkeypatch):
-    monkeypatch.setattr("sparsify.small.LARGEST", 0)  # each tensor is looked at by itself
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 0)  # each tensor is looked at by itself
     assert sum(waits_of_a_step(6).values()) > sum(waits_of_a_step(1).values()) > 4

@@ -14,7 +14,7 @@ from torch import nn
 from versions import fuses_at_load
 
 from sparsify import sparsify
-from sparsify.delta import SparseDelta
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=None)

@@ -32,13 +32,13 @@ from sparsify import (
     sparsify,
     summary,
 )
-from sparsify.consensus import SharedChooser
-from sparsify.counters import Work
+from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.integrations.distributed import check_ranks
 from sparsify.masked.tensor import Gradient
-from sparsify.ranks import Ranks, num_ranks
-from sparsify.search import Search
-from sparsify.selection import Pool, offer_gradient
+from sparsify.selection.context import Search
+from sparsify.selection.counters import Work
+from sparsify.selection.distributed import SharedChooser
+from sparsify.selection.topk import Pool, offer_gradient
 
 STEPS, BUDGET, BATCH = 6, 60, 8
 VOCABULARY, WIDTH = 24, 12

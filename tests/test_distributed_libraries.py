@@ -9,9 +9,9 @@ from oracle import unmasked_sets
 from ranks import on_ranks
 
 from sparsify import SparseDelta, get_unmasker, sparsify, summary
+from sparsify.common.ranks import num_ranks
 from sparsify.integrations.distributed import check_ranks, keep_whole
 from sparsify.integrations.transformers import SparsifyCallback
-from sparsify.ranks import num_ranks
 
 BUDGET, STEPS = 60, 6
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsify.draws import MAX_SEED, Draw, recognise
+from sparsify.common.initializers import MAX_SEED, Draw, recognise
 from sparsify.errors import SparsifyError
 
 SCALES = (0.02, 1.0, 1 / 24)
@@ -26,7 +26,7 @@ def test_golden_values():
 def test_a_tensor_of_any_size_is_drawn_in_pieces_as_in_one(monkeypatch):
     for distribution in ("uniform", "normal"):
         whole = Draw(distribution, 0.1).values("w", (1000,), torch.float32)
-        monkeypatch.setattr("sparsify.draws._CHUNK", 96)
+        monkeypatch.setattr("sparsify.common.initializers._CHUNK", 96)
         assert torch.equal(Draw(distribution, 0.1).values("w", (1000,), torch.float32), whole)
         monkeypatch.undo()
 

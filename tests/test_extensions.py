@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
+from sparsify.adapters.extensions import record_extensions
 from sparsify.cli import make_app
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.extensions import record_extensions
 
 CONFIG = BertConfig(
     vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
@@ -317,7 +317,7 @@ def test_a_record_cannot_import_or_name_another_base(folder):
 
 
 def test_a_delta_cannot_claim_more_than_the_base_has(folder, monkeypatch):
-    monkeypatch.setattr("sparsify.extensions._ALWAYS_ALLOWED", 100)
+    monkeypatch.setattr("sparsify.adapters.extensions._ALWAYS_ALLOWED", 100)
     delta = delta_with(folder)
     loaded = load_model(folder, delta)
     monkeypatch.setattr(type(loaded), "parameters", lambda self: iter([]))

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from sparsify import cli
-from sparsify.extras import MissingExtraError, require
+from sparsify.common.extras import MissingExtraError, require
 
 
 def test_an_installed_module_is_imported():

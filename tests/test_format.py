@@ -15,11 +15,11 @@ from fuzz_format import as_version_1
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify import entries as sparsify_entries
-from sparsify import format as delta_format
-from sparsify.entries import TensorDelta, decode_indices, digest, encode_indices
+from sparsify.delta import entries as sparsify_entries
+from sparsify.delta import format as delta_format
+from sparsify.delta.entries import TensorDelta, decode_indices, digest, encode_indices
+from sparsify.delta.format import read, write
 from sparsify.errors import DeltaFormatError, SparsifyError
-from sparsify.format import read, write
 
 ESCAPE = 0xFFFF
 SHA = "0" * 64

@@ -15,8 +15,8 @@ import pytest
 import torch
 from test_format import join, rehashed, split
 
-from sparsify.entries import TensorDelta
-from sparsify.format import write
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.format import write
 
 ROOT = Path(__file__).parents[1]
 MEGABYTE = 2**20
@@ -25,9 +25,9 @@ READ = """
 import os, resource, sys
 from pathlib import Path
 import torch
-from sparsify.entries import TensorDelta
+from sparsify.delta.entries import TensorDelta
 from sparsify.errors import DeltaFormatError
-from sparsify.format import read, write
+from sparsify.delta.format import read, write
 
 torch.set_num_threads(1)
 

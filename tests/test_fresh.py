@@ -12,11 +12,11 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, L
 
 from sparsify import SparseDelta, get_unmasker, overlap, sparsify, summary
 from sparsify.adapters import add_adapters
-from sparsify.delta import TensorDelta
-from sparsify.draws import Draw
-from sparsify.entries import digest
+from sparsify.common.initializers import Draw
+from sparsify.delta.entries import digest
+from sparsify.delta.sparse_delta import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.fresh import find_draws, find_fresh
+from sparsify.training.new_parameters import find_draws, find_fresh
 
 CONFIG = BertConfig(
     vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,

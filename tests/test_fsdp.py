@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.utils.checkpoint import checkpoint
 
 from sparsify import SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify.common.ranks import num_ranks
 from sparsify.integrations.distributed import check_ranks, keep_whole
-from sparsify.ranks import num_ranks
 
 
 def shard(model, **options):

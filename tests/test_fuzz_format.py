@@ -15,8 +15,8 @@ from fuzz_format import MUTATIONS, damaged, examine, fuzz, good_files, make_mode
 from fuzz_grammar import ATTACKS, attacked
 from fuzz_targets import valid_files
 
-from sparsify.delta import SparseDelta
-from sparsify.edits import Edit
+from sparsify.delta.patch_plan import Edit
+from sparsify.delta.sparse_delta import SparseDelta
 
 QUICK, SLOW = ("load", "info", "apply", "verify"), ("merge", "load_model")  # targets
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and an address-space limit")

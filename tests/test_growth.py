@@ -20,7 +20,7 @@ USELESS = {
 @pytest.mark.parametrize("selection", [Increment(), Repeat()])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_an_importance_that_scores_nothing_is_warned_of_once_by_its_name(kind, selection, on_device, monkeypatch):
-    monkeypatch.setattr("sparsify.growth.runs_ahead", lambda device: on_device)  # a GPU's selector runs on a CPU too
+    monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)
     useless = register_importance("test-growth-useless")(USELESS[kind])
     model, batches = build("mlp")
     sparsify(model, 20, Strategy(useless, selection), steps=5)

@@ -12,8 +12,8 @@ from models import build, train
 from transformers import BertForSequenceClassification
 
 from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
-from sparsify.entries import TensorDelta, digest
-from sparsify.hub import is_repo_id
+from sparsify.delta.entries import TensorDelta, digest
+from sparsify.delta.hub import is_repo_id
 
 ROOT = Path(__file__).parents[1]
 REPO = f"{OWNER}/my-delta"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sparsify.errors import SparsifyError
-from sparsify.importance import (
+from sparsify.strategies.importance import (
     D3,
     IMPORTANCES,
     SNIP,
@@ -289,7 +289,7 @@ def test_a_users_function_has_to_score_every_entry():
 
 
 def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
-    from sparsify.selection import Pool, offer_gradient
+    from sparsify.selection.topk import Pool, offer_gradient
 
     generous = register_importance("test-importance-generous")(lambda weight, grad: torch.ones_like(grad))
     pool = Pool(4, torch.float32, "cpu")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import sparsify as package
 from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
-from sparsify.interrupts import uninterrupted
+from sparsify.common.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
 # where a signal may come; not in threading, logging and the like, whose locks it would leave locked for other tests

@@ -10,7 +10,11 @@ SCRIPT = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sparsify.kernels import triton_sddmm, triton_select, triton_sync
+from sparsify.kernels.triton import sddmm as triton_sddmm
+
+from sparsify.kernels.triton import select as triton_select
+
+from sparsify.kernels.triton import scatter as triton_sync
 
 TARGETS = [GPUTarget("cuda", capability, 32) for capability in (80, 90)]
 

@@ -13,12 +13,12 @@ from products import FREE
 from torch import nn
 
 from sparsify import SparsifyError, sparsify
-from sparsify.kernels import native
-from sparsify.kernels.reach import reaching
+from sparsify.kernels.cpu import library as native
+from sparsify.kernels.norm_bound import Room, survey
 from sparsify.kernels.sddmm import sddmm
-from sparsify.kernels.survey import Room, survey
+from sparsify.kernels.threshold import reaching
 
-IS_THERE = "from sparsify.kernels.native import library; print(library() is not None)"
+IS_THERE = "from sparsify.kernels.cpu.library import library; print(library() is not None)"
 
 
 @pytest.fixture
@@ -192,9 +192,9 @@ def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, proces
 
 
 def test_training_unmasks_the_same_with_and_without_the_library(monkeypatch):
-    monkeypatch.setattr("sparsify.screen.SMALLEST_SCREENED", 1)
-    monkeypatch.setattr("sparsify.screen.costs_of", lambda *_: FREE)
-    monkeypatch.setattr("sparsify.small.LARGEST", 0)
+    monkeypatch.setattr("sparsify.selection.screening.SMALLEST_SCREENED", 1)
+    monkeypatch.setattr("sparsify.selection.screening.costs_of", lambda *_: FREE)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 0)
     if native.library() is None:
         pytest.skip("needs a compiler")
     compiled = trained_indices()

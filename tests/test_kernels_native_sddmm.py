@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors
 
-from sparsify.kernels.native import library
+from sparsify.kernels.cpu.library import library
 from sparsify.kernels.sddmm import plain_sddmm, sddmm
 
 

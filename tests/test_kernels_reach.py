@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import SIZES
 
-from sparsify.kernels.native import library
-from sparsify.kernels.reach import Errors, plain_reaching, reaching
+from sparsify.kernels.cpu.library import library
+from sparsify.kernels.threshold import Errors, plain_reaching, reaching
 
 
 @pytest.fixture(params=["compiled", "plain"], scope="module")

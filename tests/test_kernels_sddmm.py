@@ -17,7 +17,7 @@ def form(request):
     if request.param == "plain":
         return plain_sddmm
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    from sparsify.kernels import triton_sddmm
+    from sparsify.kernels.triton import sddmm as triton_sddmm
 
     return triton_sddmm.sddmm
 

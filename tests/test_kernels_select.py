@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.importance import D3, Fisher
 from sparsify.kernels.candidates import Candidates
 from sparsify.kernels.select import plain_cut, plain_select
-from sparsify.selection import Pool, offer_gradient
+from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.strategies.importance import D3, Fisher
 
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
 OTHERS = [D3(exp=-1), D3(exp=-2, eps=0.1), D3(exp=1.5), D3(exp=0.3, eps=1e-6), D3(exp=40)]
@@ -23,7 +23,7 @@ OFFSET, TOTAL = 7, 5000
 def fused():
     """The Triton forms, in place of the plain ones."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    from sparsify.kernels import triton_select
+    from sparsify.kernels.triton import select as triton_select
 
     def select(candidates, importance, *tensor):
         triton_select.select_d3(candidates, importance.exp, importance.eps, *tensor)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import FORMS, KINDS, SIZES, exact, factors, survey_in_form
 
-from sparsify.kernels import survey as surveys
-from sparsify.kernels.survey import Room
+from sparsify.kernels import norm_bound as surveys
+from sparsify.kernels.norm_bound import Room
 
 NOTHING = torch.empty(0, dtype=torch.int64)
 ALL = 1 << 40  # entries that may be multiplied

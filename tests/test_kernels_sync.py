@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.kernels.sync import plain_sync
+from sparsify.kernels.scatter import plain_sync
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -15,7 +15,7 @@ def form(request):
     if request.param == "plain":
         return plain_sync
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    from sparsify.kernels import triton_sync
+    from sparsify.kernels.triton import scatter as triton_sync
 
     return triton_sync.sync
 

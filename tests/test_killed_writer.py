@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsify.delta import SparseDelta
-from sparsify.format import CONFIG_NAME, FILE_NAME
+from sparsify.delta.format import CONFIG_NAME, FILE_NAME
+from sparsify.delta.sparse_delta import SparseDelta
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = 4
 # writes versions in turn, for ever; says so once the first is there
 WRITER = """
 import sys, torch
-from sparsify.delta import SparseDelta
+from sparsify.delta.sparse_delta import SparseDelta
 from test_killed_writer import version
 for i in range(10**9):
     version(i).save(sys.argv[1])

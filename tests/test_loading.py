@@ -12,7 +12,7 @@ from models import build, train
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
-from sparsify.names import plain_model
+from sparsify.common.names import plain_model
 
 # seen under 4.57: a base without a model type is refused as another family's, and a bare BertPreTrainedModel is built
 of_version_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="behaves otherwise under transformers 4")

@@ -24,7 +24,7 @@ from sparsify import (
     sparsify,
     summary,
 )  # fmt: skip
-from sparsify.quantized import is_quantized
+from sparsify.common.quantized import is_quantized
 
 STEPS, BUDGET = 10, 97
 ALL = ".*"  # every module's parameters, so that the oracle's candidates and ours are the same

@@ -11,10 +11,10 @@ from limits import needs_limits, within_limits
 from safetensors.torch import load_file, save_file
 from versions import fuses_at_load, needs_transformers_5
 
-from sparsify import merging
-from sparsify.delta import SparseDelta
-from sparsify.draws import Draw
-from sparsify.entries import TensorDelta
+from sparsify.common.initializers import Draw
+from sparsify.delta import merge as merging
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from sparsify.common.names import named_tensors, plain_name
 from sparsify.errors import SparsifyError
-from sparsify.names import named_tensors, plain_name
 
 
 class Tied(nn.Module):

@@ -10,8 +10,8 @@ from quantized import SCHEMES, dequantized, quantized_build
 from safetensors.torch import load_file
 
 from sparsify import BaseMismatchError, DeltaSwitch, SparseDelta, SparsifyError, desparsify, overlap, sparsify
-from sparsify.overlay import has_overlay
-from sparsify.quantized import is_quantized
+from sparsify.common.quantized import is_quantized
+from sparsify.delta.quantized_delta import has_overlay
 
 BUDGET = 60
 # an overlay adds to a layer's output what training added to its weight: the two differ in rounding only

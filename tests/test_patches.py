@@ -6,11 +6,11 @@ from checkpoints import MODELS, bert, bits, gpt2, make_delta, mixtral, save
 from safetensors.torch import load_file, save_file
 from versions import fuses_at_load
 
-from sparsify.delta import SparseDelta
-from sparsify.draws import Draw
-from sparsify.entries import TensorDelta
+from sparsify.common.initializers import Draw
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.patches import WeightPatch
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.patches import WeightPatch
 
 
 def patched(folder, patches):

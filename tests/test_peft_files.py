@@ -15,10 +15,10 @@ from torch import nn
 from versions import needs_transformers_5
 
 from sparsify import BaseMismatchError, DeltaFormatError, SparseDelta, SparsifyError, sparsify
-from sparsify.delta import TensorDelta
-from sparsify.entries import digest
-from sparsify.peft_files import PeftAdapter
-from sparsify.peft_files.methods import METHODS
+from sparsify.delta.entries import digest
+from sparsify.delta.peft import PeftAdapter
+from sparsify.delta.peft.methods import METHODS
+from sparsify.delta.sparse_delta import TensorDelta
 
 QUERY, OUTPUT = "bert.encoder.layer.0.attention.self.query.weight", "bert.encoder.layer.1.output.dense.weight"
 BOTH = pytest.mark.parametrize("method", METHODS)

@@ -9,8 +9,8 @@ from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING
 from program_runs import SELECTIONS, run
 from programs import BACKWARDS, program
 
-from sparsify.anchors import AnchoredUse
-from sparsify.schedules import Schedule
+from sparsify.strategies.schedules import Schedule
+from sparsify.training.anchors import AnchoredUse
 
 QUICK, ALL = 20, 300
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")

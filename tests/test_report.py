@@ -21,9 +21,9 @@ from sparsify import (
     sparsify,
     summary,
 )
-from sparsify.counters import Work
-from sparsify.report import Summary, num_parameters, strategy_name
-from sparsify.strategies import PRESETS
+from sparsify.selection.counters import Work
+from sparsify.strategies.strategy import PRESETS
+from sparsify.training.summary import Summary, num_parameters, strategy_name
 
 STEPS, BUDGET = 4, 20
 SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bias": 5}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from oracle import cumulative_target
 
 from sparsify.errors import SparsifyError
-from sparsify.schedules import SHAPES, Schedule, resolve_schedule
+from sparsify.strategies.schedules import SHAPES, Schedule, resolve_schedule
 
 schedules = st.builds(
     Schedule,

@@ -11,14 +11,15 @@ from products import FORMS, FREE, survey_in_form
 from recorder import mask
 from torch import nn
 
-from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, screen, sparsify
-from sparsify.choosers import offer_masked
-from sparsify.counters import Work
+from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, sparsify
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
 from sparsify.masked.tied import TiedGradient
-from sparsify.search import Search
-from sparsify.selection import Pool, offer_gradient
+from sparsify.selection.context import Search
+from sparsify.selection.counters import Work
+from sparsify.selection.selectors import offer_masked
+from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection import screening as screen
 
 ROWS, COLS, TOKENS = 48, 40, 24
 
@@ -53,7 +54,7 @@ def winners(offer, size, seed_scores):
 @pytest.fixture(params=FORMS, autouse=True)
 def form(request, monkeypatch):
     """All forms of the survey; the compiled ones where the machine has them."""
-    monkeypatch.setattr("sparsify.screen.survey", survey_in_form(request.param, monkeypatch))
+    monkeypatch.setattr("sparsify.selection.screening.survey", survey_in_form(request.param, monkeypatch))
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +165,7 @@ def test_no_screen_where_sampling_the_unmasked_entries_makes_it_too_slow(monkeyp
 
 def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr("sparsify.small.LARGEST", 64)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 64)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
     screened_products = []
@@ -174,7 +175,7 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
         screened_products.append(original(*args))
         return screened_products[-1]
 
-    monkeypatch.setattr("sparsify.choosers.offer_screened", counting)
+    monkeypatch.setattr("sparsify.selection.selectors.offer_screened", counting)
     sets = []
     for smallest in (1, 1 << 30):
         monkeypatch.setattr(screen, "SMALLEST_SCREENED", smallest)
@@ -218,7 +219,7 @@ def times_column(tensor, number):
 def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     """All numbers are multiples of powers of two, and few, so that no sum is rounded in any order."""
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr("sparsify.small.LARGEST", 0)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 0)
     torch.manual_seed(exp)
     dense = nn.Sequential(nn.Linear(20, 17), nn.ReLU(), nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5))
     for parameter in dense.parameters():

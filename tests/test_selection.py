@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sparsify.selection as selection
-from sparsify.importance import D3, SNIP, Bias, Magnitude, Random
-from sparsify.selection import Pool, in_blocks, offer_gradient, offer_scores
+import sparsify.selection.topk as selection
+from sparsify.selection.topk import Pool, in_blocks, offer_gradient, offer_scores
+from sparsify.strategies.importance import D3, SNIP, Bias, Magnitude, Random
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
 WEIGHTS = [0.0, 1.0, -1.0, 0.5]

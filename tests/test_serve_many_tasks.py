@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from sparsify import SparseDelta, SparsifyError, sparsify
-from sparsify.demo.docstrings import Example
+from sparsify.cli.demo.docstrings import Example
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TEXT = "a fine film dull and far too long warm funny waste of time"

@@ -23,7 +23,7 @@ from sparsify import (
     summary,
     trained_state,
 )
-from sparsify.settings import SETTINGS
+from sparsify.training.settings import SETTINGS
 
 BUDGET, STEPS = 40, 8
 PLAIN, BATCHES = build("mlp", seed=0)

@@ -8,12 +8,12 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3
-from sparsify.counters import Work
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
-from sparsify.search import Search
-from sparsify.selection import Pool, offer_gradient
-from sparsify.small import LARGEST, SmallGradients, is_small
+from sparsify.selection.context import Search
+from sparsify.selection.counters import Work
+from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
+from sparsify.selection.topk import Pool, offer_gradient
 
 
 def small_tensors(unmasked):

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.delta import SparseDelta, TensorDelta
-from sparsify.draws import Draw
-from sparsify.entries import DTYPES, digest
-from sparsify.format import MAX_HEADER_BYTES, payload_hash
-from sparsify.metadata import MAX_DEPTH, MAX_NAME_CHARACTERS, MAX_NUMBER_CHARACTERS
+from sparsify.common.initializers import Draw
+from sparsify.delta.entries import DTYPES, digest
+from sparsify.delta.format import MAX_HEADER_BYTES, payload_hash
+from sparsify.delta.metadata import MAX_DEPTH, MAX_NAME_CHARACTERS, MAX_NUMBER_CHARACTERS
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 
 SPECIFICATION = files("sparsify").joinpath("format.md").read_text(encoding="utf-8")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -31,7 +31,7 @@ from sparsify import (
     summary,
 )
 from sparsify.adapters import add_adapters
-from sparsify.allocation import ALLOCATIONS, GLOBAL, allocate
+from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41

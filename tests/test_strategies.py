@@ -7,8 +7,8 @@ import torch
 
 from sparsify import sparsify, summary
 from sparsify.errors import SparsifyError
-from sparsify.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
-from sparsify.strategies import (
+from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.strategies.strategy import (
     PRESETS,
     SELECTIONS,
     Dense,

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from sparsify.streams import Streams
+from sparsify.common.streams import Streams
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -7,8 +7,8 @@ import torch
 from deltas import bits, make_base, task
 
 from sparsify import DeltaSwitch, SparseDelta
+from sparsify.delta.format import FILE_NAME
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.format import FILE_NAME
 
 SEEDS = (1, 2, 3)
 
@@ -161,7 +161,9 @@ def test_a_delta_is_attached_from_where_it_was_saved(base, deltas, switch, tmp_p
 
 def test_a_delta_is_attached_from_the_hub(base, deltas, tmp_path, monkeypatch):
     deltas["1"].save(tmp_path)
-    monkeypatch.setattr("sparsify.hub.download", lambda repo, name, **_: tmp_path / name if repo == "me/one" else None)
+    monkeypatch.setattr(
+        "sparsify.delta.hub.download", lambda repo, name, **_: tmp_path / name if repo == "me/one" else None
+    )
     switch = DeltaSwitch(base)
     switch.attach("one", "me/one")
     assert list(switch) == ["one"]

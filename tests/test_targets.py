@@ -8,7 +8,7 @@ from models import build
 from torch import nn
 
 from sparsify.errors import SparsifyError
-from sparsify.targets import check_own_memory, find_targets
+from sparsify.strategies.targets import check_own_memory, find_targets
 
 DIM = 4
 

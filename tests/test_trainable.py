@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
-from sparsify.quantized import is_quantized
-from sparsify.unmasker import STATE
+from sparsify.common.quantized import is_quantized
+from sparsify.training.engine import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
 pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.insert import check_without_adapters, find_adapters, insert_adapters
 from sparsify.adapters.places import find_places
+from sparsify.common.names import near_names, plain_model, plain_name
 from sparsify.errors import SparsifyError
-from sparsify.names import near_names, plain_model, plain_name
 
 Model = TypeVar("Model", bound=nn.Module)
 

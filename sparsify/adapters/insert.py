@@ -13,9 +13,9 @@ from torch import nn
 
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.places import Place, find_places
+from sparsify.common.names import ENGINE
 from sparsify.errors import SparsifyError
-from sparsify.names import ENGINE
-from sparsify.targets import Pattern, match_modules
+from sparsify.strategies.targets import Pattern, match_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsify.delta import SparseDelta
-from sparsify.edits import check_not_drawn, find_targets, plan_entries
-from sparsify.entries import TensorDelta
+from sparsify.common.extras import require
+from sparsify.common.names import find_engine, named_tensors, plain_name
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.patch_plan import check_not_drawn, find_targets, plan_entries
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.export import entries_of
-from sparsify.extras import require
-from sparsify.names import find_engine, named_tensors, plain_name
-from sparsify.unmasker import Unmasker
+from sparsify.training.engine import Unmasker
+from sparsify.training.export import entries_of
 
 AMONG = ("either", "both")
 

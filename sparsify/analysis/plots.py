@@ -13,8 +13,8 @@ from torch import nn
 
 from sparsify.analysis.shares import Source, TensorShare, tables
 from sparsify.analysis.trajectory import trajectory
+from sparsify.common.extras import require
 from sparsify.errors import SparsifyError
-from sparsify.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

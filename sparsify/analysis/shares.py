@@ -18,9 +18,9 @@ from typing import NamedTuple
 from torch import nn
 
 from sparsify.api import get_unmasker
-from sparsify.delta import SparseDelta
+from sparsify.common.names import plain_name
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
-from sparsify.names import plain_name
 
 Source = nn.Module | SparseDelta
 Path = tuple[str, ...]  # a name's dotted components

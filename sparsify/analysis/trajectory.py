@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from sparsify.api import get_unmasker
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.report import selection_entropy, tensor_sparsity
-from sparsify.strategies import Increment, Repeat
-from sparsify.unmasker import Unmasker
+from sparsify.strategies.strategy import Increment, Repeat
+from sparsify.training.engine import Unmasker
+from sparsify.training.summary import selection_entropy, tensor_sparsity
 
 
 @dataclass(frozen=True)

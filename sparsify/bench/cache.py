@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsify.format import replace_file
+from sparsify.delta.format import replace_file
 
 KEY, DIGEST = "key", "sha256"
 

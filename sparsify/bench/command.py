@@ -22,8 +22,8 @@ from sparsify.bench.settings import DTYPES, HEAPS, Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.table import headline, make_table
 from sparsify.bench.tokens import has_mrpc, prepare_tokens
+from sparsify.common.extras import require
 from sparsify.errors import SparsifyError
-from sparsify.extras import require
 
 DATA = "SPARSIFY_DATA"
 DEFAULT_METHODS = "floor,full,lora,static,id3"

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsify.importance import D3
-from sparsify.schedules import Schedule
+from sparsify.strategies.importance import D3
+from sparsify.strategies.schedules import Schedule
 
 
 class DenseID3:

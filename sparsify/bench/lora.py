@@ -19,7 +19,7 @@ from rich.table import Table
 from sparsify.api import sparsify
 from sparsify.bench.shapes import BERTS
 from sparsify.bench.sizes import Size, build
-from sparsify.delta import SparseDelta
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
 STEPS = 2

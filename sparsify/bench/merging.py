@@ -24,9 +24,9 @@ from rich.table import Table
 
 from sparsify.bench.memory import peak_bytes
 from sparsify.bench.run import conditions
-from sparsify.checkpoint import INDEX_NAME, Checkpoint
-from sparsify.delta import SparseDelta
-from sparsify.entries import TensorDelta, digest
+from sparsify.delta.checkpoint.reader import INDEX_NAME, Checkpoint
+from sparsify.delta.entries import TensorDelta, digest
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
 MB = 2**20

@@ -18,7 +18,7 @@ from sparsify.bench.dense_id3 import DenseID3
 from sparsify.bench.settings import PLANNED_STEPS, Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.errors import SparsifyError
-from sparsify.schedules import Schedule
+from sparsify.strategies.schedules import Schedule
 
 LORA_RANK = 8
 EVERY = 10

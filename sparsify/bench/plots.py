@@ -13,7 +13,7 @@ from sparsify.analysis.plots import COLORS
 from sparsify.bench.methods import FULL
 from sparsify.bench.run import Measurement
 from sparsify.bench.table import memory_of, ratio_to, seconds_of
-from sparsify.extras import require
+from sparsify.common.extras import require
 
 Value = Callable[[Measurement], float]
 PANELS: tuple[tuple[str, str, Value, float], ...] = (

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sparsify.consensus import MOST_ROUNDS, RAISING
-from sparsify.ranks import WIDTH
+from sparsify.common.ranks import WIDTH
+from sparsify.selection.distributed import MOST_ROUNDS, RAISING
 
 
 @dataclass(frozen=True)

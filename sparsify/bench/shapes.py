@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.bench.settings import DTYPES, Settings
-from sparsify.demo.classifier import default_model
+from sparsify.cli.demo.classifier import default_model
 
 CLASSES = 2  # of random tokens; real text has up to TEXT_CLASSES
 TEXT_CLASSES = 3

@@ -24,10 +24,10 @@ from torch import nn
 from sparsify.bench.memory import added_bytes
 from sparsify.bench.run import conditions
 from sparsify.bench.settings import DTYPES
-from sparsify.delta import SparseDelta
-from sparsify.entries import TensorDelta, digest
+from sparsify.delta.entries import TensorDelta, digest
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
-from sparsify.switching import DeltaSwitch
 
 MB = 2**20
 SHAPES = ("bert-base", "llama-1b", "tiny")

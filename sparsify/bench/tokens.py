@@ -66,7 +66,7 @@ def find_texts(data: Path | None) -> tuple[str, Texts]:
         SparsifyError: when the folder does not have it.
     """
     if data is None:
-        from sparsify.demo.docstrings import load_examples
+        from sparsify.cli.demo.docstrings import load_examples
 
         return "docstrings", [(example.text, example.label) for part in load_examples() for example in part]
     for name in ("train.jsonl", "train.jsonl.gz"):
@@ -113,7 +113,7 @@ def prepare_tokens(shape: str, length: int, data: Path | None) -> tuple[str, str
         return "", "random tokens"
     from transformers import AutoTokenizer
 
-    from sparsify.demo.classifier import default_model
+    from sparsify.cli.demo.classifier import default_model
 
     what, texts = find_texts(data)
     path = cache.path_of("tokens", length=length, texts=_digest(texts), model=shape)

@@ -23,8 +23,8 @@ from sparsify.bench.methods import PEFT_CONFIGS, prepare, starts_filled, window_
 from sparsify.bench.settings import PROFILE, WARM_UP, Settings, errors_as_answers
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
-from sparsify.collection import COLLECT, COMMIT
 from sparsify.errors import SparsifyError
+from sparsify.training.backward import COLLECT, COMMIT
 
 Seconds = tuple[float, float]  # of forward and backward, of the update
 

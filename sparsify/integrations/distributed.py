@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from sparsify.agreement import check_agreement
 from sparsify.api import get_unmasker
-from sparsify.ranks import num_ranks
+from sparsify.common.ranks import num_ranks
+from sparsify.training.rank_checks import check_agreement
 
 
 def check_ranks(model: nn.Module) -> None:

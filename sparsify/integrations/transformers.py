@@ -27,10 +27,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import get_unmasker, summary
-from sparsify.card import public_config
-from sparsify.delta import SparseDelta
+from sparsify.delta.card import public_config
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
-from sparsify.export import warn_of_unheld
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
     CheckpointWriter,
@@ -40,10 +39,11 @@ from sparsify.integrations.checkpoints import (
     set_aside_incomplete,
     write_trained_state,
 )
-from sparsify.report import find_full
-from sparsify.stepping import check_held
-from sparsify.strategies import Increment
-from sparsify.unmasker import Unmasker
+from sparsify.strategies.strategy import Increment
+from sparsify.training.engine import Unmasker
+from sparsify.training.export import warn_of_unheld
+from sparsify.training.optimizer_hook import check_held
+from sparsify.training.summary import find_full
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels import has_triton, native_sddmm, runs_ahead
-from sparsify.kernels.native import library
+from sparsify.kernels import has_triton, runs_ahead
+from sparsify.kernels.cpu import sddmm as native_sddmm
+from sparsify.kernels.cpu.library import library
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
@@ -31,7 +32,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
         if left.dtype in native_sddmm.LOOPS and left.dtype == right.dtype and library() is not None:
             return native_sddmm.sddmm(left, right, indices)
     elif has_triton(left.device) and left.dtype in SHORT and right.dtype in SHORT and left.shape[0] and indices.numel():
-        from sparsify.kernels.triton_sddmm import sddmm as fused
+        from sparsify.kernels.triton.sddmm import sddmm as fused
 
         return fused(left, right, indices)
     return plain_sddmm(left, right, indices)

@@ -4,8 +4,8 @@
     cut      where there are many by now, the best stay and the floor rises
 
 What is selected are the entries with the highest score and, among equal ones, the lowest id, whatever order they came
-in: :class:`sparsify.selection.Pool`'s order. Before ``select`` there has to be room for every entry that it is given;
-whoever calls it sees to that with numbers that the host knows.
+in: :class:`sparsify.selection.topk.Pool`'s order. Before ``select`` there has to be room for every entry that it is
+given; the caller makes it, with numbers that the host knows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.importance import D3, GradientImportance
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates
+from sparsify.strategies.importance import D3, GradientImportance
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton form computes with, in float32
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
@@ -45,7 +45,7 @@ def select(
     """
     short = weight.dtype in SHORT and grad.dtype in SHORT and candidates.scores.dtype == torch.float32
     if has_triton(grad.device) and type(importance) is D3 and short:
-        from sparsify.kernels.triton_select import select_d3
+        from sparsify.kernels.triton.select import select_d3
 
         select_d3(candidates, importance.exp, importance.eps, weight, grad, rows, offset, start, stop)
         return
@@ -61,7 +61,7 @@ def cut(candidates: Candidates, size: int, limit: int) -> None:
         limit: at most the room.
     """
     if has_triton(candidates.ids.device) and candidates.scores.dtype == torch.float32 and candidates.room <= MOST_CUT:
-        from sparsify.kernels.triton_select import cut as fused_cut
+        from sparsify.kernels.triton.select import cut as fused_cut
 
         fused_cut(candidates, size, limit)
         return

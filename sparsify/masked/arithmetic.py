@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsify.common.ranks import num_ranks
 from sparsify.kernels import runs_ahead
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, as_matrix, sum_rows
-from sparsify.ranks import num_ranks
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.entries import put
+from sparsify.common.quantized import QuantizedWeight, quantized_weight
+from sparsify.delta.entries import put
 from sparsify.errors import SparsifyError
 from sparsify.masked.arithmetic import autocast_dtype, without_autocast
 from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.product import Product
 from sparsify.masked.recompute import recomputable
 from sparsify.masked.tensor import Gradient, MaskedTensor, Use
-from sparsify.quantized import QuantizedWeight, quantized_weight
 
 
 class QuantizedTensor(MaskedTensor):

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from sparsify.common.quantized import is_quantized, unreadable
+from sparsify.delta.quantized_delta import has_overlay
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.foreign import foreign_problem
@@ -19,8 +21,6 @@ from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
 from sparsify.masked.quantized import MaskedQuantized, MaskedQuantizedLinear
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.overlay import has_overlay
-from sparsify.quantized import is_quantized, unreadable
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 UNTAP = -1  # key of the second; those that torch gives out are not negative

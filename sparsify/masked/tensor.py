@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.shards import is_shard, put_own, take, take_own, whole
 from sparsify.errors import SparsifyError
-from sparsify.index_buffers import IndexBuffers
 from sparsify.masked.handles import new_handle
-from sparsify.shards import is_shard, put_own, take, take_own, whole
+from sparsify.masked.index_buffers import IndexBuffers
 
 CAST_ENTRIES = 1 << 22  # of short gradients, that are cast to a longer type at once
 

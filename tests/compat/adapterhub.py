@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify
 from sparsify.adapters import add_adapters, load_adapters, save_adapters
-from sparsify.fresh import find_fresh
+from sparsify.training.new_parameters import find_fresh
 
 FACTOR, BUDGET, STEPS, RATE = 4, 60, 3, 0.05
 CONFIGS = {"pfeiffer": "seq_bn", "houlsby": "double_seq_bn"}

@@ -1,0 +1,70 @@
+"""The command line: a table of commands, each imported only when the command line runs.
+
+A command is a typer function ``"package.module:function"``; its name is the function's. A new one is a new row.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from sparsify.common.extras import MissingExtraError, require
+from sparsify.errors import SparsifyError
+from sparsify.version import __version__
+
+if TYPE_CHECKING:
+    import typer
+
+COMMANDS = (
+    "sparsify.cli.demo.command:demo",
+    "sparsify.cli.commands:info",
+    "sparsify.cli.commands:verify",
+    "sparsify.cli.commands:merge",
+    "sparsify.cli.commands:diff",
+    "sparsify.cli.commands:add",
+    "sparsify.cli.commands:to_peft",
+    "sparsify.cli.commands:push",
+    "sparsify.bench.command:bench",
+    "sparsify.bench.file:bench_file",
+    "sparsify.bench.lora:bench_lora",
+    "sparsify.bench.swapping:bench_swap",
+    "sparsify.bench.merging:bench_merge",
+    "sparsify.bench.ranks:bench_ranks",
+)
+
+
+def make_app() -> typer.Typer:
+    """The typer app with all commands.
+
+    Raises:
+        MissingExtraError: when typer or rich is not installed.
+    """
+    require("rich", extra="cli")
+    library = require("typer", extra="cli")
+    app = library.Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(f"sparsify {__version__}")
+            raise library.Exit
+
+    @app.callback()
+    def root(
+        version: bool = library.Option(
+            False, "--version", callback=print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ) -> None:
+        """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
+
+    for command in COMMANDS:
+        module, _, function = command.partition(":")
+        app.command()(getattr(require(module, extra="cli"), function))
+    return app
+
+
+def main() -> None:
+    """The console entry point: an error of ours is one line and exit status 1, not a traceback."""
+    try:
+        make_app()()
+    except (MissingExtraError, SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written
+        sys.exit(f"sparsify: {error}")

@@ -1,0 +1,256 @@
+"""The command line's verbs for deltas: look inside, check, merge, take, add, convert, publish.
+
+Each is an option parser around one method of :class:`sparsify.SparseDelta`; an error of ours ends it with status 1.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparsify.analysis.shares import TensorShare, shares
+from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.exchange import find_file
+from sparsify.delta.format import payload_hash
+from sparsify.delta.overlap import overlap
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.errors import SparsifyError
+
+_BAR_WIDTH = 20
+_SHOWN_OF_CONFIG = (
+    "base_model_revision",
+    *("strategy", "budget", "schedule", "steps", "steps_done"),
+    *("diff", "sum", "peft", "adapters", "versions"),
+)
+_FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
+_BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
+_OUT = typer.Option(help="Folder to write to.")
+
+
+def info(
+    delta: Annotated[str, _FILE], json: Annotated[bool, typer.Option("--json", help="For programs to read.")] = False
+) -> None:
+    """Show what is in a delta: where its entries are, how it was trained, what it takes on disk.
+
+    Example: sparsify info my-delta
+    """
+    file = find_file(delta)
+    loaded, size, payload_sha256 = SparseDelta.load(file), file.stat().st_size, payload_hash(file)
+    if json:
+        description = _description(loaded) | {"bytes": size, "payload_sha256": payload_sha256}
+        print(json_module.dumps(description, indent=2))
+        return
+    console = Console(highlight=False)
+    for label, value in (*_facts(loaded, size), ("payload", _payload_text(payload_sha256))):
+        console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
+    if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
+        console.print(_layer_table(rows))
+
+
+def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
+    """Check that a delta is whole, and that a checkpoint is the base it was trained on.
+
+    Example: sparsify verify my-delta --base path/to/base
+    """
+    file = find_file(delta)
+    print(SparseDelta.load(file).check(base))
+    print(f"payload: {_payload_text(payload_hash(file))}")
+
+
+def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annotated[Path, _OUT]) -> None:
+    """Write an ordinary checkpoint, base and delta in one, shard by shard.
+
+    Example: sparsify merge my-delta --base path/to/base --out merged
+    """
+    SparseDelta.load(delta).merge(base, out)
+    print(f"wrote {out}")
+
+
+def diff(
+    base: Annotated[Path, typer.Argument(help="Checkpoint of the base.")],
+    tuned: Annotated[Path, typer.Argument(help="Checkpoint of the fine-tuned model.")],
+    out: Annotated[Path, _OUT],
+    budget: Annotated[int | None, typer.Option(help="Keep only this many entries, the most changed.")] = None,
+) -> None:
+    """Take a delta from two checkpoints: what the tuned one has that the base has not.
+
+    Example: sparsify diff base tuned --budget 100000 --out my-delta
+    """
+    delta = SparseDelta.diff(base, tuned, budget)
+    delta.save(out)
+    report = delta.config["diff"]
+    print(
+        f"{report['kept']:,} of {report['changed']:,} changed entries kept, {report['squared_share']:.1%} of the "
+        f"squared change; wrote {out}"
+    )
+
+
+def add(
+    deltas: Annotated[list[str], typer.Argument(help="Two or more deltas of one base.", metavar="DELTA...")],
+    base: Annotated[Path, _BASE],
+    out: Annotated[Path, _OUT],
+    weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
+    kind: Annotated[Literal["replace", "add"], typer.Option(help="Store new values, or differences.")] = "replace",
+    entries_only: Annotated[
+        bool, typer.Option("--entries-only", help="Leave out tensors stored whole, such as each task's head.")
+    ] = False,
+) -> None:
+    """Add deltas up, each times a weight, and say where they meet.
+
+    Example: sparsify add mrpc cola --weights 1,0.5 --base base --out both
+    """
+    loaded = [SparseDelta.load(delta) for delta in deltas]
+    if entries_only:
+        loaded = [delta.entries_only() for delta in loaded]
+    factors = parse_weights(weights, len(loaded))
+    DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
+    for at, first in enumerate(loaded):
+        for other in range(at + 1, len(loaded)):
+            print(f"{deltas[at]} and {deltas[other]}: {overlap(first, loaded[other], base)}")
+    print(f"wrote {out}")
+
+
+def to_peft(
+    delta: Annotated[str, _FILE],
+    base: Annotated[Path, _BASE],
+    out: Annotated[Path, _OUT],
+    method: Annotated[
+        Literal["shira", "supertuning"], typer.Option(help="PEFT's tuner that is to hold it.")
+    ] = "supertuning",
+) -> None:
+    """Write an adapter that PEFT loads without sparsify.
+
+    Example: sparsify to-peft my-delta --base base --out adapter
+    """
+    print(SparseDelta.load(delta).to_peft(out, method=method, base=base))
+
+
+def push(
+    delta: Annotated[str, _FILE],
+    repo: Annotated[str, typer.Argument(help="user/repo; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repo private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+) -> None:
+    """Publish a delta on the Hugging Face hub, with a model card.
+
+    Example: sparsify push my-delta me/my-delta --private
+    """
+    commit = SparseDelta.load(delta).push_to_hub(
+        repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
+    )
+    print(commit.pr_url or commit.commit_url)
+
+
+def parse_weights(text: str, count: int) -> list[float]:
+    """A coefficient for each of ``count`` deltas.
+
+    Example:
+        >>> parse_weights("1, -0.5", 2), parse_weights("", 3)
+        ([1.0, -0.5], [1.0, 1.0, 1.0])
+    """
+    if not text:
+        return [1.0] * count
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != count:
+        raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
+    return weights
+
+
+def printable(text: object) -> str:
+    """Text from a file that may come from anyone: what could steer a terminal is shown as its escape.
+
+    Example:
+        >>> printable("layer.0\\x1b[2J")
+        'layer.0\\\\x1b[2J'
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
+
+
+def _payload_text(payload_sha256: str | None) -> str:
+    """What can be said of a file's values and indices, after it was loaded."""
+    if payload_sha256 is not None:
+        return f"as it was written (SHA-256 {payload_sha256})"
+    return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
+
+
+def _description(delta: SparseDelta) -> dict[str, Any]:
+    """What ``info --json`` prints; the config is the one that the file holds."""
+    tensors = {
+        name: {
+            "shape": list(part.shape),
+            "dtype": str(part.dtype).removeprefix("torch."),
+            "kind": part.kind,
+            "quantization": part.quantization,
+            "entries": part.count,
+            **({} if part.drawn is None else {"drawn": asdict(part.drawn)}),
+        }
+        for name, part in delta.tensors.items()
+    }
+    whole = {
+        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for name, tensor in delta.whole.items()
+    }
+    return {
+        "entries": delta.num_entries,
+        "entries_in_whole": delta.entries_in_whole,
+        "tensors": tensors,
+        "whole": whole,
+        "config": delta.config,
+    }
+
+
+def _facts(delta: SparseDelta, size: int) -> Iterable[tuple[str, str]]:
+    config, in_whole = delta.config, delta.entries_in_whole
+    known = sum(row.size for row in shares(delta)) if delta.tensors else 0
+    share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
+    if delta.tensors or not in_whole:
+        yield "entries", f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"
+    if in_whole:
+        yield "entries" if not delta.tensors else "", f"{in_whole:,} trained in tensors stored whole"
+    if delta.whole:
+        yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
+    if drawn := [part.drawn for part in delta.tensors.values() if part.drawn is not None]:
+        yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
+    num_entries = delta.num_entries + in_whole
+    entries = f", {size / num_entries:.2f} an entry, all included" if num_entries else ""
+    yield "bytes", f"{size:,}{entries}"
+    kinds = {(part.kind, str(part.dtype), part.quantization or "") for part in delta.tensors.values()}
+    yield "kinds", ", ".join(f"{kind} ({', '.join(filter(None, of))})" for kind, *of in sorted(kinds)) or "none"
+    yield "base", str(config.get("base_model_name_or_path") or "not recorded")
+    for key in _SHOWN_OF_CONFIG:
+        if config.get(key) is not None:
+            yield key.replace("_", " "), json_module.dumps(config[key])
+
+
+def _layer_table(rows: list[TensorShare]) -> Table:
+    """A bar a layer: its entries, and their share of the tensors that have any."""
+    table = Table()
+    for column in ("layer", "entries", "share", "most in", ""):
+        table.add_column(column, justify="right" if column in ("layer", "entries", "share") else "left")
+    layers = sorted({row.layer for row in rows}, key=lambda layer: -1 if layer is None else layer)
+    by_layer = {layer: [row for row in rows if row.layer == layer] for layer in layers}
+    most = max(sum(row.unmasked for row in own) for own in by_layer.values())
+    for layer, own in by_layer.items():
+        entries = sum(row.unmasked for row in own)
+        fullest = max(own, key=lambda row: row.unmasked)
+        table.add_row(
+            "-" if layer is None else str(layer),
+            f"{entries:,}",
+            f"{entries / sum(row.size for row in own):.3%}",
+            Text(f"{printable(fullest.kind)} ({fullest.unmasked:,})"),
+            "█" * max(1, round(_BAR_WIDTH * entries / most)),
+        )
+    return table

@@ -1,0 +1,148 @@
+"""Weights that are stored quantized, read as the numbers that they stand for; nothing here writes one.
+
+In: a module that owns a quantized weight (bitsandbytes' 4-bit and 8-bit layers, torchao's tensors). Out: its shape, the
+dtype that it dequantizes to, and those values.
+
+A library is looked for by the names of its types, and imported only where a weight of it is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.common.extras import require
+from sparsify.delta.entries import TRANSPOSED
+
+EXTRA = "quantized"
+_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT, _TORCHAO = "Params4bit", "Int8Params", "torchao"
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """What is known of a quantized weight without unpacking it.
+
+    Attributes:
+        scheme: how it is quantized, such as ``"bitsandbytes nf4"``.
+        shape: of the weight that it stands for; the packed one may have any.
+        dtype: the floating point dtype that it dequantizes to.
+    """
+
+    scheme: str
+    shape: torch.Size
+    dtype: torch.dtype
+    _module: nn.Module
+    _attribute: str
+
+    def dequantize(self) -> Tensor:
+        """The values (shape), in memory of their own."""
+        weight: Any = self._module._parameters[self._attribute]
+        if _kind(weight) == _BITSANDBYTES_4BIT:
+            functional = require("bitsandbytes.functional", extra=EXTRA)
+            values: Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
+        elif _kind(weight) == _BITSANDBYTES_8BIT:
+            functional = require("bitsandbytes.functional", extra=EXTRA)
+            values = functional.int8_vectorwise_dequant(weight.data, _row_scales(self._module, weight))
+        else:
+            values = weight.detach().dequantize()
+        return values.detach()
+
+
+def is_quantized(parameter: Tensor | None) -> bool:
+    """Whether a parameter holds a quantized weight of a kind that is known here.
+
+    Example:
+        >>> is_quantized(nn.Linear(2, 2).weight)
+        False
+    """
+    return _kind(parameter) is not None
+
+
+def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedWeight:
+    """The quantized weight that a module owns.
+
+    Args:
+        module: owns it.
+        attribute: the parameter's name; :func:`is_quantized` is true of it, and :func:`unreadable` has no objection.
+    """
+    weight: Any = module._parameters[attribute]
+    kind = _kind(weight)
+    if kind == _BITSANDBYTES_4BIT:
+        state = weight.quant_state
+        scheme = f"bitsandbytes {state.quant_type}{_suffix(module)}"
+        return QuantizedWeight(scheme, state.shape, state.dtype, module, attribute)
+    if kind == _BITSANDBYTES_8BIT:
+        return QuantizedWeight(f"bitsandbytes int8{_suffix(module)}", weight.shape, torch.float32, module, attribute)
+    return QuantizedWeight(f"torchao {type(weight).__name__}", weight.shape, weight.dtype, module, attribute)
+
+
+def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
+    """How many entries each parameter stands for: a packed one has fewer."""
+    sizes: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                known = is_quantized(parameter) and getattr(parameter, "quant_state", True) is not None
+                sizes[parameter] = quantized_weight(module, attribute).shape.numel() if known else parameter.numel()
+    return sizes
+
+
+def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
+    """Why a quantized weight's values cannot be had; ``None`` if they can.
+
+    Args:
+        module: owns the weight.
+        attribute: the parameter's name.
+        before: what is to be done with the values, for the remedy.
+
+    Returns:
+        The end of a sentence about the module.
+    """
+    weight: Any = module._parameters[attribute]
+    kind = _kind(weight)
+    if kind == _BITSANDBYTES_4BIT and weight.quant_state is None:
+        return (
+            "is not quantized yet, which bitsandbytes does on the way to a device; call model.to(device) before "
+            f"{before}"
+        )
+    if kind == _BITSANDBYTES_4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
+        return (
+            "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "
+            f"values any more; load the model again, and do not evaluate it before {before}"
+        )
+    if kind == _BITSANDBYTES_8BIT and weight.dtype != torch.int8:
+        return (
+            "is quantized by bitsandbytes on the way to a device, or anew at every forward pass "
+            f"(has_fp16_weights=True); load it with has_fp16_weights=False and call model.to(device) before {before}"
+        )
+    if kind == _BITSANDBYTES_8BIT and _row_scales(module, weight) is None:
+        return f"has lost its scales; load the model again before {before}"
+    if kind == _TORCHAO and getattr(weight, "act_quant_kwargs", None) is not None:
+        return "quantizes its input as well (torchao's dynamic activations), so that it is more than its weight"
+    if kind == _TORCHAO and not hasattr(weight, "dequantize"):
+        return f"({type(weight).__name__}) has no dequantize()"
+    return None
+
+
+def _kind(parameter: Tensor | None) -> str | None:
+    """Which library's sort of quantized weight a parameter is."""
+    kind = type(parameter)
+    package = kind.__module__.partition(".")[0]
+    if package == "bitsandbytes" and kind.__name__ in (_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT):
+        return kind.__name__
+    return _TORCHAO if package == "torchao" else None
+
+
+def _suffix(module: nn.Module) -> str:
+    """Tells of a layer that stands for transformers' Conv1D, whose own weight is transposed."""
+    return f" {TRANSPOSED}" if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D" else ""
+
+
+def _row_scales(module: Any, weight: Any) -> Tensor | None:
+    """An 8-bit layer's scale of each row (out,): bitsandbytes moves it from the weight into the layer's state."""
+    scales: Tensor | None = getattr(weight, "SCB", None)
+    state = getattr(module, "state", None)
+    return getattr(state, "SCB", None) if scales is None else scales

@@ -1,0 +1,104 @@
+"""Weights of which each rank holds some rows: what FSDP2 (``fully_shard``) makes of parameters outside their forward.
+
+In forward and in a block's backward a parameter is whole, as ever; elsewhere it is a DTensor. Here are reading and
+writing entries of either kind. Reading entries of a sharded weight is a collective call, writing them is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from sparsify.delta.entries import put
+from sparsify.errors import SparsifyError
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on this very module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Whether this rank holds a part of the parameter only."""
+    return hasattr(parameter, "to_local")
+
+
+def reshard(root: nn.Module) -> None:
+    """Outside forward and backward: every weight that FSDP2 manages is in its shards, where it may be written to."""
+    for module in root.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The parameter's values, gathered from all ranks if they are sharded; detached."""
+    full: Any = parameter.detach()
+    values: Tensor = full.full_tensor() if is_shard(parameter) else full
+    return values
+
+
+def take(parameter: Tensor, indices: Tensor) -> Tensor:
+    """The values (n,) at flat indices (n,); of a sharded parameter the same on all ranks, which all have to ask."""
+    values = take_own(parameter, indices)
+    if is_shard(parameter):
+        dist.all_reduce(values, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
+    return values
+
+
+def take_own(parameter: Tensor, indices: Tensor) -> Tensor:
+    """The values (n,) at flat indices (n,); zero where another rank holds them."""
+    if not is_shard(parameter):
+        return parameter.detach().take(indices)
+    local, start = _own_rows(parameter)
+    values = local.new_zeros(indices.shape)
+    own = (indices >= start) & (indices < start + local.numel())
+    values[own] = local[indices[own] - start]
+    return values
+
+
+@torch.no_grad()
+def put_own(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes values (n,) at flat indices (n,); of a sharded parameter those that this rank holds."""
+    if not is_shard(parameter):
+        put(parameter, indices, values)
+        return
+    local, start = _own_rows(parameter)
+    own = (indices >= start) & (indices < start + local.numel())
+    local[indices[own] - start] = values[own]
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Raises where a model is sharded already."""
+    for name, parameter in model.named_parameters():
+        if is_shard(parameter):
+            raise SparsifyError(
+                f"`{name}` is sharded over ranks already; call sparsify() on the plain model, and fully_shard() "
+                "afterwards."
+            )
+
+
+def check_shards(name: str, parameter: Tensor) -> None:
+    """Raises where a weight is sharded in another way than by ``fully_shard`` over all ranks."""
+    sharded: Any = parameter
+    mesh, placements = sharded.device_mesh, sharded.placements
+    if mesh.ndim != 1 or not placements[0].is_shard(0) or mesh.size() != dist.get_world_size():
+        raise SparsifyError(
+            f"`{name}` is placed as {placements} on a mesh of shape {tuple(mesh.shape)}; a sparsified model can be "
+            "sharded by fully_shard(module) along its rows, over one dimension of all ranks: not hybrid (HSDP), "
+            "tensor-parallel, or over a part of the ranks."
+        )
+
+
+def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows, flat and to be written to, and the flat index that they begin at."""
+    sharded: Any = parameter.detach()
+    local = sharded.to_local()
+    mesh = sharded.device_mesh
+    rows = -(-parameter.shape[0] // mesh.size())  # as torch.chunk deals them out
+    return local.view(-1), mesh.get_local_rank() * rows * (parameter.numel() // parameter.shape[0])

@@ -1,0 +1,1 @@
+"""What was learned, apart from any training: the delta, its file, and what is done with both."""

@@ -1,0 +1,360 @@
+"""A model's weights wherever they are, by name: in a model, or in safetensors files that are never read as a whole.
+
+In: a model, or the path of a checkpoint as ``save_pretrained`` writes it, in one file or in shards. Out: a mapping from
+tensor names to tensors. Those of a checkpoint are mapped from their file when they are asked for, so that looking at a
+few entries of each costs a few pages of memory, whatever the model's size.
+
+A checkpoint's tensors go by the names in its files, and by those that the model has at run time, where transformers
+renames or fuses them at load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from sparsify.common.names import check_plain, named_tensors, near_names
+from sparsify.delta.checkpoint.conversion import Conversion
+from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.entries import same_values
+from sparsify.errors import BaseMismatchError, SparsifyError, brief
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
+_PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
+_FINGERPRINT_BYTES = 64
+_CHUNK_BYTES = 2**20  # that are compared at a time
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        file: the safetensors file.
+        dtype: in safetensors' words: F32, BF16.
+        shape: its shape.
+        begin: position of its first byte in the file.
+        nbytes: how many there are.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The tensors of a base by name.
+
+    Args:
+        base: a model, wrapped or not, or the path of a checkpoint.
+
+    Returns:
+        For a model, its own tensors by plain name; for a path, a :class:`Checkpoint`.
+
+    Raises:
+        SparsifyError: when there is no checkpoint at the path, or the model is in sparse training.
+    """
+    if not isinstance(base, nn.Module):
+        return Checkpoint(base)
+    check_plain(base)
+    return named_tensors(base)
+
+
+def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of what :func:`open_base` gave.
+
+    Raises:
+        BaseMismatchError: when it is not there; near names are listed.
+    """
+    if name not in base:
+        raise BaseMismatchError(
+            f"the base has no tensor `{name}`{near_names(name, base)}: give the base that was fine-tuned."
+        )
+    return base[name]
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each mapped from its file when it is asked for.
+
+    Iterating gives the names in the files. Looking a tensor up takes a name at run time as well, as ``from_pretrained``
+    would make it from the files; only then is transformers imported.
+
+    Args:
+        path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the shards that it
+            names; or a safetensors file.
+
+    Raises:
+        SparsifyError: when there is no such checkpoint, its index is broken, or a shard is missing.
+
+    Attributes:
+        path: the folder, or the file.
+        files: the safetensors files, in the order of their names.
+        stored: where each tensor lies, by its name in the files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.files = _weight_files(self.path)
+        self.stored: dict[str, Stored] = {}
+        for file in self.files:
+            for name, stored in _read_header(file).items():
+                if name in self.stored:
+                    raise SparsifyError(
+                        f"`{name}` is both in `{self.stored[name].file.name}` and in `{file.name}` of `{self.path}`: "
+                        "the checkpoint is damaged, download or save it again."
+                    )
+                self.stored[name] = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.stored:
+            return self.read(name)
+        layouts = self.converted(name)
+        if not layouts:
+            raise KeyError(name)
+        return layouts[0].assemble(self.read)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored or (isinstance(name, str) and bool(self.converted(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def plain_names(self) -> list[str]:
+        """The tensors' names in the model at run time; those in the files where transformers does not know the model.
+
+        A tied tensor that is stored under several of its names comes once. Imports transformers.
+        """
+        if isinstance(self._conversion, SparsifyError):
+            return list(self)
+        first = {name: self._conversion.first_name(name) for name in self._conversion.names}
+        return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
+
+    def lacking(self, names: Iterable[str]) -> list[str]:
+        """Those of a model's tensors that ``from_pretrained`` would not find here; none where there is no telling.
+
+        Imports transformers, unless all of them are here under their names.
+        """
+        others = [name for name in names if name not in self.stored]
+        if not others or isinstance(self._conversion, SparsifyError):
+            return []
+        return [name for name in others if not self._conversion.has(name)]
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the files are in."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, mapped from its file, by its name in the files.
+
+        Raises:
+            SparsifyError: when its numbers are packed into bytes in a way that torch does not take apart.
+        """
+        if self.stored[name].dtype.startswith(_PACKED):
+            raise SparsifyError(
+                f"`{name}` of `{self.path}` is stored in {self.stored[name].dtype}, several numbers to some bytes, of "
+                "which no single one can be changed: give the base unquantized."
+            )
+        with safe_open(self.stored[name].file, framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
+
+    def layout(self, name: str) -> Layout:
+        """Where the entries of a tensor are stored.
+
+        Args:
+            name: its name in the files, or in the model at run time.
+
+        Raises:
+            BaseMismatchError: when it is not in the checkpoint, under any name; near names are listed.
+            SparsifyError: when transformers converts it at load in a way that entries cannot be followed through.
+        """
+        if name in self.stored:
+            return Layout.stored(name, self.stored[name].shape)
+        layouts = self.converted(name)
+        if not layouts:
+            raise BaseMismatchError(self._missing_text(name))
+        return layouts[0]
+
+    def converted(self, name: str) -> list[Layout]:
+        """Where transformers would take a tensor from at load; nowhere if it does not know the model. Imports it.
+
+        Args:
+            name: its name in the model at run time.
+
+        Raises:
+            SparsifyError: when transformers converts it in a way that entries cannot be followed through.
+        """
+        return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
+
+    def copies(self, name: str, first: Layout) -> list[Layout]:
+        """All places that hold a tensor: more than one where a tied tensor is stored under several of its names.
+
+        ``from_pretrained`` ties such tensors only where the stored ones are equal, so they have to change together.
+
+        Args:
+            name: the tensor's name.
+            first: one of the places.
+        """
+        key = first.windows[0].key
+        alike = self._look_alikes(key) if len(first.windows) == 1 else set()
+        if not alike:
+            return [first]
+        tied = [layout for layout in self.converted(name) if layout.keys[0] in alike and layout.shape == first.shape]
+        return [first, *(layout for layout in tied if self._are_equal(key, layout.keys[0]))]
+
+    def take(self, layout: Layout, indices: Tensor) -> Tensor:
+        """The values (count,) at flat positions (count,) of a tensor, on the CPU; only their pages are read.
+
+        Args:
+            layout: of the tensor.
+            indices: int64, strictly increasing.
+        """
+        values = torch.empty(indices.numel(), dtype=self.dtype(layout))
+        for part in layout.locate(indices):
+            values[part.entries] = self.read(part.key).take(part.indices)
+        return values
+
+    def dtype(self, layout: Layout) -> torch.dtype:
+        """The dtype of a tensor.
+
+        Raises:
+            SparsifyError: when it is made of stored tensors of several dtypes.
+        """
+        if len({self.stored[key].dtype for key in layout.keys}) > 1:
+            raise SparsifyError(
+                f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}` are one tensor in the "
+                "model, but are stored in several dtypes: save the checkpoint again in one dtype."
+            )
+        return self.read(layout.keys[0]).dtype
+
+    @cached_property
+    def _conversion(self) -> Conversion | SparsifyError:
+        """What the tensors are called at run time, or why that is not known."""
+        try:
+            return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
+        except SparsifyError as error:
+            return error
+
+    def _missing_text(self, name: str) -> str:
+        """Says that a name is not in the checkpoint, what is near, and what to do."""
+        text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
+        if isinstance(self._conversion, SparsifyError):
+            return (
+                f"{text}, and what its tensors are called in a model is not known, since {self._conversion}. Give the "
+                "base that the delta was trained on, with its `config.json` next to the weights."
+            )
+        return f"{text}, nor does transformers load one under that name. Give the base that the delta was trained on."
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Whether two stored tensors of one size have the same bytes; compared without holding either in memory."""
+        left, right = self.stored[name], self.stored[other]
+        with left.file.open("rb") as one, right.file.open("rb") as two:
+            one.seek(left.begin)
+            two.seek(right.begin)
+            sizes = (min(_CHUNK_BYTES, left.nbytes - done) for done in range(0, left.nbytes, _CHUNK_BYTES))
+            return all(one.read(size) == two.read(size) for size in sizes)
+
+    def _look_alikes(self, name: str) -> set[str]:
+        """Other tensors of the same shape and dtype that begin with the same values."""
+        return self._alike.get(name, set()) - {name}
+
+    @cached_property
+    def _alike(self) -> dict[str, set[str]]:
+        """For each tensor that is not the only one of its shape and dtype, all that begin with the same values."""
+        by_kind: dict[object, set[str]] = {}
+        for name, stored in self.stored.items():
+            by_kind.setdefault((stored.dtype, stored.shape), set()).add(name)
+        groups: dict[object, set[str]] = {}
+        for file in self.files:
+            with file.open("rb") as opened:
+                for name, stored in self.stored.items():
+                    kind = (stored.dtype, stored.shape)
+                    if stored.file == file and len(by_kind[kind]) > 1:
+                        opened.seek(stored.begin)
+                        start = opened.read(min(stored.nbytes, _FINGERPRINT_BYTES))
+                        groups.setdefault((kind, start), set()).add(name)
+        return {name: group for group in groups.values() for name in group}
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    if path.is_file():
+        return (path,)
+    if (path / WEIGHTS_NAME).is_file():
+        return (path / WEIGHTS_NAME,)
+    if (path / INDEX_NAME).is_file():
+        return _shards(path / INDEX_NAME)
+    if not path.exists():
+        raise SparsifyError(
+            f"`{path}` does not exist, so there is no checkpoint to open: give a path here. One on the hub has to be "
+            f"downloaded first, which `hf download {path}` does and prints its path."
+        )
+    raise SparsifyError(
+        f"`{path}` holds no checkpoint: expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors "
+        "file. A checkpoint in another format can be converted with `from_pretrained` and `save_pretrained`."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that describes a checkpoint.
+
+    Raises:
+        SparsifyError: when the file holds none, or cannot be read.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(document, indent=2)  # which goes less deep than reading
+    except (OSError, ValueError, RecursionError) as error:
+        raise SparsifyError(f"`{path}` is no JSON that can be used ({brief(error)}): download it again.") from error
+    if not isinstance(document, dict):
+        raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
+    return document
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    """The files that an index names: plain names, next to the index, all there."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not os.path.isfile(index.parent / name):  # Path.is_file raises for a name that no file can have
+            raise SparsifyError(
+                f"the shard {name!r:.100} that `{index}` names is missing: download the checkpoint again."
+            )
+    return tuple(index.parent / name for name in names)
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """Where each tensor of a safetensors file lies."""
+    try:
+        with safe_open(file, framework="pt", device="cpu"):
+            pass  # it checks the whole header, and that the file is as long as that says
+    except SafetensorError as error:
+        raise SparsifyError(f"`{file}` is no safetensors file ({brief(error)}): download or save it again.") from error
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    data = 8 + length
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
+        for name, entry in header.items()
+        if name != METADATA_KEY
+        for begin, end in [entry["data_offsets"]]
+    }

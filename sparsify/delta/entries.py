@@ -1,0 +1,247 @@
+"""A tensor's changed entries: what they are made of, how their positions are stored, what makes them valid.
+
+In memory, positions are flat int64 indices. Stored, they are the smallest of three encodings; ``format.py`` says in
+prose what those mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsify.common.initializers import Draw
+from sparsify.errors import DeltaFormatError, SparsifyError
+
+KINDS = ("replace", "add")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+ESCAPE = 0xFFFF
+_LONGEST_TEXT = 100  # characters
+TRANSPOSED = "(transposed)"  # ends a quantization whose weight is the transpose of the one that was quantized
+_CHUNK = 2**18  # numbers of a gap stream that are decoded at a time
+
+
+@dataclass(frozen=True, eq=False)
+class TensorDelta:
+    """The changed entries of one tensor parameter. What exists is valid: the constructor checks it.
+
+    Args:
+        indices: (count,) int64 on the CPU, count >= 1 unless drawn: flat row-major positions, strictly increasing.
+        values: (count,) on the CPU, finite: the trained values, or what to add.
+        shape: the tensor's shape.
+        dtype: the base's dtype, one of the values of ``DTYPES``.
+        kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
+        base_sha256: :func:`digest` of the base's values at the indices; of a drawn tensor, of all its initial values.
+        drawn: how to draw the initial values of a tensor that the base does not have; it may have no entries.
+        quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
+            ones, in ``dtype``. ``None`` for an ordinary base.
+
+    Raises:
+        SparsifyError: when the parts do not fit together.
+    """
+
+    indices: Tensor
+    values: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    base_sha256: str
+    drawn: Draw | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_indices(self.indices, math.prod(self.shape))
+        if bad := int((~self.values.isfinite()).sum()):
+            raise SparsifyError(
+                f"{bad} of {self.count} values are not finite, and a model that holds them computes nothing of use: "
+                "take a delta from before the training diverged."
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of entries."""
+        return self.indices.numel()
+
+
+def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Writes values (n,) into a tensor at distinct flat, row-major indices (n,), whatever its strides.
+
+    ``Tensor.put_`` does so too, but ``torch.use_deterministic_algorithms(True)`` forbids it.
+
+    Example:
+        >>> put(torch.zeros(2, 2), torch.tensor([3, 0]), torch.tensor([1.0, 2.0]))
+        tensor([[2., 0.],
+                [0., 1.]])
+    """
+    if tensor.is_contiguous():
+        tensor.view(-1).index_put_((indices,), values)
+    else:
+        tensor.index_put_(torch.unravel_index(indices, tensor.shape), values)
+    return tensor
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """The same memory as integers: tensors are equal in every bit where these are, NaN and -0.0 included."""
+    if values.element_size() == 16:  # complex128
+        values = torch.view_as_real(values)
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256, in hex, of a tensor's values as little-endian bytes in its own dtype.
+
+    Example:
+        >>> digest(torch.tensor([1.0])) == hashlib.sha256(bytes.fromhex("0000803f")).hexdigest()
+        True
+    """
+    values = values.detach().cpu().reshape(-1)
+    as_bytes = values.contiguous().view(torch.uint8)
+    if sys.byteorder == "big":
+        as_bytes = as_bytes.view(-1, values.element_size()).flip(1).contiguous()
+    return hashlib.sha256(as_bytes.numpy().data).hexdigest()
+
+
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal in dtype, shape and every bit, NaN and -0.0 included.
+
+    Example:
+        >>> same_values(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
+    return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)
+
+
+def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
+    """Whether two tensors' entries are equal in every bit, and of the same base."""
+    fixed = ("shape", "dtype", "kind", "base_sha256", "drawn", "quantization")
+    return (
+        all(getattr(left, field) == getattr(right, field) for field in fixed)
+        and torch.equal(left.indices, right.indices)
+        and same_values(left.values, right.values)
+    )
+
+
+def encode_indices(indices: Tensor) -> Tensor:
+    """The smallest stored form of flat positions.
+
+    Args:
+        indices: (count,) int64, strictly increasing, not negative.
+
+    Returns:
+        (count or more,) uint16 gaps, or (count,) uint32 or uint64 positions.
+
+    Example:
+        >>> encode_indices(torch.tensor([2, 3, 70_000])).tolist()
+        [2, 0, 65535, 4461]
+    """
+    previous = torch.cat([indices.new_tensor([-1]), indices[:-1]])
+    gaps = indices - previous - 1
+    escapes = gaps.div(ESCAPE, rounding_mode="floor")
+    stream_length = indices.numel() + int(escapes.sum())
+    wide = torch.uint32 if int(indices[-1:].sum()) < 2**32 else torch.uint64  # [-1:]: there may be no entry
+    if 2 * stream_length > wide.itemsize * indices.numel():
+        return indices.to(wide)
+    stream = torch.full((stream_length,), ESCAPE, dtype=torch.int32)
+    ends = torch.arange(indices.numel()) + escapes.cumsum(0)  # an entry's number comes after its own escapes
+    stream[ends] = (gaps % ESCAPE).int()
+    return stream.to(torch.uint16)
+
+
+def decode_indices(stored: Tensor, count: int) -> Tensor:
+    """The positions that :func:`encode_indices` stored. Their order and range are not checked here.
+
+    Args:
+        stored: (any,) uint16, uint32 or uint64.
+        count: number of entries that there must be.
+
+    Returns:
+        (count,) int64. A position beyond int64 comes out negative.
+
+    Raises:
+        DeltaFormatError: when the dtype is no encoding, a gap stream ends in an escape, or the count is another.
+    """
+    if stored.dtype == torch.uint16:
+        return _decode_gaps(stored, count)
+    if stored.dtype in (torch.uint32, torch.uint64):
+        indices = stored.to(torch.int64)
+    else:
+        raise DeltaFormatError(f"indices are stored as {stored.dtype}, expected uint16, uint32 or uint64")
+    _check_count(indices.numel(), count)
+    return indices
+
+
+def _decode_gaps(stored: Tensor, count: int) -> Tensor:
+    """Positions (count,) from gaps (count or more,), a chunk at a time: a number takes 2 bytes, its way 30 more."""
+    if stored.numel() and int(stored[-1]) == ESCAPE:
+        raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
+    chunks = stored.split(_CHUNK)
+    _check_count(sum(int((chunk.to(torch.int32) != ESCAPE).sum()) for chunk in chunks), count)
+    indices = torch.empty(count, dtype=torch.int64)
+    done, position = 0, -1
+    for chunk in chunks:
+        stream = chunk.to(torch.int64)
+        is_entry = stream != ESCAPE
+        # an escape skips 65535 positions, an entry its gap and itself
+        positions = (stream + is_entry).cumsum(0) + position
+        found = positions[is_entry]
+        indices[done : done + found.numel()] = found
+        done += found.numel()
+        position = int(positions[-1:].sum())  # [-1:]: there may be no number
+    return indices
+
+
+def _check_count(found: int, expected: int) -> None:
+    if found != expected:
+        raise DeltaFormatError(f"indices hold {found} entries, expected {expected}")
+
+
+def _check_types(tensor: TensorDelta) -> None:
+    """Raises unless kind, dtypes, devices and counts of a tensor's parts fit together."""
+    indices, values = tensor.indices, tensor.values
+    if tensor.kind not in KINDS:
+        raise SparsifyError(f"kind is {tensor.kind!r}, expected one of {', '.join(KINDS)}")
+    if tensor.dtype not in DTYPES.values():
+        raise SparsifyError(f"dtype is {tensor.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
+    if indices.dtype != torch.int64:
+        raise SparsifyError(f"indices are {indices.dtype}, expected torch.int64")
+    if values.dtype not in DTYPES.values() or (tensor.kind == "replace" and values.dtype != tensor.dtype):
+        raise SparsifyError(f"values are {values.dtype}, expected the base's {tensor.dtype} for kind {tensor.kind!r}")
+    least = 1 if tensor.drawn is None else 0
+    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() < least:
+        raise SparsifyError(
+            f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}, expected one dimension, "
+            "equally long, with at least one entry"
+        )
+    if not isinstance(tensor.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", tensor.base_sha256):
+        raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r}, expected 64 lower-case hex digits")
+    if tensor.drawn is not None and tensor.kind != "replace":
+        raise SparsifyError(f"kind is {tensor.kind!r} for a drawn tensor, expected 'replace'")
+    if tensor.quantization is not None and (tensor.drawn is not None or not is_short_text(tensor.quantization)):
+        raise SparsifyError(
+            f"quantization is {tensor.quantization!r}, expected None, or 1 to {_LONGEST_TEXT} characters of printable "
+            "ASCII where the tensor is not drawn"
+        )
+    if indices.device.type != "cpu" or values.device.type != "cpu":
+        raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")
+
+
+def is_short_text(value: object) -> bool:
+    """Whether it is a string that may name a way of quantizing: short, in printable ASCII."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT and value.isascii() and value.isprintable()
+
+
+def _check_indices(indices: Tensor, numel: int) -> None:
+    """Raises unless positions (count,) are strictly increasing and lie in a tensor of ``numel`` entries."""
+    if not indices.numel():
+        return
+    if bool((indices[1:] <= indices[:-1]).any()):
+        raise SparsifyError("indices are not strictly increasing")
+    first, last = int(indices[0]), int(indices[-1])
+    if first < 0 or last >= numel:
+        raise SparsifyError(f"indices are out of range: they go from {first} to {last}, in a tensor of {numel} entries")

@@ -1,0 +1,115 @@
+"""How alike two deltas are: which entries they share, and whether they pull those the same way.
+
+In: two deltas, and their base if directions are asked for. Out: an :class:`Overlap`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sparsify.delta.algebra import change
+from sparsify.delta.checkpoint.reader import base_tensor, open_base
+from sparsify.delta.entries import same_values
+from sparsify.delta.patch_plan import check_not_drawn, plan_entries, warn_of_casts
+from sparsify.delta.quantized_delta import overlaid
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.errors import SparsifyError
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What two deltas have in common.
+
+    Attributes:
+        shared: number of entries that both change.
+        union: number of entries that either changes.
+        cosine: of the two changes on the shared entries; ``None`` without a base, nan where nothing is shared.
+        opposed: number of shared entries that the two move in opposite directions; ``None`` without a base.
+        by_tensor: number of shared entries by tensor, for those that have any.
+        conflicting_whole: tensors that both store whole, with different values: a sum of the two is an error.
+    """
+
+    shared: int
+    union: int
+    cosine: float | None
+    opposed: int | None
+    by_tensor: dict[str, int]
+    conflicting_whole: tuple[str, ...]
+
+    @property
+    def jaccard(self) -> float:
+        """Shared entries over entries in either; 0 where there are none."""
+        return self.shared / self.union if self.union else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{self.shared:,} of {self.union:,} entries shared (Jaccard {self.jaccard:.4f})"]
+        if self.cosine is not None and self.shared:
+            lines.append(f"cosine on shared entries {self.cosine:.4f}; {self.opposed:,} pulled in opposite directions")
+        if self.conflicting_whole:
+            lines.append(f"stored whole by both, and different: {', '.join(self.conflicting_whole)}")
+        return "\n".join(lines)
+
+
+def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[str] | None = None) -> Overlap:
+    """Compares two deltas of one base, entry by entry.
+
+    Args:
+        a: a delta.
+        b: the other one.
+        base: the plain model, or the path of its checkpoint; for cosine and opposed directions, since a replacement
+            does not know what it replaces.
+
+    Raises:
+        BaseMismatchError: when the base is not that of both deltas.
+        SparsifyError: when a tensor has another shape in the two deltas.
+
+    Example:
+        >>> base, one, two = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+        >>> for model, change in ((one, [1.0, 2.0, 0.0]), (two, [0.0, -2.0, 3.0])):
+        ...     _ = model.load_state_dict({"weight": base.weight + torch.tensor(change), "bias": base.bias})
+        >>> print(overlap(SparseDelta.diff(base, one), SparseDelta.diff(base, two), base))
+        1 of 3 entries shared (Jaccard 0.3333)
+        cosine on shared entries -1.0000; 1 pulled in opposite directions
+    """
+    for delta in (a, b):
+        check_not_drawn(delta.tensors, "a comparison")
+    available = None if base is None else open_base(base)
+    shared, opposed, by_tensor = 0, 0, {}
+    casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    products = torch.zeros(3, dtype=torch.float64)  # a.b, a.a, b.b
+    for name in (name for name in a.tensors if name in b.tensors):
+        parts = a.tensors[name], b.tensors[name]
+        if parts[0].shape != parts[1].shape:
+            raise SparsifyError(
+                f"tensor `{name}` has shape {parts[0].shape} in one delta and {parts[1].shape} in the other: they are "
+                "not of one base."
+            )
+        at = [torch.isin(mine.indices, other.indices, assume_unique=True) for mine, other in (parts, parts[::-1])]
+        if count := int(at[0].sum()):
+            by_tensor[name] = count
+        shared += count
+        if available is not None:
+            target = base_tensor(name, available)
+            if isinstance(base, nn.Module):
+                target = overlaid({name: target}, base)[name]
+            if others := [part.dtype for part in parts if part.dtype != target.dtype]:
+                casts[name] = (others[0], target.dtype)
+            changes = (change(part, plan_entries(name, part, target).old) for part in parts)
+            left, right = (own[mask] for own, mask in zip(changes, at, strict=True))
+            products += torch.stack([left @ right, left @ left, right @ right])
+            opposed += int((left * right < 0).sum())
+    warn_of_casts(casts, "the base", stacklevel=3)
+    cosine = float(products[0] / (products[1] * products[2]).sqrt())
+    both_whole = a.whole.keys() & b.whole.keys()
+    return Overlap(
+        shared=shared,
+        union=a.num_entries + b.num_entries - shared,
+        cosine=None if base is None else cosine,
+        opposed=None if base is None else opposed,
+        by_tensor=dict(sorted(by_tensor.items())),
+        conflicting_whole=tuple(sorted(name for name in both_whole if not same_values(a.whole[name], b.whole[name]))),
+    )

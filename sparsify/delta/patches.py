@@ -1,0 +1,120 @@
+"""A delta as patches of a checkpoint's tensors, the form in which inference engines take weights that changed.
+
+In: a delta's tensors and, where names or layouts differ from the model's at run time, the checkpoint that the engine
+loaded. Out: a stream of :class:`WeightPatch`, each in the checkpoint's coordinates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsify.delta.check import check_checkpoint, trained_values
+from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.reader import Checkpoint
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.format import check_names
+from sparsify.delta.patch_plan import check_not_drawn
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+
+class WeightPatch(NamedTuple):
+    """Changed entries of one tensor of a checkpoint, or the whole of it.
+
+    The fields are those of vLLM's ``CheckpointWeightPatch``, in its order: ``CheckpointWeightPatch(*patch)`` is one.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        shape: its shape there.
+        dtype: its dtype there.
+        values: (count,) in that dtype: the new values.
+        indices: (count,) int64, flat row-major positions, strictly increasing; None where ``values`` are the whole
+            tensor's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Tensor
+    indices: Tensor | None = None
+
+
+def make_patches(
+    tensors: Mapping[str, TensorDelta],
+    whole: Mapping[str, Tensor],
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Iterator[WeightPatch]:
+    """Patches that make a delta's model of its base; sparse ones first, then those of tensors stored whole.
+
+    Args:
+        tensors: changed entries by name at run time.
+        whole: tensors stored whole, by name.
+        checkpoint: the path of the base's checkpoint, against which everything is checked before the first patch.
+            Names, shapes and dtypes are then the checkpoint's, and a tensor that is stored in pieces, or under two
+            names, comes as several patches. Without it, they are those of the model at run time.
+
+    Raises:
+        SparsifyError: where a tensor is drawn from a seed, which is no change of a base; without a checkpoint, where
+            values are differences, which take a base to become values.
+        BaseMismatchError: where the checkpoint is not that of the delta's base.
+    """
+    check_names(tensors, whole)
+    check_not_drawn(tensors, "a stream of patches")
+    if checkpoint is not None:
+        opened = Checkpoint(checkpoint)
+        _, layouts = check_checkpoint(tensors, whole, opened)
+        return _checkpoint_patches(tensors, whole, opened, layouts)
+    for name, delta in tensors.items():
+        if delta.kind == "add":
+            raise SparsifyError(
+                f"tensor `{name}` is stored as differences, and a patch holds values: give the base's checkpoint, "
+                "`patches(checkpoint)`."
+            )
+    return _runtime_patches(tensors, whole)
+
+
+def _runtime_patches(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor]) -> Iterator[WeightPatch]:
+    for name, delta in tensors.items():
+        yield WeightPatch(name, delta.shape, delta.dtype, delta.values, delta.indices)
+    for name, tensor in whole.items():
+        yield WeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.detach().reshape(-1))
+
+
+def _checkpoint_patches(
+    tensors: Mapping[str, TensorDelta],
+    whole: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    layouts: Mapping[str, Layout],
+) -> Iterator[WeightPatch]:
+    for name, delta in tensors.items():
+        values = trained_values(name, delta, checkpoint, layouts[name])
+        for layout in checkpoint.copies(name, layouts[name]):
+            for part in layout.locate(delta.indices):
+                shape = checkpoint.stored[part.key].shape
+                yield WeightPatch(part.key, shape, values.dtype, values[part.entries], part.indices)
+    for name, tensor in whole.items():
+        if name in layouts:
+            yield from _whole_patches(name, tensor, checkpoint, layouts[name])
+        else:
+            yield WeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.detach().reshape(-1))
+
+
+def _whole_patches(name: str, tensor: Tensor, checkpoint: Checkpoint, first: Layout) -> Iterator[WeightPatch]:
+    """A tensor stored whole, as the stored tensors that it is made of."""
+    for layout in checkpoint.copies(name, first):
+        for key in layout.keys:
+            windows = [window for window in layout.windows if window.key == key]
+            stored = checkpoint.read(key)
+            if sum(torch.Size(window.size).numel() for window in windows) != stored.numel():
+                raise BaseMismatchError(
+                    f"tensor `{name}` is stored whole in the delta and is a part of `{key}` in the checkpoint, which "
+                    "one patch cannot replace: use `merge`, or load the model, `apply`, and `save_pretrained`."
+                )
+            values = torch.empty_like(stored)
+            for window in windows:
+                window.view(values).copy_(tensor[window.box])
+            yield WeightPatch(key, tuple(stored.shape), stored.dtype, values.reshape(-1))

@@ -1,0 +1,136 @@
+"""A delta on a quantized base: what it adds to a layer's output, since nothing can be written into a packed weight.
+
+    y = layer(x) + x D^T        D (out, in), sparse: trained minus dequantized values
+
+In: a linear layer with a quantized weight. Out: something that is read and written like the weight's tensor, at single
+entries. What was written is kept beside the weight, in buffers that no state dict has, and goes with the last entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.common.quantized import is_quantized, quantized_weight, unreadable
+from sparsify.delta.entries import as_bits, put
+from sparsify.errors import BaseMismatchError
+
+BUFFERS = ("overlay_indices", "overlay_base", "overlay_values")  # (k,) each: positions, what was there, what is there
+_HANDLE = "_sparsify_overlay"  # attribute of a layer with an overlay: the handle of its hook
+
+
+class OverlaidWeight:
+    """A quantized weight with what is written over it; the part of a tensor's interface that edits use.
+
+    Args:
+        name: of the weight, for messages.
+        module: owns it.
+
+    Raises:
+        BaseMismatchError: when the weight's values cannot be had.
+    """
+
+    is_meta = False
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._module = module
+        objection = None if has_overlay(module) else unreadable(module, before="the delta is applied")
+        if objection is not None or not isinstance(module, nn.Linear):
+            raise BaseMismatchError(
+                f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}. "
+                "Nothing can be applied to it; apply the delta to a base that is dequantized, or was never quantized."
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        return quantized_weight(self._module).shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        values: Tensor | None = getattr(self._module, BUFFERS[2], None)
+        return quantized_weight(self._module).dtype if values is None else values.dtype
+
+    @property
+    def scheme(self) -> str:
+        return quantized_weight(self._module).scheme
+
+    @property
+    def device(self) -> torch.device:
+        return self._module._parameters["weight"].device  # type: ignore[union-attr]
+
+    def data_ptr(self) -> int:
+        return id(self._module)
+
+    def detach(self) -> OverlaidWeight:
+        return self
+
+    def take(self, indices: Tensor) -> Tensor:
+        """The effective values (n,) at flat indices (n,)."""
+        known, _, values = self._overlay()
+        if bool(torch.isin(indices, known).all()):
+            return values[torch.searchsorted(known, indices)]
+        return put(quantized_weight(self._module).dequantize(), known, values.to(self.dtype)).take(indices)
+
+    def put(self, indices: Tensor, values: Tensor) -> None:
+        """Lays values (n,) over the weight at flat indices (n,); what equals the base is taken off."""
+        with torch.inference_mode(False), torch.no_grad():  # what is kept has to be of use in training, too
+            self._put(indices, values)
+
+    def _put(self, indices: Tensor, values: Tensor) -> None:
+        known, base, old = self._overlay()
+        new = indices[torch.isin(indices, known, invert=True)]
+        union, order = torch.cat([known, new]).sort()
+        base = torch.cat([base, self.take(new) if new.numel() else base[:0]])[order]
+        effective = torch.cat([old, base.new_empty(new.numel())])[order]
+        effective[torch.searchsorted(union, indices)] = values.to(effective)
+        kept = as_bits(effective) != as_bits(base)
+        self._keep(union[kept], base[kept], effective[kept])
+
+    def _overlay(self) -> tuple[Tensor, Tensor, Tensor]:
+        if has_overlay(self._module):
+            indices, base, values = (getattr(self._module, name) for name in BUFFERS)
+            return indices, base, values
+        none = torch.empty(0, dtype=self.dtype, device=self.device)
+        return none.long(), none, none
+
+    def _keep(self, *overlay: Tensor) -> None:
+        module = self._module
+        if overlay[0].numel():
+            for name, buffer in zip(BUFFERS, overlay, strict=True):
+                module.register_buffer(name, buffer, persistent=False)
+            if _HANDLE not in module.__dict__:
+                module.__dict__[_HANDLE] = module.register_forward_hook(_add_delta, with_kwargs=True)
+        elif has_overlay(module):
+            module.__dict__.pop(_HANDLE).remove()
+            for name in BUFFERS:
+                delattr(module, name)
+
+
+def has_overlay(module: nn.Module) -> bool:
+    """Whether a delta lies over the module's quantized weight."""
+    return BUFFERS[0] in module._buffers
+
+
+def overlaid(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Any]:
+    """The tensors by name, the quantized ones as :class:`OverlaidWeight`."""
+    if not any(is_quantized(tensor) for tensor in tensors.values()):
+        return tensors
+    owners = {id(module._parameters.get("weight")): module for module in model.modules()}
+    return {
+        name: OverlaidWeight(name, owners[id(tensor)]) if is_quantized(tensor) and id(tensor) in owners else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _add_delta(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    """Forward hook: adds x D^T, computed in float32."""
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    indices, base, values = (getattr(module, name) for name in BUFFERS)
+    shape = quantized_weight(module).shape
+    places = torch.stack([indices.div(shape[1], rounding_mode="floor"), indices % shape[1]])
+    change = torch.sparse_coo_tensor(places, values.float() - base.float(), shape, is_coalesced=True)
+    with torch.autocast(x.device.type, enabled=False):
+        added = torch.sparse.mm(change, x.reshape(-1, shape[1]).float().t()).t()
+    return output + added.reshape(output.shape).to(output.dtype)

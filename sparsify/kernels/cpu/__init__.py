@@ -1,0 +1,1 @@
+"""The C++ forms of the hot loops, compiled on first use."""

@@ -1,0 +1,148 @@
+"""The CPU's hot loops in C++, compiled once per machine by the compiler that is there.
+
+Where there is no compiler, or it fails, or the environment says ``SPARSIFY_NATIVE=0``, there is no library: the plain
+torch forms run instead. The logger ``sparsify.kernels.cpu.library`` gets one record of it, INFO for a compilation and
+WARNING for a missing library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from sparsify.errors import SparsifyError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+LIBRARIES = ("-lstdc++",)  # a C++ compiler links it by itself; gcc, a common CXX, does not
+SWITCH = "SPARSIFY_NATIVE"  # environment variable
+OFF, ON = ("0", "false", "no", "off"), ("", "1", "true", "yes", "on")  # what it may be
+COMPILERS = ("c++", "g++", "clang++")
+RESULTS = {
+    "sddmm_float32": None,
+    "sddmm_bfloat16": None,
+    "reach_float32": ctypes.c_int64,
+    "reach_bfloat16": ctypes.c_int64,
+    "survey_float32": ctypes.c_int64,
+    "survey_bfloat16": ctypes.c_int64,
+    "has_matrix_units": ctypes.c_bool,
+}
+
+# of the compiler, the cache folder, the library; a home that cannot be found, a CXX that cannot be read
+FAILURES = (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError)
+
+
+class Address(ctypes.c_void_p):
+    """Where a contiguous tensor's numbers are; null for ``None``. It keeps the tensor alive as long as it lives."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        assert tensor is None or tensor.is_contiguous()
+        super().__init__(None if tensor is None else tensor.data_ptr())
+        self._tensor = tensor
+
+
+Size = ctypes.c_int64
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled loops; ``None`` where there are none. The first call on a machine compiles them, in seconds.
+
+    Raises:
+        SparsifyError: the environment's ``SPARSIFY_NATIVE`` is none of the words for on and off.
+    """
+    if not _is_wanted():
+        return None
+    try:
+        compiler = _compiler()
+        if compiler is None:
+            logger.warning(
+                "no C++ compiler was found (CXX, %s), so the plain torch forms run: slower, and the same results. "
+                "Install one, or set %s=0, which silences this warning.",
+                ", ".join(COMPILERS),
+                SWITCH,
+            )
+            return None
+        return _load(_compiled(compiler))
+    except FAILURES as error:
+        details = getattr(error, "stderr", None) or error
+        logger.warning("the C++ loops could not be compiled, so the plain torch forms run: %s", details)
+        return None
+
+
+def _is_wanted() -> bool:
+    said = os.environ.get(SWITCH, "").strip().lower()
+    if said not in (*OFF, *ON):
+        raise SparsifyError(
+            f"the environment says {SWITCH}={os.environ[SWITCH]!r}; expected one of {', '.join(OFF)} for plain torch, "
+            f"or {', '.join(filter(None, ON))} for the compiled loops, which are the default."
+        )
+    return said not in OFF
+
+
+def _compiler() -> list[str] | None:
+    """The command of the environment's ``CXX``, or of a compiler that is on the path."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = named if named and shutil.which(named[0]) else [path for path in map(shutil.which, COMPILERS) if path][:1]
+    return found or None
+
+
+def _compiled(compiler: list[str]) -> Path:
+    """The library, from the cache or compiled into it."""
+    target = cache_folder() / f"native-{_fingerprint(compiler)}.so"
+    if not target.exists():
+        logger.info("compiling the C++ loops with `%s`, once for this machine, into %s", shlex.join(compiler), target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            for source in _sources(".cpp"):
+                _run([*compiler, *FLAGS, "-c", str(source), "-o", str(Path(folder, f"{source.stem}.o"))])
+            shared = Path(folder, "native.so")
+            # without -fopenmp, so that the loops use the OpenMP that torch has loaded, and its threads
+            objects = map(str, sorted(Path(folder).glob("*.o")))
+            _run([*compiler, "-shared", *objects, *LIBRARIES, "-o", str(shared)])
+            shared.replace(target)  # at once, whoever else compiles it
+    return target
+
+
+def _sources(*suffixes: str) -> list[Path]:
+    return sorted(path for path in FOLDER.iterdir() if path.suffix in suffixes)
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    """What the library depends on: the sources, the compiler, and the processor, since machines may share a cache."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    processor = [line for line in lines if line.startswith("flags")][:1]
+    sources = [path.read_text() for path in _sources(".cpp", ".h")]
+    parts = [*sources, *FLAGS, *LIBRARIES, *compiler, _run([*compiler, "--version"]), platform.machine(), *processor]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """Where what was found out about this machine is kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "sparsify"
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    for name, result in RESULTS.items():
+        getattr(found, name).restype = result
+    return found

@@ -1,0 +1,1 @@
+"""The Triton forms of the hot loops."""

@@ -1,0 +1,39 @@
+"""The Triton form of ``sync.py``: every entry gets the address of its weight. Bits are moved; torch has cast them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsify.delta.entries import as_bits
+from sparsify.masked.index_buffers import upload
+
+BLOCK = 1024  # entries of a program
+
+
+def sync(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor) -> None:
+    """:func:`sparsify.kernels.scatter.sync`."""
+    number, device = indices.numel(), indices.device
+    written = [weight for weight, count in zip(weights, counts, strict=True) if count]
+    repeats = upload([count for count in counts if count], device)
+    for dtype in dict.fromkeys(weight.dtype for weight in written):
+        table = [weight.data_ptr() if weight.dtype == dtype else 0 for weight in written]
+        addresses = upload(table, device).repeat_interleave(repeats, output_size=number)
+        with torch.cuda.device_of(values):
+            _sync[(triton.cdiv(number, BLOCK),)](addresses, indices, as_bits(values.to(dtype)), number, block=BLOCK)
+    for weight in written:
+        torch.autograd.graph.increment_version(weight)
+
+
+@triton.jit
+def _sync(addresses, indices, values, number, block: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    address = tl.load(addresses + entry, mask=entry < number, other=0)
+    mine = address != 0  # those of another dtype have their own launch
+    index = tl.load(indices + entry, mask=mine, other=0)
+    value = tl.load(values + entry, mask=mine, other=0)
+    tl.store(address.to(tl.pointer_type(values.dtype.element_ty)) + index, value, mask=mine)

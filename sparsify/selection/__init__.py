@@ -1,0 +1,1 @@
+"""Selects the entries that a step unmasks, from gradients that arrive one tensor at a time."""

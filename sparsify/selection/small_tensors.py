@@ -1,0 +1,85 @@
+"""The gradients of small tensors, kept until all are there and then looked at together.
+
+A bias has a few hundred entries: looking at each by itself would cost more than its entries do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels import runs_ahead
+from sparsify.kernels.threshold import reaching
+from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.selection.context import Search
+from sparsify.selection.topk import offer_entries
+
+LARGEST = 1 << 14  # entries of a tensor that is small
+
+
+def is_small(gradient: Gradient) -> bool:
+    """Whether a gradient is one to be kept; on a CPU only, since a GPU has work enough to hide each by itself."""
+    on_cpu = gradient.device.type == "cpu" and not runs_ahead(gradient.device)
+    return gradient.rows is None and gradient.numel <= LARGEST and on_cpu
+
+
+class SmallGradients:
+    """Whole gradients of small tensors, one after the other.
+
+    Attributes:
+        pairs: each tensor and its gradient, in the order that they came in.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[MaskedTensor, Gradient]] = []
+
+    @property
+    def tensors(self) -> list[MaskedTensor]:
+        return [tensor for tensor, _ in self.pairs]
+
+    def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Keeps a tensor's gradient, in memory of its own: compiled graphs use theirs again."""
+        self.pairs.append((tensor, gradient.dense().own()))
+
+    def take(self) -> Tensor:
+        """(k,) the gradient of the unmasked entries, tensor by tensor."""
+        return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
+
+    def offer(self, search: Search, *, masked_only: bool) -> Tensor:
+        """Offers the entries to a pool.
+
+        Args:
+            search: has the pool.
+            masked_only: whether entries that are unmasked already are no candidates.
+
+        Returns:
+            Bool scalar on the pool's device: whether all gradients are finite.
+        """
+        pool, importance = search.pool, search.importance
+        grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
+        search.work.multiplied += grad.numel()
+        finite = grad.isfinite().all()
+        excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
+        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered
+        found, _ = reaching(grad[None], importance.least_gradient(pool.floor.to(grad.device), weight[None]))
+        starts = self._starts()
+        of = torch.searchsorted(starts, found, right=True) - 1
+        ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]
+        offer_entries(pool, importance, ids, weight[found], grad[found])
+        return finite.to(pool.floor.device)
+
+    def _joined(self) -> Tensor:
+        """(n,) all gradients in one vector that is nobody else's."""
+        return torch.cat([gradient.values.reshape(-1) for _, gradient in self.pairs])
+
+    def _starts(self) -> Tensor:
+        """Where each tensor's begins in it."""
+        sizes = torch.tensor([gradient.numel for _, gradient in self.pairs])
+        return sizes.cumsum(0) - sizes
+
+    def _places(self, indices: Sequence[Tensor]) -> Tensor:
+        """Where flat indices, some of each tensor, are in it."""
+        numbers = torch.tensor([some.numel() for some in indices])
+        return torch.cat(list(indices)) + self._starts().repeat_interleave(numbers)

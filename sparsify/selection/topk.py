@@ -1,0 +1,191 @@
+"""A global top-u over all tensors while they come by one at a time, exactly and in O(u) memory.
+
+In: blocks of scores with their entries' global ids (the tensor's offset plus the flat index) and gradients. Out: the
+best u, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
+
+A pool keeps the best so far and its floor, the score that a newcomer has to reach. Entries at or above the floor
+join, and the pool is cut back whenever it has grown by a share: selection costs one comparison an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels.threshold import BLOCK_ENTRIES, reaching
+from sparsify.strategies.importance import GradientImportance
+
+SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
+CUT_SHARE = 4  # a pool is cut for newcomers of a quarter of its size: the sooner its floor rises, the fewer come
+SMALLEST_CUT = 1 << 7  # and for so many at least: a cut is a dozen small operations
+
+
+@dataclass(frozen=True)
+class Winners:
+    """The selected entries, best first.
+
+    Attributes:
+        ids: (n,) int64, global.
+        grads: (n,) the gradients of these entries; empty when the selection uses none.
+    """
+
+    ids: Tensor
+    grads: Tensor
+
+
+class Pool:
+    """The best ``size`` of all entries offered so far.
+
+    Args:
+        size: how many entries to keep, at least 1.
+        dtype: of the scores.
+        device: where the pool lives.
+        floor: scalar; what an entry has to score at least; by default anything will do.
+
+    Example:
+        >>> pool = Pool(2, torch.float32, "cpu")
+        >>> pool.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0.1, 0.2, 0.3]))
+        >>> pool.winners().ids
+        tensor([3, 5])
+    """
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device | str, floor: Tensor | float = -torch.inf
+    ) -> None:
+        self.size = size
+        self.floor = torch.full((), float(floor), dtype=dtype, device=device)
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._scores = torch.empty(0, dtype=dtype, device=device)
+        self._grads = torch.empty(0, dtype=dtype, device=device)
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._num_waiting = 0
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether its floor tells what cannot be among the best, and is far from where numbers underflow."""
+        return float(self.floor) > SMALLEST_FLOOR
+
+    def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
+        """Offers entries (n,); those with a score that is not finite are refused."""
+        finite = scores.isfinite()
+        if not finite.all():
+            ids, scores, grads = ids[finite], scores[finite], grads[finite]
+        device, dtype = self.floor.device, self.floor.dtype
+        self._waiting.append((ids.to(device), scores.to(device, dtype), grads.to(device, dtype)))
+        self._num_waiting += ids.numel()
+        missing = self.size - self._ids.numel()
+        if self._num_waiting >= (missing or max(self.size // CUT_SHARE, SMALLEST_CUT)):
+            self.cut()
+
+    def winners(self) -> Winners:
+        """The best entries, highest score first, equal scores by ascending id."""
+        self.cut()
+        by_id = self._ids.argsort()
+        order = by_id[self._scores[by_id].argsort(descending=True, stable=True)]
+        return Winners(self._ids[order], self._grads[order])
+
+    def cut(self) -> None:
+        """Takes in those that wait and cuts the pool back to its size."""
+        if self._waiting:
+            ids, scores, grads = zip(*self._waiting, strict=True)
+            self._ids = torch.cat([self._ids, *ids])
+            self._scores = torch.cat([self._scores, *scores])
+            self._grads = torch.cat([self._grads, *grads])
+            self._waiting, self._num_waiting = [], 0
+        surplus = self._scores.numel() - self.size
+        if surplus < 0:
+            return
+        self.floor = self._scores.topk(self.size, sorted=False).values.amin()  # kthvalue is not deterministic on a GPU
+        above = (self._scores > self.floor).nonzero().squeeze(1)
+        level = (self._scores == self.floor).nonzero().squeeze(1)
+        level = level[self._ids[level].argsort()[: self.size - above.numel()]]
+        kept = torch.cat([above, level])
+        self._ids, self._scores, self._grads = self._ids[kept], self._scores[kept], self._grads[kept]
+
+
+def offer_gradient(
+    pool: Pool, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
+) -> Tensor:
+    """Offers the entries of one tensor whose gradient is not zero; only those that can reach the floor are scored.
+
+    Args:
+        pool: takes the candidates.
+        importance: scores them.
+        weight: (n_rows, cols), the whole tensor.
+        grad: (n, cols), the gradient of all rows, or of some.
+        rows: (n,) int64, which rows of the weight ``grad`` is about; ``None`` for all of them, in order.
+        offset: global id of the tensor's first entry.
+
+    Returns:
+        A bool scalar on the gradient's device: whether the whole gradient is finite.
+    """
+    cols = grad.shape[1]
+    finite = [torch.ones((), dtype=torch.bool, device=grad.device)]
+    for of_weight in _row_blocks(grad.shape[0], cols, pool):
+        block, first = grad[of_weight], of_weight.start
+        touched = weight[of_weight if rows is None else rows[of_weight]]
+        found, block_finite = reaching(block, importance.least_gradient(pool.floor.to(grad.device), touched))
+        finite.append(block_finite)
+        if found.numel():
+            row, column = found.div(cols, rounding_mode="floor") + first, found % cols
+            ids = (row if rows is None else rows[row]) * cols + column + offset
+            offer_entries(pool, importance, ids, touched.take(found), block.take(found))
+    return torch.stack(finite).all()
+
+
+def _row_blocks(rows: int, cols: int, pool: Pool) -> Iterator[slice]:
+    """Blocks of a matrix's rows; small ones first where the pool is not full, since anything reaches its floor then."""
+    entries, first = BLOCK_ENTRIES if pool.floor.isfinite() else 2 * pool.size, 0
+    while first < rows:
+        last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
+        yield slice(first, last)
+        first, entries = last, 4 * entries
+
+
+def offer_entries(pool: Pool, importance: GradientImportance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Offers those of some entries that reach the floor and have a gradient.
+
+    Args:
+        pool: takes the candidates.
+        importance: scores them.
+        ids: (n,) int64, global.
+        weight: (n,).
+        grad: (n,).
+    """
+    grad = _at_least_float32(grad)
+    scores = importance.score(_at_least_float32(weight), grad)
+    keep = (scores >= pool.floor.to(scores.device, scores.dtype)) & (scores > 0)
+    if not importance.monotone:  # then a gradient of zero may score
+        keep &= grad != 0
+    pool.add(ids[keep], scores[keep], grad[keep])
+
+
+def offer_scores(pool: Pool, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
+    """Offers all entries of one tensor by their scores alone.
+
+    Args:
+        pool: takes the candidates; there are no gradients yet, so it gets the scores in their place.
+        blocks: the scores (n,) of the flat tensor, a block at a time.
+        offset: global id of the tensor's first entry.
+        excluded: (k,) flat indices, ascending, of entries that are no candidates.
+    """
+    start = 0
+    for scores in blocks:
+        first, last = torch.searchsorted(excluded, torch.tensor([start, start + scores.numel()]).to(excluded)).tolist()
+        if first < last:
+            scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
+        near = (scores >= pool.floor.to(scores.device, scores.dtype)).nonzero().squeeze(1)
+        pool.add(near + (offset + start), scores[near], scores[near])
+        start += scores.numel()
+
+
+def in_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor of any shape as flat blocks (n,) of a size to be scored at once, in float32 or float64."""
+    return (_at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,1 @@
+"""What a user chooses: importance, selection, schedule, targets, budget, and calibration for those that need it."""

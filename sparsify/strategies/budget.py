@@ -1,0 +1,89 @@
+"""How many entries: the budget as a number, whoever says it, and the room that it takes in the flat delta."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.strategies.importance import Bias
+from sparsify.strategies.schedules import Schedule
+from sparsify.strategies.strategy import Repeat, Strategy
+
+
+def resolve_budget(budget: int | float | None, strategy: Strategy, tensors: Sequence[MaskedTensor]) -> int:
+    """The budget as a number of entries.
+
+    Args:
+        budget: a number of entries, a share of the candidates, or ``None``.
+        strategy: any that selects.
+        tensors: the candidates.
+
+    Raises:
+        SparsifyError: when it is neither, or there are not as many candidates.
+    """
+    importance: Any = strategy.importance
+    covered = [tensor for tensor in tensors if importance.uses_gradient or importance.covers(tensor.name)]
+    available = sum(tensor.num_candidates for tensor in covered)
+    if available == 0:
+        raise SparsifyError(f"{importance} finds no entry among the {len(tensors)} candidate tensors.")
+    if budget is None:
+        if isinstance(importance, Bias):
+            return available
+        raise SparsifyError(
+            f"budget=None with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
+            "the candidates, a float in (0, 1). Only bitfit and full say by themselves how many they train."
+        )
+    if isinstance(budget, bool) or not isinstance(budget, Real):
+        raise SparsifyError(f"budget={budget!r}; expected an int (entries), a float in (0, 1) (a share), or None.")
+    if not isinstance(budget, Integral):
+        if not 0 < budget < 1:  # a share
+            raise SparsifyError(
+                f"budget={budget!r} is a float and so a share of the candidates, which must lie in (0, 1); "
+                "pass an int for a number of entries."
+            )
+        if budget * available < 1:
+            raise SparsifyError(
+                f"budget={budget!r} is a share of the {available:,} candidates that comes to less than one entry; "
+                f"expected at least {1 / available:.2g}, or an int for a number of entries."
+            )
+        budget = int(budget * available)
+    if not 1 <= budget <= available:
+        raise SparsifyError(
+            f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates. "
+            "Lower the budget, or let more parameters require grad."
+        )
+    return int(budget)
+
+
+def check_given_budget(budget: int | float | None, given: int) -> None:
+    """Raises ``SparsifyError`` unless the budget leaves it to the given set to say how many."""
+    if budget is not None and (isinstance(budget, bool) or budget != given):
+        raise SparsifyError(f"budget={budget!r} with a given set of {given:,} entries; pass budget=None.")
+
+
+def resolve_capacity(
+    budget: int, strategy: Strategy, schedule: Schedule, steps: int | None, tensors: Sequence[MaskedTensor]
+) -> int:
+    """Length of the flat delta: the budget, or for repeat-S all that its steps can touch.
+
+    Raises:
+        SparsifyError: for repeat-S with a schedule, without steps and capacity, or with less capacity than budget.
+    """
+    selection = strategy.selection
+    if not isinstance(selection, Repeat):
+        return budget
+    if schedule != Schedule():
+        raise SparsifyError(f"{selection} takes no schedule: each step chooses the whole budget; leave schedule= out.")
+    if selection.capacity is None and steps is None:
+        raise SparsifyError(
+            f"{selection} needs room for every entry that it may touch; pass steps= (optimizer steps, not batches), "
+            "or Repeat(capacity=...)."
+        )
+    available = sum(tensor.num_candidates for tensor in tensors)
+    capacity = min(available, selection.capacity or budget * (steps or 0))
+    if capacity < budget:
+        raise SparsifyError(f"{selection} has less room than the budget of {budget:,} entries; raise its capacity.")
+    return capacity

@@ -1,0 +1,279 @@
+"""Which tensors may be trained: candidates, their owners, and the patterns that narrow them.
+
+In: a model and PEFT's words (``target_modules``, ``exclude_modules``, ``modules_to_save``). Out: the candidates in
+``named_parameters`` order, each with every module that holds it, so that a tied tensor is one candidate.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+
+from sparsify.common.quantized import is_quantized
+from sparsify.errors import SparsifyError
+
+ALL_LINEAR = "all-linear"
+PEFT_SAVED = "modules_to_save"  # the part of a module's name under which PEFT keeps its own dense modules
+Pattern = str | list[str] | tuple[str, ...] | set[str] | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tensor parameter that may be trained.
+
+    Attributes:
+        name: its first name in ``named_parameters``.
+        parameter: the tensor.
+        owners: (module name, module, attribute) of every place that holds it; several where weights are tied.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[str, nn.Module, str], ...]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a call of ``sparsify`` is about: the candidates, the dense parameters by name, and the rest to freeze."""
+
+    candidates: tuple[Candidate, ...]
+    saved: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+
+
+def find_targets(
+    model: nn.Module,
+    target_modules: Pattern = None,
+    exclude_modules: Pattern = None,
+    modules_to_save: list[str] | None = None,
+) -> Targets:
+    """Sorts the parameters that require grad into candidates, dense ones and those to freeze.
+
+    A quantized weight cannot require grad. It is a candidate where ``target_modules`` names its module, but never in a
+    PEFT model, whose base is frozen.
+
+    Args:
+        model: the model; it is only read.
+        target_modules: modules whose parameters are candidates; a list matches suffixes of module names, a string is
+            a regular expression for the whole name, ``"all-linear"`` every linear layer but the output head.
+        exclude_modules: modules to leave out, in the same words.
+        modules_to_save: modules that are trained dense and saved whole.
+
+    Raises:
+        SparsifyError: when a pattern matches no module, or nothing trainable is left.
+    """
+    if isinstance(modules_to_save, str):
+        raise SparsifyError(
+            f"modules_to_save={modules_to_save!r}; expected a list of module names, such as [{modules_to_save!r}]."
+        )
+    modules = dict(model.named_modules())
+    saved_modules = match_modules(model, modules_to_save or None, "modules_to_save")
+    excluded = match_modules(model, exclude_modules, "exclude_modules")
+    targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
+
+    named_quantized = target_modules is not None and not _is_peft(modules)
+    owners = _owners(modules)
+    candidates: list[Candidate] = []
+    saved: dict[str, nn.Parameter] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        is_named_quantized = named_quantized and is_quantized(parameter)
+        if not parameter.requires_grad and not is_named_quantized:
+            continue
+        places = owners[id(parameter)]
+        if is_named_quantized:
+            if any(owner in targeted and not _inside(owner, excluded | saved_modules) for owner, _, _ in places):
+                candidates.append(Candidate(name, parameter, places))
+            continue
+        if any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner, _, _ in places):
+            saved[name] = parameter
+        elif any(owner in targeted and not _inside(owner, excluded) for owner, _, _ in places):
+            candidates.append(Candidate(name, parameter, places))
+        else:
+            frozen[name] = parameter
+
+    if not candidates:
+        raise SparsifyError(_nothing_left(model, target_modules))
+    if target_modules is None:
+        _report_quantized(model, modules)
+    else:
+        left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
+        _report_partial_match(targeted - left_out, modules, candidates)
+    return Targets(tuple(candidates), saved, frozen)
+
+
+def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Module, str], ...]]:
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for module_name, module in modules.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module_name, module, attribute))
+    return {key: tuple(places) for key, places in owners.items()}
+
+
+def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
+    """Refuses parameters over the same numbers, one perhaps transposed: they would write over each other's entries.
+
+    Args:
+        model: the model; it is only read.
+        candidates: those of its parameters that are to be trained at some of their entries.
+
+    Raises:
+        SparsifyError: naming both.
+    """
+    chosen = {candidate.name for candidate in candidates}
+    names = [name for name, _ in model.named_parameters()]
+    shared, furthest = [], (0, 0)  # end of the memory seen so far, and the position of the parameter that ends there
+    for start, end, position in sorted(_spans(model)):
+        both = sorted((position, furthest[1]), key=lambda at: (names[at] not in chosen, at))
+        if start < furthest[0] and names[both[0]] in chosen:
+            shared.append(both)
+        furthest = max(furthest, (end, position))
+    if shared:
+        first, other = min(shared)
+        raise SparsifyError(
+            f"`{names[first]}` shares its memory with `{names[other]}`, which is a parameter of its own, so that each "
+            "would write over what is trained of the other; untie them, or make them one parameter (PEFT ties adapters "
+            "so with ensure_weight_tying=True)."
+        )
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[int, int, int]]:
+    """First byte, end and position of every plain parameter that has memory without gaps."""
+    for position, (_, parameter) in enumerate(model.named_parameters()):
+        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        if extent == parameter.numel():
+            start = parameter.data_ptr()
+            yield start, start + extent * parameter.element_size(), position
+
+
+def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
+    """First names of the modules that a pattern in PEFT's words matches; a module may have several names.
+
+    Args:
+        model: the model; it is only read.
+        pattern: a list of names' ends, a regular expression for the whole name, or ``"all-linear"``.
+        argument: what the caller's users call the pattern.
+
+    Raises:
+        SparsifyError: when it matches nothing; near names are listed.
+
+    Example:
+        >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
+        {'0'}
+    """
+    first_names = {module: name for name, module in model.named_modules()}
+    names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
+    if pattern is None:
+        return set()
+    if pattern == ALL_LINEAR:
+        return set(_linear_names(model))
+    if isinstance(pattern, str):
+        try:
+            found = {first for name, first in names.items() if re.fullmatch(pattern, name)}
+        except re.error as error:
+            raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
+        if not found:
+            raise SparsifyError(_no_full_match(argument, pattern, names))
+        return found
+    found = set()
+    for suffix in pattern:
+        hits = _ending_in(suffix, names)
+        if not hits:
+            raise SparsifyError(_no_match(argument, suffix, names))
+        found |= hits
+    return found
+
+
+def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
+    """First names of the modules with a name that is, or ends in, the suffix."""
+    return {first for name, first in names.items() if name == suffix or name.endswith(f".{suffix}")}
+
+
+def _linear_names(model: nn.Module) -> Iterator[str]:
+    """Linear layers but the output head, as PEFT's "all-linear" has it."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if is_linear and module is not head:
+            yield name
+
+
+def _inside(name: str, parents: Iterable[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _no_full_match(argument: str, pattern: str, names: Mapping[str, str]) -> str:
+    """What to say of a string that matches no whole name."""
+    if get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
+        return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
+    if number := len(_ending_in(pattern, names)):
+        return (
+            f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name. Pass a "
+            f"list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
+        )
+    return _no_match(argument, pattern, names)
+
+
+def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:
+    last_parts = {name.rsplit(".", 1)[-1] for name in names if name}
+    near = get_close_matches(pattern.rsplit(".", 1)[-1], last_parts, n=3, cutoff=0.5)
+    hint = f" Near names: {', '.join(near)}." if near else f" Modules here: {', '.join(sorted(last_parts)[:12])}."
+    return f"{argument}: {pattern!r} matches no module of the model; expected (the end of) a module's name.{hint}"
+
+
+def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
+    if target_modules is None and any(is_quantized(parameter) for parameter in model.parameters()):
+        return (
+            "no parameter of the model requires grad, and quantized weights cannot; name the layers that may be "
+            'trained with target_modules, such as "all-linear".'
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return (
+            "no parameter of the model requires grad, so there is nothing to train; "
+            "call model.requires_grad_(True), or set it on the parameters that may be trained, before sparsify()."
+        )
+    return (
+        f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
+        "matches only modules without parameters of their own that require grad; "
+        "name modules that own weights, such as the linear layers."
+    )
+
+
+def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], candidates: list[Candidate]) -> None:
+    holding = {owner for candidate in candidates for owner, _, _ in candidate.owners}
+    with_parameters = {name for name in matched if modules[name]._parameters}
+    empty = sorted(with_parameters - holding)
+    if empty:
+        warnings.warn(
+            f"target_modules matched {len(with_parameters)} modules with parameters; {len(empty)} of them hold none "
+            f"that requires grad and stay frozen: {', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}.",
+            stacklevel=4,
+        )
+
+
+def _is_peft(modules: dict[str, nn.Module]) -> bool:
+    """Whether PEFT has put adapters into the model, and so frozen its base."""
+    return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())
+
+
+def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Warns where quantized weights stay frozen although nobody seems to have frozen the model."""
+    quantized = {name: module for name, module in modules.items() if is_quantized(module._parameters.get("weight"))}
+    others = (module for name, module in modules.items() if name not in quantized)
+    frozen = any(not p.requires_grad for module in others for p in module._parameters.values() if p is not None)
+    if quantized and not frozen and not _is_peft(modules):
+        warnings.warn(
+            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {', '.join(list(quantized)[:3])}"
+            f"{', ...' if len(quantized) > 3 else ''}. To train entries of them too, name their layers with "
+            'target_modules, such as "all-linear".',
+            stacklevel=4,
+        )

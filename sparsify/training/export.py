@@ -1,0 +1,298 @@
+"""What leaves a sparsified model: its entries by tensor, and the tensors that only whole make sense.
+
+In: the engine of a sparsified model. Out: an :class:`Export`, from which :class:`sparsify.SparseDelta` makes a file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.adapters.extensions import record_extensions
+from sparsify.common.initializers import Draw
+from sparsify.common.names import plain_model, plain_name
+from sparsify.common.shards import is_shard, whole
+from sparsify.delta.entries import digest, put
+from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
+from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.strategies.schedules import Schedule
+from sparsify.strategies.strategy import Prune, Strategy
+from sparsify.training.flat_delta import VALUES
+
+
+class TensorEntries(NamedTuple):
+    """The exported entries of one tensor parameter, by ascending index.
+
+    Attributes:
+        name: its name in the plain model's state dict.
+        shape: its shape.
+        indices: (k,) int64, flat and row-major.
+        values: (k,) the trained values, in the weight's dtype; of a quantized weight the changes, in the delta's.
+        base_values: (k,) the pretrained values, in the weight's dtype; of a quantized weight the dequantized ones.
+        drawn: how its initial values are drawn, and their digest, where the base does not have it.
+        quantization: how the weight is quantized; ``None`` where it is not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    indices: Tensor
+    values: Tensor
+    base_values: Tensor
+    drawn: tuple[Draw, str] | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class Export:
+    """Everything a delta is made of.
+
+    Attributes:
+        tensors: the entries of each masked or drawn tensor, which may be none.
+        whole: tensors stored whole, by plain name: dense modules, what the base does not have and is not drawn, and
+            buffers that training changed.
+        config: how it was trained, in JSON types.
+    """
+
+    tensors: list[TensorEntries]
+    whole: dict[str, Tensor]
+    config: dict[str, Any]
+
+
+class Engine(Protocol):
+    """What is exported."""
+
+    root: nn.Module
+    tensors: list[MaskedTensor]
+    strategy: Strategy
+    schedule: Schedule
+    budget: int
+    steps: int | None
+    step: int
+    dense_names: tuple[str, ...]
+    frozen_names: tuple[str, ...]
+    fresh_names: tuple[str, ...]
+    draws: dict[str, tuple[Draw, str]]
+    buffer_digests: dict[str, str]
+    base_digests: dict[str, tuple[torch.dtype, str]]
+
+    @property
+    def unmasked(self) -> int: ...
+
+
+def export(engine: Engine, budget: int | None = None) -> Export:
+    """Collects the first ``budget`` unmasked entries (``None``: all) and the tensors stored whole.
+
+    Raises:
+        SparsifyError: when ``budget`` is not between 1 and the number of unmasked entries.
+    """
+    unmasked = engine.unmasked
+    if budget is None:
+        budget = unmasked
+    elif isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= unmasked:
+        raise SparsifyError(
+            f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
+            "or None for all of them."
+        )
+    tensors, stored_whole, in_whole = [], _whole(engine), 0
+    parameters = dict(engine.root.named_parameters())
+    there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
+    masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
+    for name in dict.fromkeys([*masked, *(name for name in engine.fresh_names if name in parameters)]):
+        trained = masked.get(name) or Untrained(parameters[name])
+        entries = entries_of(plain_name(name), trained, budget)
+        if name not in engine.fresh_names and not is_pruned(engine.strategy, trained):
+            tensors.append(entries)
+        elif name in engine.draws and digest(_as_of(trained, 0)) == engine.draws[name][1]:
+            tensors.append(entries._replace(drawn=engine.draws[name]))
+        else:
+            stored_whole[plain_name(name)] = _as_of(trained, budget)
+            in_whole += entries.indices.numel()
+    config = _config(engine, budget) | ({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {})
+    return Export(tensors, stored_whole, config)
+
+
+@dataclass(frozen=True)
+class Unheld:
+    """What of a model trains, or trained, and is in no delta; by plain name.
+
+    Attributes:
+        trainable: parameters that require grad, and were not trainable at ``sparsify()``, or lie outside of its model.
+        replaced: parameters whose entries were trained until another parameter took their place.
+    """
+
+    trainable: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+    def __str__(self) -> str:
+        problems = []
+        if self.trainable:
+            problems.append(
+                f"{_some(self.trainable)} can train, but no delta holds them: they were added, replaced or made "
+                "trainable after sparsify(), or are no part of the module that it was given. Do that first, give "
+                "sparsify() the whole model, and name what is to be trained whole in modules_to_save; freeze what is "
+                "not trained (requires_grad_(False))"
+            )
+        if self.replaced:
+            problems.append(f"{_some(self.replaced)} were replaced after sparsify(): what was trained there is lost")
+        return "; ".join(problems)
+
+
+def find_unheld(engine: Engine, model: nn.Module) -> Unheld:
+    """What trains in a model, or did, though no delta holds it.
+
+    Args:
+        engine: of the sparsified model.
+        model: that model, or one that holds it.
+    """
+    own = dict(engine.root.named_parameters())
+    held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
+    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.fresh_names) if name in own)
+    # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
+    held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
+    replaced = (
+        tensor.name for tensor in engine.tensors if own.get(tensor.name, tensor.parameter) is not tensor.parameter
+    )
+    return Unheld(
+        tuple(plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held),
+        tuple(plain_name(name) for name in replaced),
+    )
+
+
+def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> None:
+    """Warns where something trains that no delta holds."""
+    unheld = find_unheld(engine, model)
+    if str(unheld):
+        warnings.warn(f"{unheld}.", stacklevel=stacklevel)
+
+
+def _is_base(engine: Engine, name: str, parameter: Tensor) -> bool:
+    if not parameter.requires_grad:
+        return True
+    known = engine.base_digests.get(name)
+    return known is not None and known == (parameter.dtype, digest(whole(parameter)))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more
+
+
+def digest_buffers(model: nn.Module) -> dict[str, str]:
+    """A digest of every buffer that the model's state dict has, by name: tells later which ones training changed."""
+    return {name: digest(buffer) for name, buffer in _persistent_buffers(model)}
+
+
+class Untrained:
+    """A parameter that is exported though it is not masked: it has no entries.
+
+    Args:
+        parameter: one that the base does not have.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.shape = parameter.shape
+        self.indices = self.slots = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        self.base = parameter.detach().new_empty(0)
+
+
+def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None = None) -> TensorEntries:
+    """A tensor's entries among the first ``budget`` of the model; ``None``: all."""
+    budget = 2**63 - 1 if budget is None else budget
+    among_first = tensor.slots < budget
+    indices, order = tensor.indices[among_first].sort()
+    if isinstance(tensor, MaskedTensor) and tensor.packed:
+        changes, base_values = tensor.delta[among_first][order], tensor.base[among_first][order]
+        return TensorEntries(name, tuple(tensor.shape), indices, changes, base_values, quantization=tensor.scheme)
+    if isinstance(tensor, MaskedTensor) and is_shard(tensor.parameter):  # without asking the other ranks
+        trained = tensor.base.to(tensor.delta) + tensor.delta
+        values = trained[among_first][order].to(tensor.dtype)
+    else:
+        values = tensor.parameter.detach().take(indices)
+    base_values = tensor.base[among_first][order].to(values.dtype)
+    return TensorEntries(name, tuple(tensor.parameter.shape), indices, values, base_values)
+
+
+def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
+    """Whether the tensor has zeros that its base had not: entries alone would not tell of them, so it goes whole."""
+    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape)
+
+
+def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
+    """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
+    later = tensor.slots >= budget
+    weight = whole(tensor.parameter).clone(memory_format=torch.contiguous_format)
+    return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
+
+
+def _whole(engine: Engine) -> dict[str, Tensor]:
+    parameters = dict(engine.root.named_parameters())
+    dense = {plain_name(name): whole(parameters[name]) for name in engine.dense_names if name in parameters}
+    return dense | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+
+
+def changed_buffers(engine: Engine) -> dict[str, Tensor]:
+    """The buffers that training changed (BatchNorm's statistics), by their names in the model."""
+    known = engine.buffer_digests
+    buffers = _persistent_buffers(engine.root)
+    return {name: buffer for name, buffer in buffers if name in known and known[name] != digest(buffer)}
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def _config(engine: Engine, budget: int) -> dict[str, Any]:
+    model = plain_model(engine.root)
+    model_config = getattr(model, "config", None)
+    not_the_bases = {*engine.fresh_names, *engine.dense_names, VALUES}
+    dtypes = {
+        str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in engine.root.named_parameters()
+        if name not in not_the_bases and parameter.is_floating_point()
+    }
+    schedule = engine.schedule
+    return {
+        "base_model_name_or_path": _base_name(model_config),
+        "base_model_revision": getattr(model_config, "_commit_hash", None),
+        "base_dtypes": sorted(dtypes),
+        "architecture": type(model).__name__,
+        "model_config": _head_config(model_config) if engine.dense_names else {},
+        "strategy": engine.strategy.to_dict(),
+        "budget": budget,
+        "schedule": {"shape": schedule.shape, "every": schedule.every, "until": schedule.until},
+        "steps": engine.steps,
+        "steps_done": engine.step,
+        **record_extensions(engine.root),
+    }
+
+
+def _base_name(model_config: Any) -> str | None:
+    """The base's id on the hub, or its folder's full path: elsewhere a relative one could pass for somebody's id."""
+    name = getattr(model_config, "_name_or_path", None) or None
+    return str(Path(name).absolute()) if name is not None and Path(name).is_dir() else name
+
+
+def _head_config(model_config: Any) -> dict[str, Any]:
+    """What has to be known, beside the base's own config, to build a transformers model with a new head."""
+    labels = getattr(model_config, "id2label", None)
+    if not isinstance(labels, dict) or not labels:
+        return {}
+    head: dict[str, Any] = {"num_labels": len(labels)}
+    if any(label != f"LABEL_{index}" for index, label in labels.items()):
+        head["id2label"] = {str(index): str(label) for index, label in labels.items()}
+    if problem_type := getattr(model_config, "problem_type", None):
+        head["problem_type"] = str(problem_type)
+    return head

@@ -1,0 +1,214 @@
+"""The optimizers' steps as the engines of sparsified models see them: one hook before and one after all of them.
+
+    before    an optimizer that was meant for a sparsified model, but does not hold its flat delta, is refused
+    after     the engine whose flat delta the optimizer holds counts the step and writes the weights
+
+Steps may be nested: SAM, for one, calls the step of another optimizer. The innermost one is counted. A step that an
+interrupt cut off after it had moved the values is counted when the model is used next.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sparsify.common.interrupts import uninterrupted
+from sparsify.errors import SparsifyError
+from sparsify.training.flat_delta import SparseValues
+
+
+class Listener(Protocol):
+    """An engine that is told of steps."""
+
+    @property
+    def values(self) -> SparseValues:
+        """The flat delta, which an optimizer has to hold to train the model."""
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a backward pass has run since the last step that was counted."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be asked at all: not in the middle of a copy, or in one that failed."""
+
+    def has_frozen(self, ids: set[int]) -> bool:
+        """Whether a parameter with one of these ids is one that it has frozen, or a flat delta that was replaced."""
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer has moved the flat delta."""
+
+    def refresh(self) -> None:
+        """Brings the weights in step with the flat delta."""
+
+
+class _Step:
+    """A step that has begun.
+
+    Attributes:
+        depth: number of frames on the stack as it began; a step within it has more.
+        counted: the listeners that have counted it, or one within it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, depth: int, *, has_closure: bool) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.depth = depth
+        self.has_closure = has_closure
+        self.counted: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+class _Steps(threading.local):
+    """The steps of this thread that have begun and not ended, the outermost first; those that failed are among them."""
+
+    def __init__(self) -> None:
+        self.begun: list[_Step] = []
+
+    def begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        depth = _depth_of_stack()
+        self.begun = [step for step in self.begun if step.depth < depth]  # the others have failed
+        self.begun.append(_Step(optimizer, depth, has_closure=has_closure))
+
+    def end(self, optimizer: torch.optim.Optimizer) -> _Step | None:
+        while self.begun:
+            step = self.begun.pop()
+            if step.optimizer() is optimizer:
+                return step
+        return None
+
+
+_LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
+_HOOKS: list[Any] = []
+_STEPS = _Steps()
+_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
+
+STEPPED = "was to step after a backward pass of a sparsified model"
+UNHELD = (
+    "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
+    "trains there; it holds weights that sparsify() has frozen, which get no gradient, or a flat delta that was "
+    "replaced since (load_state_dict(assign=True)). Make it after sparsify(), from all parameters that require grad: "
+    "{optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() comes before "
+    "prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
+)
+
+
+def listen(listener: Listener) -> None:
+    """Tells an engine of steps from now on, for as long as it lives; one that is half made is passed over."""
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
+    _LISTENERS.add(listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Tells an engine of no step any more."""
+    _LISTENERS.discard(listener)
+
+
+def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether an optimizer trains a parameter."""
+    return any(held is parameter for held in _parameters(optimizer))
+
+
+def check_held(listener: Listener, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ``SparsifyError`` where the one optimizer that there is does not hold the listener's flat delta."""
+    if not holds(optimizer, listener.values):
+        raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when="is to train a sparsified model"))
+
+
+def has_uncounted_step(listener: Listener) -> bool:
+    """Whether a step of the listener's optimizer was cut off, or is about to be counted.
+
+    To be asked where the flat delta has moved. A step with a closure is left alone: the model runs within it.
+    """
+    for step in _STEPS.begun:
+        optimizer, may_be_counted = step.optimizer(), not step.has_closure and listener not in step.counted
+        if optimizer is not None and may_be_counted and holds(optimizer, listener.values):
+            return True
+    return False
+
+
+def forget_uncounted_steps(listener: Listener) -> None:
+    """Drops such steps: they failed before anything had moved."""
+    _STEPS.begun = [step for step in _STEPS.begun if step.has_closure or listener in step.counted]
+
+
+def note_counted(listener: Listener) -> None:
+    """The steps that have begun are not to be counted again by this listener."""
+    for step in _STEPS.begun:
+        step.counted.add(listener)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _LISTENERS or torch.compiler.is_dynamo_compiling():
+        return
+    held = {id(parameter) for parameter in _parameters(optimizer)}
+    listeners = _whole_listeners()
+    for listener in listeners:
+        values = listener.values
+        is_suspect = listener.awaits_step and id(values) not in held and listener.has_frozen(held)
+        if is_suspect and not any(holds(other, values) for other in _others()):
+            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
+    if any(id(listener.values) in held for listener in listeners):
+        _OPTIMIZERS.add(optimizer)
+        _STEPS.begin(optimizer, has_closure=any(argument is not None for argument in (*args[1:], *kwargs.values())))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _LISTENERS:
+        return
+    with uninterrupted():  # until here the step has begun and not ended, so it is counted later
+        step = None if torch.compiler.is_dynamo_compiling() else _STEPS.end(optimizer)
+        held = {id(parameter) for parameter in _parameters(optimizer)}
+        errors = []
+        for listener in _whole_listeners():
+            values = listener.values
+            if id(values) not in held or values.grad is None or _skipped(optimizer):
+                continue
+            try:
+                if step is not None and listener in step.counted:
+                    listener.refresh()
+                else:
+                    listener.optimizer_stepped()
+            except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
+                errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _whole_listeners() -> list[Listener]:
+    return [listener for listener in list(_LISTENERS) if listener.is_whole]
+
+
+def _others() -> Iterator[torch.optim.Optimizer]:
+    """The optimizers there are: first those that are known, then all."""
+    yield from list(_OPTIMIZERS)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):  # isinstance() would wake up lazy objects
+            _OPTIMIZERS.add(thing)
+            yield thing
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    groups = getattr(optimizer, "param_groups", ())  # one whose __init__ has failed has none
+    return (parameter for group in groups for parameter in group["params"])
+
+
+def _depth_of_stack() -> int:
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer was told by GradScaler to leave the parameters alone."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)

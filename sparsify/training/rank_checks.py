@@ -1,0 +1,131 @@
+"""Whether all ranks train the same thing: what must be alike on them, as one number for each part of it.
+
+In: an engine on every rank. Out: nothing, or the same error on all of them, which names the parts and the remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparsify.common.ranks import BEGIN, END, Ranks
+from sparsify.common.shards import is_shard
+from sparsify.delta.entries import digest
+from sparsify.errors import SparsifyError
+from sparsify.masked.index_buffers import IndexBuffers
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.selection.topk import Winners
+from sparsify.training.export import Engine as Exportable
+
+SAMPLED = 4096  # entries of each tensor that stand for all of them
+
+_SEED = (
+    "Seed before the model is built (torch.manual_seed on every rank), since a new head is drawn at random; give every "
+    "rank the same calibration batches; call sparsify() first and wrap the model in DistributedDataParallel afterwards."
+)
+_SETTINGS = "Call sparsify() with the same arguments, and set the same steps, on every rank."
+_AVERAGE = (
+    "Every rank took a step of its own: wrap the model in DistributedDataParallel after sparsify(), and call the "
+    "wrapper, so that gradients are averaged; load the same state on every rank."
+)
+REMEDIES = {
+    "settings": _SETTINGS,
+    "step": _SETTINGS,
+    "candidates": _SETTINGS,
+    "flat delta": _AVERAGE,  # before the weights, which are written from it
+    "weights": _SEED,
+    "unmasked entries": _SEED,
+    "base values": _SEED,
+}
+
+
+class Engine(Exportable, Protocol):
+    """What has to be alike on all ranks."""
+
+    seed: int
+    sync_mode: str
+    ranks: Ranks
+    buffers: IndexBuffers
+
+    @property
+    def values(self) -> Tensor: ...
+
+
+def check_agreement(engine: Engine) -> None:
+    """Compares this rank with all others; to be called on all of them.
+
+    Raises:
+        SparsifyError: on all ranks, when they differ.
+    """
+    parts = _parts(engine)
+    names = [tensor.name for tensor in engine.tensors]
+    headers = engine.ranks.headers(BEGIN, list(parts.values()), names, engine.values.device)
+    if differing := [
+        part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()
+    ]:
+        raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
+
+
+def agree_on_winners(engine: Engine, winners: Winners, finite: Tensor) -> bool:
+    """Whether all ranks saw finite gradients only; checks that all chose the same entries and hold the same delta.
+
+    Args:
+        engine: at the end of its backward pass.
+        winners: what this rank chose.
+        finite: bool scalar: whether this rank's gradients were.
+
+    Raises:
+        SparsifyError: on all ranks, when they differ.
+    """
+    bits = engine.values.detach().view(torch.int32).sum(dtype=torch.int64)
+    order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
+    own = torch.stack([finite.long(), (winners.ids * order).sum(), bits]).tolist()
+    names = [tensor.name for tensor in engine.tensors]
+    everyone, chosen, delta = engine.ranks.headers(END, own, names, engine.values.device).unbind(1)
+    if (delta != delta[0]).any():
+        raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
+    if not everyone.all():
+        return False
+    if (chosen != chosen[0]).any():
+        raise SparsifyError(
+            "the ranks chose different entries from the same gradients, so their weights are not the same or their "
+            "hardware rounds differently; sparsify.integrations.distributed.check_ranks(model) tells which."
+        )
+    return True
+
+
+def _parts(engine: Engine) -> dict[str, int]:
+    buffers, schedule = engine.buffers, engine.schedule
+    settings = [engine.strategy.to_dict(), schedule.shape, schedule.every, schedule.until, engine.steps]
+    settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode]
+    counts = [tensor.count for tensor in engine.tensors]
+    return {
+        "settings": _number(repr(settings)),
+        "step": engine.step,
+        "candidates": _number(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors])),
+        "flat delta": _number(repr(_digests([engine.values.detach()]))),
+        "weights": _number(repr([_sample(tensor) for tensor in engine.tensors])),
+        "unmasked entries": _number(repr((counts, _digests([buffers.all_indices, buffers.all_slots])))),
+        "base values": _number(repr(_digests([buffers.all_base]))),
+    }
+
+
+def _sample(tensor: MaskedTensor) -> str:
+    if is_shard(tensor.parameter):
+        return "sharded"  # there is only one
+    flat = tensor.weight.reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLED)]
+    return digest(sample.clone())  # numpy would keep FSDP2 from freeing what it looked at
+
+
+def _digests(tensors: Sequence[Tensor]) -> list[str]:
+    return [digest(tensor) for tensor in tensors]
+
+
+def _number(text: str) -> int:
+    """63 bits of a digest."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,234 @@
+"""The settings of a run: kept in its state dict, compared when that is loaded, and extended on request.
+
+In: the engine of a sparsified model. Out: the settings as a tensor, since checkpoints hold nothing else; an error where
+a state dict was saved with other settings; or a longer flat delta, with the optimizer's state for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.errors import SparsifyError
+from sparsify.masked.index_buffers import COUNTS, INDICES, IndexBuffers
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.strategies.budget import resolve_budget, resolve_capacity
+from sparsify.strategies.importance import Random
+from sparsify.strategies.schedules import Schedule
+from sparsify.strategies.strategy import Given, Increment, Repeat, Strategy
+from sparsify.training.flat_delta import VALUES, SparseValues
+
+SETTINGS = "sparse_settings"
+_EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
+_SIZE = 512  # bytes, with the spaces at the end: copies of a model are alike though one of them knows its steps later
+
+
+class Engine(Protocol):
+    """What has settings."""
+
+    root: nn.Module
+    tensors: list[MaskedTensor]
+    buffers: IndexBuffers
+    strategy: Strategy
+    schedule: Schedule
+    budget: int
+    steps: int | None
+    seed: int
+    extended_at: int
+
+    @property
+    def values(self) -> SparseValues: ...
+    @property
+    def unmasked(self) -> int: ...
+    @property
+    def selected(self) -> bool: ...
+    @property
+    def sharded(self) -> bool: ...
+
+
+def settings_of(engine: Engine) -> dict[str, Any]:
+    """The settings that a run depends on once it has begun, in JSON types.
+
+    How entries were chosen before training is not among them beyond the strategy: a state dict has the entries.
+    """
+    strategy, schedule = engine.strategy, engine.schedule
+    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": _candidates(engine.tensors)}
+    if isinstance(strategy.selection, Increment):
+        settings["schedule"] = {"name": schedule.shape, "every": schedule.every, "until": schedule.until}
+        settings["steps"] = engine.steps
+    if isinstance(strategy.selection, Repeat):
+        settings["capacity"] = engine.values.numel()
+    if isinstance(strategy.importance, Random) and isinstance(strategy.selection, (Increment, Repeat)):
+        settings["seed"] = engine.seed
+    return settings
+
+
+def pack_settings(engine: Engine) -> Tensor:
+    """(n,) uint8: the settings as JSON, and how many entries were unmasked when the run was last extended."""
+    text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
+    return torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
+
+
+def record_settings(engine: Engine) -> Tensor:
+    """Writes the settings, some of which become known late, into the buffer that the root's state dict has."""
+    packed = engine.root._buffers[SETTINGS] = pack_settings(engine)
+    return packed
+
+
+def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Raises where a state dict was saved with other settings than the engine's.
+
+    Args:
+        engine: of the model that it is to be loaded into; only read.
+        state: those of the root's own tensors that the state dict has, by name. One of an earlier version, without
+            settings, is only checked for its size.
+
+    Returns:
+        The settings that it was saved with; empty where they are not known.
+
+    Raises:
+        SparsifyError: names each setting that differs, as it was saved and as it is here.
+    """
+    saved = _unpacked(state[SETTINGS]) if SETTINGS in state else {}
+    own: dict[str, Any] = json.loads(json.dumps(settings_of(engine), default=str))
+    differing = [name for name in own if name in saved and saved[name] != own[name]]
+    if "steps" in differing and None in (saved["steps"], own["steps"]):
+        differing.remove("steps")  # not known yet
+    if differing:
+        raise SparsifyError(
+            f"the state dict was saved with {_listed(saved, differing)}, and this model is sparsified with "
+            f"{_listed(own, differing)}; nothing was loaded. {_remedy(saved, own, differing)}"
+        )
+    if VALUES in state and state[VALUES].numel() != engine.values.numel():
+        raise SparsifyError(
+            f"the state dict has a flat delta of {state[VALUES].numel():,} numbers, and this model one of "
+            f"{engine.values.numel():,}; nothing was loaded. Call sparsify() with the budget of the saved run, and for "
+            "repeat-S with its steps or capacity."
+        )
+    buffers = engine.buffers
+    own_set = {COUNTS: engine.root._buffers[COUNTS], INDICES: buffers.all_indices}
+    if isinstance(engine.strategy.selection, Given) and not all(
+        own is not None and torch.equal(state[name].to(own), own) for name, own in own_set.items() if name in state
+    ):
+        raise SparsifyError(
+            "the state dict was saved with another given set of entries than this model is sparsified with; nothing "
+            "was loaded. Pass sparsify() the set of the saved run."
+        )
+    return saved
+
+
+def adopt_settings(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Takes over from a checked state dict what the engine does not know."""
+    if engine.steps is None:
+        engine.steps = saved.get("steps")
+    engine.extended_at = saved.get(_EXTENDED, 0)
+
+
+def plan_extension(engine: Engine, budget: int | float | None, steps: int | None) -> tuple[int, int | None, int]:
+    """The budget, steps and capacity of an extended run; everything is checked, nothing changed.
+
+    Raises:
+        SparsifyError: when the run cannot be extended, or not in this way.
+    """
+    if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
+        raise SparsifyError(
+            f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. For "
+            "a larger budget start afresh, or on top of what was learned: SparseDelta.from_model(model).apply(base), "
+            "then sparsify(base, ...)."
+        )
+    if engine.selected:
+        raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
+    new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, engine.tensors)
+    new_steps = engine.steps if steps is None else steps
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
+        raise SparsifyError(f"extend(steps={steps!r}); expected the planned number of optimizer steps, an int.")
+    if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
+        raise SparsifyError(
+            f"extend(budget={budget!r}, steps={steps!r}) of a run with budget={engine.budget:,} and "
+            f"steps={engine.steps}; expected no less of either."
+        )
+    capacity = resolve_capacity(new_budget, engine.strategy, engine.schedule, new_steps, engine.tensors)
+    capacity = max(capacity, engine.values.numel())
+    if engine.sharded and capacity > engine.values.numel():
+        raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
+    return new_budget, new_steps, capacity
+
+
+def check_holds(optimizer: torch.optim.Optimizer, values: Tensor) -> None:
+    """Raises ``SparsifyError`` where an optimizer does not hold the flat delta."""
+    if not any(parameter is values for group in optimizer.param_groups for parameter in group["params"]):
+        raise SparsifyError(
+            f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that trains it, or none and make a "
+            "new one afterwards."
+        )
+
+
+@torch.no_grad()
+def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+    """Gives the root a flat delta with room for more entries; the new numbers and their optimizer state are zero."""
+    old = engine.values
+    new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
+    engine.root._parameters[VALUES] = new
+    engine.buffers.make_room(capacity)
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+    if old in optimizer.state:
+        state = optimizer.state.pop(old)
+        optimizer.state[new] = {
+            name: _padded(value, capacity) if isinstance(value, Tensor) and value.shape == old.shape else value
+            for name, value in state.items()
+        }
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(size - tensor.numel())])
+
+
+def _candidates(tensors: Sequence[MaskedTensor]) -> str:
+    """The masked tensors, as short as they can be told from others."""
+    names = repr([(tensor.name, tuple(tensor.shape)) for tensor in tensors])
+    total = sum(tensor.numel for tensor in tensors)
+    return f"{len(tensors)} tensors of {total:,} entries, digest {hashlib.sha256(names.encode()).hexdigest()[:12]}"
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    try:
+        saved = json.loads(bytes(packed.to(torch.uint8).flatten().tolist()))
+    except (ValueError, RecursionError):
+        saved = None
+    numbers = [saved.get(name) for name in ("budget", "steps", _EXTENDED)] if isinstance(saved, dict) else [False]
+    if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
+        raise SparsifyError(
+            f"`{SETTINGS}` of the state dict is damaged: it does not hold the settings of a run. Nothing was loaded."
+        )
+    return dict(saved)
+
+
+def _listed(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={_shown(settings[name])}" for name in names)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"({value})" if isinstance(value, str) else str(value)
+    options = ", ".join(f"{name}={option!r}" for name, option in value.items() if name != "name")
+    return f"{value.get('name')}({options})" if options else str(value.get("name"))
+
+
+def _remedy(saved: Mapping[str, Any], own: Mapping[str, Any], differing: Sequence[str]) -> str:
+    remedy = "Call sparsify() with the settings of the saved run"
+    kind = own["selection"]["name"]
+    wanted = {name: own[name] for name in ("budget", "steps") if name in differing and own[name] > saved[name]}
+    extends = kind in (Increment.name, Repeat.name) and set(differing) <= {"capacity", *wanted}
+    if not extends:
+        return remedy + ("." if "candidates" not in differing else ", target_modules and modules_to_save among them.")
+    arguments = ", ".join(f"{name}={number}" for name, number in wanted.items()) or "steps=..."
+    return f"{remedy}; then, to train on with more, get_unmasker(model).extend({arguments})."

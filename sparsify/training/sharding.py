@@ -1,0 +1,88 @@
+"""A sparsified model under FSDP2: what its engine does beyond training on several ranks.
+
+flat delta    whole on every rank, out of FSDP2's hands (``ignored_params``), so the engine averages its gradient
+weights       whole in forward and backward, written to in their shards, each rank its own rows
+base values   of new entries: read after the backward pass, when the weights are back in their shards; the copies in
+              a forward pass may be rounded (``MixedPrecisionPolicy``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, reshard, take_own
+from sparsify.errors import SparsifyError
+from sparsify.masked.index_buffers import IndexBuffers
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.training.flat_delta import VALUES
+
+
+class Engine(Protocol):
+    """What is sharded."""
+
+    root: nn.Module
+    tensors: list[MaskedTensor]
+    buffers: IndexBuffers
+    ranks: Ranks
+
+    @property
+    def values(self) -> Tensor: ...
+
+
+def check_sharding(engine: Engine) -> None:
+    """Raises where ``fully_shard`` was called in a way that cannot work; before the first forward under it."""
+    root = engine.root
+    if packed := [tensor.name for tensor in engine.tensors if tensor.packed]:
+        raise SparsifyError(f"`{packed[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
+    for module, name, parameter in _managed(root):
+        if module is root and name == VALUES:
+            raise SparsifyError(
+                f"fully_shard() has sharded the flat delta, and would round it and its gradient with a mixed "
+                f"precision policy. Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with "
+                "accelerate: sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules."
+            )
+        check_shards(name, parameter)
+
+
+def check_root(engine: Engine) -> None:
+    """Raises where some of a model is sharded, but not the model itself."""
+    if num_ranks() == 1 or is_fully_sharded(engine.root):
+        return
+    sharded = [tensor.name for tensor in engine.tensors if is_shard(tensor.parameter)]
+    sharded += [name for name, module in engine.root.named_modules() if is_fully_sharded(module)]
+    if sharded:
+        raise SparsifyError(
+            f"`{sharded[0]}` is sharded, but not the model that was sparsified; call fully_shard() on its blocks and "
+            f"then on the very model that was given to sparsify(), with ignored_params={{model.{VALUES}}}."
+        )
+
+
+def read_base(engine: Engine, first: int) -> None:
+    """Sets the base values of the entries from slot ``first`` on to their weights, which must still have them.
+
+    On all ranks, after a backward pass.
+    """
+    reshard(engine.root)
+    buffers, values = engine.buffers, engine.values.detach()
+    pending = buffers.all_slots >= first
+    parts = []
+    for tensor, own in zip(engine.tensors, buffers.split(pending), strict=True):
+        read = take_own(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
+        parts.append(read if is_shard(tensor.parameter) or engine.ranks.is_first else torch.zeros_like(read))
+    buffers.set_base(pending, engine.ranks.sum_(torch.cat(parts)))
+
+
+def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The parameters that FSDP2 shards: module, name in it, and this rank's part."""
+    for module in root.modules():
+        if is_fully_sharded(module):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for group in groups:
+                for sharded in group.fsdp_params if group is not None else ():
+                    yield sharded._module_info.module, sharded._module_info.param_name, sharded.sharded_param

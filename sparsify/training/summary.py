@@ -1,0 +1,242 @@
+"""What a sparsified model looks like: how much is unmasked, where, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
+
+from torch import nn
+
+from sparsify.common.names import find_engine
+from sparsify.common.quantized import true_sizes
+from sparsify.common.ranks import num_ranks
+from sparsify.selection.counters import Work
+from sparsify.strategies.strategy import PRESETS, Dense, Given, Repeat, Strategy
+from sparsify.training.engine import Unmasker
+from sparsify.training.flat_delta import VALUES
+from sparsify.training.verification import Verification
+
+TENSORS_SHOWN = 10
+FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
+
+
+@dataclass(frozen=True)
+class Full:
+    """What strategy "full" trains of a model, which has no engine.
+
+    Attributes:
+        strategy: with ``Dense``.
+        names: parameters that are trained as candidates.
+        dense_names: parameters of ``modules_to_save``.
+        frozen_names: parameters that required grad before and are frozen.
+    """
+
+    strategy: Strategy
+    names: tuple[str, ...]
+    dense_names: tuple[str, ...]
+    frozen_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The state of a sparsified model in numbers; ``print(summary(model))``, or a notebook, lays them out.
+
+    Attributes:
+        strategy: which entries are unmasked.
+        budget: how many entries may be, in all; under strategy "full" all candidates, which count as unmasked.
+        unmasked: how many are so far; for repeat-S, how many ever were.
+        num_candidates: entries that may be selected.
+        num_parameters: entries of the whole model, dense and frozen ones included.
+        num_dense: entries trained dense (``modules_to_save``), apart from the budget.
+        step: optimizer steps done; 0 under strategy "full", which counts none.
+        steps: optimizer steps planned; ``None`` when not known.
+        counts: unmasked entries by tensor name.
+        sizes: entries by tensor name.
+        verification: whether the model is what it should be; ``None`` where nobody asked.
+        updates: entry updates so far, the unmasked entries summed over the steps.
+        state_bytes: bytes that the flat delta and the index buffers add to the model.
+        ranks: processes that train together.
+        sent_bytes: bytes that this rank has sent to choose the same entries as the others; averaging the gradient of
+            the flat delta comes on top.
+        last_work: entries that the last step looked at to choose, by the way it took; on this rank.
+        total_work: entries that all steps did since ``sparsify()``.
+    """
+
+    strategy: Strategy
+    budget: int
+    unmasked: int
+    num_candidates: int
+    num_parameters: int
+    num_dense: int
+    step: int
+    steps: int | None
+    updates: int
+    state_bytes: int
+    counts: dict[str, int] = field(repr=False)
+    sizes: dict[str, int] = field(repr=False)
+    verification: Verification | None = None
+    ranks: int = 1
+    sent_bytes: int = 0
+    last_work: Work = field(default_factory=Work)
+    total_work: Work = field(default_factory=Work)
+
+    @property
+    def static_updates(self) -> int:
+        """Entry updates that a static mask of the whole budget would have made in the same steps."""
+        return self.budget * self.step
+
+    @property
+    def tensor_sparsity(self) -> float:
+        """Share of the tensor parameters with no unmasked entry."""
+        return tensor_sparsity(self.counts)
+
+    @property
+    def selection_entropy(self) -> float:
+        """-sum p log p in nats, with p each tensor's unmasked share, normalised over the tensors."""
+        return selection_entropy(self.counts, self.sizes)
+
+    def __str__(self) -> str:
+        lines = [f"{label:<18} {value}" for label, value in self._rows()]
+        return "\n".join(lines + self._tensor_lines())
+
+    def _repr_html_(self) -> str:
+        """A small table, which a notebook shows in place of the text."""
+        shown, more = self._unmasked_most()
+        rows = self._rows() + ([("unmasked most", "")] if shown else [])
+        rows += [(name, f"{count:,} ({count / self.sizes[name]:.4%})") for name, count in shown]
+        rows += [("...", f"and {more:,} more tensors")] if more else []
+        left = 'style="text-align: left"'  # notebooks align to the right
+        cells = (f"<th {left}>{escape(label)}</th><td {left}>{escape(value)}</td>" for label, value in rows)
+        return f"<table>{''.join(f'<tr>{pair}</tr>' for pair in cells)}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        if isinstance(self.strategy.selection, Dense):
+            return [
+                ("strategy", "full"),
+                ("trained", f"{self.budget:,} of {self.num_parameters:,} ({self.budget / self.num_parameters:.4%})"),
+                ("trained dense", f"{self.num_dense:,} in modules_to_save" if self.num_dense else "nothing"),
+            ]
+        rows = [
+            ("strategy", strategy_name(self.strategy)),
+            ("step", f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")),
+            (
+                "budget",
+                f"{self.budget:,} of {self.num_candidates:,} candidates ({self.budget / self.num_candidates:.4%})",
+            ),
+            (
+                "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked",
+                f"{self.unmasked:,} ({self.unmasked / self.budget:.1%} of the budget)",
+            ),
+            ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
+            ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
+            ("selection entropy", f"{self.selection_entropy:.4f}"),
+            ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
+            ("state", f"{self.state_bytes:,} bytes"),
+        ]
+        if self.total_work != Work():
+            rows.append(("last step", str(self.last_work)))
+        if self.ranks > 1:
+            rows.append(("sent to choose", f"{self.sent_bytes:,} bytes by this one of {self.ranks} ranks"))
+        if self.verification is not None:
+            rows.append(("verified" if self.verification.ok else "NOT verified", str(self.verification)))
+        return rows
+
+    def _unmasked_most(self) -> tuple[list[tuple[str, int]], int]:
+        """The tensors with most unmasked entries, each with their number, and how many more tensors have any."""
+        if isinstance(self.strategy.selection, Dense):
+            return [], 0  # all are trained whole
+        ranked = sorted((-count, name) for name, count in self.counts.items() if count)
+        return [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]], max(0, len(ranked) - TENSORS_SHOWN)
+
+    def _tensor_lines(self) -> list[str]:
+        shown, more = self._unmasked_most()
+        if not shown:
+            return []
+        width = max(len(name) for name, _ in shown)
+        lines = [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
+        return ["unmasked most:", *lines, *([f"  ... and {more:,} more tensors"] if more else [])]
+
+
+def tensor_sparsity(counts: Mapping[str, int]) -> float:
+    """Share of the tensors that have no unmasked entry, from the unmasked entries by tensor name."""
+    return sum(count == 0 for count in counts.values()) / len(counts)
+
+
+def selection_entropy(counts: Mapping[str, int], sizes: Mapping[str, int]) -> float:
+    """-sum p log p in nats, from unmasked and all entries by tensor name; p is count / size, normalised to sum 1."""
+    shares = [count / sizes[name] for name, count in counts.items() if count]
+    total = sum(shares)
+    # + 0.0 turns the -0.0 of a single tensor into 0.0
+    return -sum(share / total * math.log(share / total) for share in shares) + 0.0
+
+
+def strategy_name(strategy: Strategy) -> str:
+    """The preset's name, where the strategy is one, with its parts."""
+    if isinstance(strategy.selection, Given):
+        return "a given set"
+    parts = f"{strategy.importance!r}, {strategy.selection!r}"
+    names = [name for name, preset in PRESETS.items() if preset == strategy]
+    return f"{names[0]} ({parts})" if names else parts
+
+
+def summarize(engine: Unmasker, model: nn.Module, *, verify: bool = False) -> Summary:
+    """The summary of an engine's model; ``model`` is that, or holds it."""
+    engine.settle()
+    counts = {tensor.name: tensor.count for tensor in engine.tensors}
+    parameters = dict(engine.root.named_parameters())
+    return Summary(
+        strategy=engine.strategy,
+        budget=engine.budget,
+        unmasked=sum(counts.values()),
+        num_candidates=sum(tensor.num_candidates for tensor in engine.tensors),
+        num_parameters=num_parameters(engine.root),
+        num_dense=sum(parameters[name].numel() for name in engine.dense_names if name in parameters),
+        step=engine.step,
+        steps=engine.steps,
+        updates=engine.updates,
+        state_bytes=engine.values.nbytes + engine.buffers.nbytes,
+        counts=counts,
+        sizes={tensor.name: tensor.numel for tensor in engine.tensors},
+        verification=engine.verify(model) if verify else None,
+        ranks=num_ranks(),
+        sent_bytes=engine.ranks.bytes_sent,
+        last_work=engine.counters.last,
+        total_work=replace(engine.counters.total),
+    )
+
+
+def find_full(model: nn.Module) -> tuple[nn.Module, Full] | None:
+    """The module that strategy "full" trains, also within wrappers, and what of it; ``None`` for any other model."""
+    if find_engine(model) is not None:
+        return None
+    return next(((module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)), None)
+
+
+def summarize_full(root: nn.Module, full: Full) -> Summary:
+    """The summary of a model that strategy "full" trains."""
+    parameters = dict(root.named_parameters())
+    sizes = {name: parameters[name].numel() for name in full.names if name in parameters}
+    return Summary(
+        strategy=full.strategy,
+        budget=sum(sizes.values()),
+        unmasked=sum(sizes.values()),
+        num_candidates=sum(sizes.values()),
+        num_parameters=num_parameters(root),
+        num_dense=sum(parameters[name].numel() for name in full.dense_names if name in parameters),
+        step=0,
+        steps=None,
+        updates=0,
+        state_bytes=0,
+        counts=sizes,
+        sizes=sizes,
+    )
+
+
+def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
+    """Entries of the model, the flat delta apart; or only what an optimizer trains, the flat delta included."""
+    if trainable:
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sizes = true_sizes(model)
+    return sum(sizes[parameter] for name, parameter in model.named_parameters() if name.rsplit(".", 1)[-1] != VALUES)

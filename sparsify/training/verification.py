@@ -1,0 +1,147 @@
+"""Proof that training touched nothing but what it should have: digests of the base at ``sparsify()``, and now.
+
+A digest is taken of a tensor with its pretrained values back at the unmasked entries, so that it is the same before and
+after training if, and only if, the frozen entries and the kept base values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.common.shards import whole
+from sparsify.delta.entries import digest, put
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.strategies.strategy import Increment, Repeat
+from sparsify.training.export import Engine as Exportable
+from sparsify.training.export import Unheld, find_unheld
+from sparsify.training.flat_delta import VALUES
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a verification found.
+
+    Attributes:
+        num_frozen: entries that should not have changed.
+        changed: tensors in which some of them did.
+        recast: tensors that are in another dtype than at ``sparsify()``, so that nothing can be said of them.
+        unmasked: number of unmasked entries.
+        expected: number that the schedule says; for repeat-S the number of slots in use.
+        unheld: what trains, or did, and is in no delta.
+        passes_without_step: backward passes that ran though no optimizer step has ever been counted.
+    """
+
+    num_frozen: int
+    changed: tuple[str, ...]
+    recast: tuple[str, ...]
+    unmasked: int
+    expected: int
+    unheld: Unheld
+    passes_without_step: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether frozen entries are bit-equal to the base, the counts are the plan's, and a delta holds all else."""
+        counts = self.unmasked == self.expected and not self.passes_without_step
+        return counts and not (self.changed or self.recast or str(self.unheld))
+
+    def __str__(self) -> str:
+        found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
+        problems = [
+            f"{len(names)} tensors {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for names, what in found
+            if names
+        ]
+        if self.unmasked != self.expected:
+            problems.append(
+                f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (entries without a "
+                "gradient wait for one)"
+            )
+        if self.passes_without_step:
+            problems.append(
+                f"{self.passes_without_step:,} backward passes ran, and no optimizer step was counted: the optimizer "
+                "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
+                "steps)"
+            )
+        if str(self.unheld):
+            problems.append(str(self.unheld))
+        return "; ".join(problems) or (
+            f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
+        )
+
+
+class Engine(Exportable, Protocol):
+    """What is verified: what can be exported, and knows how far it should be."""
+
+    extended_at: int
+
+    @property
+    def selected(self) -> bool:
+        """Whether the step in progress has had its selection."""
+
+    @property
+    def passes(self) -> int:
+        """Backward passes since the last optimizer step."""
+
+
+def digest_base(
+    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str]
+) -> dict[str, tuple[torch.dtype, str]]:
+    """Dtype and digest of every parameter that has a base and ordinary memory, by name.
+
+    Args:
+        model: before training, or after.
+        tensors: those masked.
+        dense_names: parameters without a base.
+    """
+    masked = {tensor.name: tensor for tensor in tensors}
+    left_out = {*dense_names, VALUES}
+    digests = {}
+    for name, parameter in model.named_parameters():
+        tensor = masked.get(name)
+        if tensor is not None and tensor.parameter is not parameter:
+            tensor = None  # replaced since, and the entries are another parameter's
+        if tensor is not None and tensor.packed:
+            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
+        elif name not in left_out and not parameter.is_meta and type(values := whole(parameter)) is Tensor:
+            digests[name] = (parameter.dtype, digest(_base(values, tensor)))
+    return digests
+
+
+def verify(engine: Engine, model: nn.Module) -> Verification:
+    """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
+    now = digest_base(engine.root, engine.tensors, engine.dense_names)
+    parameters = dict(engine.root.named_parameters())
+    before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
+    recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
+    changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
+    entries = sum(sizes[name] for name in before)
+    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
+    unheld = find_unheld(engine, model)
+    return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
+
+
+def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
+    if tensor is None or not tensor.count:
+        return weight
+    return put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
+
+
+def _expected(engine: Engine) -> int:
+    """Number of entries that are to be unmasked by now."""
+    if isinstance(engine.strategy.selection, Repeat):
+        return engine.unmasked  # it depends on the gradients how many were ever chosen
+    if not isinstance(engine.strategy.selection, Increment):
+        return engine.budget
+    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
+    if engine.steps is None or not begun:
+        return 0
+    target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
+    return max(target, engine.extended_at)  # with more steps the schedule may have to catch up with what there was
