@@ -134,8 +134,9 @@ def sparsify(
         check_given_budget(budget, selected.numel())
         engine.budget = capacity = selected.numel()
     else:
-        engine.budget = resolve_budget(budget, strategy, engine.tensors)
-        capacity = resolve_capacity(engine.budget, strategy, schedule, steps, engine.tensors)
+        candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
+        engine.budget = resolve_budget(budget, strategy, candidates)
+        capacity = resolve_capacity(engine.budget, strategy, schedule, steps, candidates)
     engine.fresh_names = find_fresh(model, fresh_modules, targets.saved)
     check_new(engine.tensors, strategy, engine.fresh_names)
     with redrawn(model, find_draws(model, engine.fresh_names, fresh, seed)) as engine.draws:

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from sparsify.bench.memory import peak_bytes
 from sparsify.bench.run import conditions
+from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import INDEX_NAME, Checkpoint
-from sparsify.delta.entries import TensorDelta, digest
+from sparsify.delta.entries import TensorDelta
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.bench.shapes import BERTS
-from sparsify.delta.entries import digest
+from sparsify.common.raw_bits import digest
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 
 SIGMA = 1.0  # of the logarithm of a layer's density; the densest of BERT-base's has some ten times the median's

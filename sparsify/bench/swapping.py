@@ -24,7 +24,8 @@ from torch import nn
 from sparsify.bench.memory import added_bytes
 from sparsify.bench.run import conditions
 from sparsify.bench.settings import DTYPES
-from sparsify.delta.entries import TensorDelta, digest
+from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import TensorDelta
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.extras import require
-from sparsify.delta.entries import TRANSPOSED
+
+TRANSPOSED = "(transposed)"  # ends a quantization whose weight is the transpose of the one that was quantized
 
 EXTRA = "quantized"
 _BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT, _TORCHAO = "Params4bit", "Int8Params", "torchao"

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import base_tensor, open_base
-from sparsify.delta.entries import KINDS, TensorDelta, as_bits, digest, same_values
+from sparsify.delta.entries import KINDS, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import Edit, check_not_drawn, plan_entries, warn_of_casts
 from sparsify.delta.quantized_delta import OverlaidWeight, overlaid

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparsify.common.names import check_plain
+from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import TensorDelta, digest
+from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import (
     check_dtype,

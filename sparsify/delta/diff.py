@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
-from sparsify.delta.entries import DTYPES, TensorDelta, as_bits, digest, same_values
+from sparsify.delta.entries import DTYPES, TensorDelta
 from sparsify.delta.patch_plan import check_has_values, own_copy
 from sparsify.errors import BaseMismatchError, SparsifyError
 

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from sparsify.common.raw_bits import put
 from sparsify.delta.check import check_checkpoint, trained_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
-from sparsify.delta.entries import TensorDelta, put
+from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
 from sparsify.errors import SparsifyError

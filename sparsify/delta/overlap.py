@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sparsify.common.raw_bits import same_values
 from sparsify.delta.algebra import change
 from sparsify.delta.checkpoint.reader import base_tensor, open_base
-from sparsify.delta.entries import same_values
 from sparsify.delta.patch_plan import check_not_drawn, plan_entries, warn_of_casts
 from sparsify.delta.quantized_delta import overlaid
 from sparsify.delta.sparse_delta import SparseDelta

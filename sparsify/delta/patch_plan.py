@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import named_tensors, near_names
-from sparsify.delta.entries import DTYPES, TRANSPOSED, TensorDelta, as_bits, digest, put
+from sparsify.common.quantized import TRANSPOSED
+from sparsify.common.raw_bits import as_bits, digest, put
+from sparsify.delta.entries import DTYPES, TensorDelta
 from sparsify.delta.quantized_delta import OverlaidWeight, overlaid
 from sparsify.errors import BaseMismatchError, SparsifyError
 

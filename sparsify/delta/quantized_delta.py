@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized, quantized_weight, unreadable
-from sparsify.delta.entries import as_bits, put
+from sparsify.common.raw_bits import as_bits, put
 from sparsify.errors import BaseMismatchError
 
 BUFFERS = ("overlay_indices", "overlay_base", "overlay_values")  # (k,) each: positions, what was there, what is there

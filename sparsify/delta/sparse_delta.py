@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain, find_engine
+from sparsify.common.raw_bits import digest, same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta.algebra import Summable
 from sparsify.delta.diff import diff
-from sparsify.delta.entries import TensorDelta, digest, same_entries, same_values
+from sparsify.delta.entries import TensorDelta, same_entries
 from sparsify.delta.exchange import Exchange, find_file
 from sparsify.delta.format import CONFIG_NAME, FILE_NAME
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY

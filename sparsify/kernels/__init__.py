@@ -18,13 +18,6 @@ from importlib.util import find_spec
 
 import torch
 
-AHEAD = ("cuda",)  # types of devices that the host runs ahead of
-
-
-def runs_ahead(device: torch.device) -> bool:
-    """Whether the host runs ahead of a device, so that reading a number from it means waiting for all its work."""
-    return device.type in AHEAD
-
 
 def has_triton(device: torch.device) -> bool:
     """Whether Triton is installed and can run kernels there; its interpreter (``TRITON_INTERPRET=1``) runs anywhere."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels import has_triton, runs_ahead
+from sparsify.common.devices import runs_ahead
+from sparsify.kernels import has_triton
 from sparsify.kernels.cpu import sddmm as native_sddmm
 from sparsify.kernels.cpu.library import library
 

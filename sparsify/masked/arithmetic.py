@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsify.common.devices import runs_ahead
 from sparsify.common.ranks import num_ranks
-from sparsify.kernels import runs_ahead
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, as_matrix, sum_rows
 

@@ -12,7 +12,7 @@ from typing import Any
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, LinearFP4, LinearNF4
 from torch import Tensor
 
-from sparsify.delta.entries import same_values
+from sparsify.common.raw_bits import same_values
 from sparsify.masked.quantized import MaskedQuantized
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.devices import upload
+
 COUNTS = "sparse_counts"
 INDICES, SLOTS, BASE = PER_ENTRY = ("sparse_indices", "sparse_slots", "sparse_base")
 BUFFERS = (COUNTS, *PER_ENTRY)
@@ -166,11 +168,6 @@ class IndexBuffers:
         buffer = self._root._buffers[name]
         assert buffer is not None
         return buffer
-
-
-def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """(n,) int64: numbers of the host on a device, without waiting for what the device has to do before."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def padded(state: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:

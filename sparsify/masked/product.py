@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels import runs_ahead
+from sparsify.common.devices import runs_ahead
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.recompute import lasting

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
-from sparsify.delta.entries import put
+from sparsify.common.raw_bits import put
 from sparsify.errors import SparsifyError
 from sparsify.masked.arithmetic import autocast_dtype, without_autocast
 from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked, masked_tensors

@@ -14,9 +14,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from sparsify.common.devices import runs_ahead
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.errors import SparsifyError
-from sparsify.kernels import runs_ahead
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import Search

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsify.kernels import runs_ahead
+from sparsify.common.devices import runs_ahead
 from sparsify.kernels.threshold import reaching
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection.context import Search

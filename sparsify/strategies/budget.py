@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.importance import Bias
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Repeat, Strategy
 
 
-def resolve_budget(budget: int | float | None, strategy: Strategy, tensors: Sequence[MaskedTensor]) -> int:
+def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
     """The budget as a number of entries.
 
     Args:
         budget: a number of entries, a share of the candidates, or ``None``.
         strategy: any that selects.
-        tensors: the candidates.
+        candidates: how many candidates each tensor has, by name.
 
     Raises:
         SparsifyError: when it is neither, or there are not as many candidates.
     """
     importance: Any = strategy.importance
-    covered = [tensor for tensor in tensors if importance.uses_gradient or importance.covers(tensor.name)]
-    available = sum(tensor.num_candidates for tensor in covered)
+    available = sum(n for name, n in candidates.items() if importance.uses_gradient or importance.covers(name))
     if available == 0:
-        raise SparsifyError(f"{importance} finds no entry among the {len(tensors)} candidate tensors.")
+        raise SparsifyError(f"{importance} finds no entry among the {len(candidates)} candidate tensors.")
     if budget is None:
         if isinstance(importance, Bias):
             return available
@@ -65,7 +63,7 @@ def check_given_budget(budget: int | float | None, given: int) -> None:
 
 
 def resolve_capacity(
-    budget: int, strategy: Strategy, schedule: Schedule, steps: int | None, tensors: Sequence[MaskedTensor]
+    budget: int, strategy: Strategy, schedule: Schedule, steps: int | None, candidates: Mapping[str, int]
 ) -> int:
     """Length of the flat delta: the budget, or for repeat-S all that its steps can touch.
 
@@ -82,8 +80,7 @@ def resolve_capacity(
             f"{selection} needs room for every entry that it may touch; pass steps= (optimizer steps, not batches), "
             "or Repeat(capacity=...)."
         )
-    available = sum(tensor.num_candidates for tensor in tensors)
-    capacity = min(available, selection.capacity or budget * (steps or 0))
+    capacity = min(sum(candidates.values()), selection.capacity or budget * (steps or 0))
     if capacity < budget:
         raise SparsifyError(f"{selection} has less room than the budget of {budget:,} entries; raise its capacity.")
     return capacity

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.devices import upload
 from sparsify.common.initializers import Draw
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks
 from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import BUFFERS, IndexBuffers, upload
+from sparsify.masked.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.counters import Counters
 from sparsify.strategies.schedules import Schedule

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from sparsify.adapters.extensions import record_extensions
 from sparsify.common.initializers import Draw
 from sparsify.common.names import plain_model, plain_name
+from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import is_shard, whole
-from sparsify.delta.entries import digest, put
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor

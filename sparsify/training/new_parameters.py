@@ -17,9 +17,10 @@ from torch import nn
 
 from sparsify.common.initializers import Draw, recognise
 from sparsify.common.names import plain_model, plain_name
+from sparsify.common.raw_bits import digest
 from sparsify.delta import hub
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import DTYPES, digest
+from sparsify.delta.entries import DTYPES
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
 

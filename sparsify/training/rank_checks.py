@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsify.common.ranks import BEGIN, END, Ranks
+from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
-from sparsify.delta.entries import digest
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor

@@ -144,7 +144,8 @@ def plan_extension(engine: Engine, budget: int | float | None, steps: int | None
         )
     if engine.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
-    new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, engine.tensors)
+    candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
+    new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, candidates)
     new_steps = engine.steps if steps is None else steps
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"extend(steps={steps!r}); expected the planned number of optimizer steps, an int.")
@@ -153,7 +154,7 @@ def plan_extension(engine: Engine, budget: int | float | None, steps: int | None
             f"extend(budget={budget!r}, steps={steps!r}) of a run with budget={engine.budget:,} and "
             f"steps={engine.steps}; expected no less of either."
         )
-    capacity = resolve_capacity(new_budget, engine.strategy, engine.schedule, new_steps, engine.tensors)
+    capacity = resolve_capacity(new_budget, engine.strategy, engine.schedule, new_steps, candidates)
     capacity = max(capacity, engine.values.numel())
     if engine.sharded and capacity > engine.values.numel():
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import whole
-from sparsify.delta.entries import digest, put
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.export import Engine as Exportable

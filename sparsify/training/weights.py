@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.devices import runs_ahead
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks
 from sparsify.common.shards import is_fully_sharded, is_shard, reshard
 from sparsify.errors import SparsifyError
-from sparsify.kernels import runs_ahead
 from sparsify.kernels.scatter import sync
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor

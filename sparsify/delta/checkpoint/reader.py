@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.common.names import check_plain, named_tensors, near_names
+from sparsify.common.raw_bits import same_values
 from sparsify.delta.checkpoint.conversion import Conversion
 from sparsify.delta.checkpoint.fused_layout import Layout
-from sparsify.delta.entries import same_values
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
 WEIGHTS_NAME = "model.safetensors"

@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.common.names import tied_names
+from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base
-from sparsify.delta.entries import DTYPES, TensorDelta, digest
+from sparsify.delta.entries import DTYPES, TensorDelta
 from sparsify.delta.format import DeltaFile
 from sparsify.delta.patch_plan import counted, plan_whole
 from sparsify.delta.peft.base import Base, inside

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsify.delta.entries import as_bits
-from sparsify.masked.index_buffers import upload
+from sparsify.common.devices import upload
+from sparsify.common.raw_bits import as_bits
 
 BLOCK = 1024  # entries of a program
 

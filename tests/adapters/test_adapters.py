@@ -1,0 +1,568 @@
+"""Bottleneck adapters: where they are, what they compute, what of them is trained, and how they are kept."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+import transformers as hf
+from architectures import WIDTH, build
+from oracle import DenseOracle, unmasked_sets
+from requirements import needs_transformers_5
+from torch import nn
+
+from sparsify import MaskedLinear, SparsifyError, desparsify, sparsify
+from sparsify.adapters import Adapter, AdapterConfig, add_adapters, load_adapters, remove_adapters, save_adapters
+
+KINDS = ["pfeiffer", "houlsby"]
+FACTOR, BUDGET, STEPS, RATE = 4, 60, 3, 0.05
+BERT_PLACES = {"pfeiffer": ["output.adapters"], "houlsby": ["attention.output.adapters", "output.adapters"]}
+LLAMA_PLACES = {
+    "pfeiffer": ["output_adapters.adapters"],
+    "houlsby": ["attention_adapters.adapters", "output_adapters.adapters"],
+}
+# architecture -> a layer's name, and the names of AdapterHub's adapters in each
+LAYERS = {
+    "bert": ("bert.encoder.layer.{}", BERT_PLACES),
+    "roberta": ("roberta.encoder.layer.{}", BERT_PLACES),
+    "deberta-v2": ("deberta.encoder.layer.{}", BERT_PLACES),
+    "electra": ("electra.encoder.layer.{}", BERT_PLACES),
+    "llama": ("model.layers.{}", LLAMA_PLACES),
+    "mistral": ("model.layers.{}", LLAMA_PLACES),
+    "qwen2": ("model.layers.{}", LLAMA_PLACES),
+    "qwen3": ("model.layers.{}", LLAMA_PLACES),
+    "gemma": ("model.layers.{}", LLAMA_PLACES),
+    "mixtral": ("model.layers.{}", LLAMA_PLACES),
+    "qwen2-moe": ("model.layers.{}", LLAMA_PLACES),
+    "gpt-oss": ("model.layers.{}", LLAMA_PLACES),
+}
+T5_PLACES = {
+    "pfeiffer": [f"encoder.block.{i}.layer.1" for i in range(2)] + [f"decoder.block.{i}.layer.2" for i in range(2)],
+    "houlsby": [f"encoder.block.{i}.layer.{j}" for i in range(2) for j in (0, 1)]
+    + [f"decoder.block.{i}.layer.{j}" for i in range(2) for j in (0, 2)],
+}
+SHAPES = {
+    "adapter_down.0.weight": (WIDTH // FACTOR, WIDTH),
+    "adapter_down.0.bias": (WIDTH // FACTOR,),
+    "adapter_up.weight": (WIDTH, WIDTH // FACTOR),
+    "adapter_up.bias": (WIDTH,),
+}
+FIVE = ["bert", "roberta", "deberta-v2", "t5", "llama"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_architecture = pytest.mark.parametrize("name", FIVE)
+mixtral = pytest.param("mixtral", marks=needs_transformers_5("4 calls the experts of a layer something else"))
+every_layout = pytest.mark.parametrize("name", [*(name if name != "mixtral" else mixtral for name in LAYERS), "t5"])
+
+
+def with_adapters(name, kind="pfeiffer", dtype=torch.float64, **options):
+    """An architecture with adapters that are large enough to matter, and its batches."""
+    model, batches = build(name, dtype)
+    add_adapters(model, kind, FACTOR, **options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for adapter in adapters_of(model):
+            for parameter in adapter.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model, batches
+
+
+def adapters_of(model):
+    return [module for module in model.modules() if isinstance(module, Adapter)]
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+# ------------------------------------------------------------------------------------------------ places
+
+
+def places(name, kind):
+    if name == "t5":
+        return [f"{place}.adapters" for place in T5_PLACES[kind]]
+    layer, inside = LAYERS[name]
+    return [f"{layer.format(i)}.{place}" for i in range(2) for place in inside[kind]]
+
+
+@every_kind
+@every_layout
+def test_parameters_have_adapterhubs_names_and_shapes(name, kind):
+    model, _ = build(name)
+    before = {key: value.shape for key, value in model.state_dict().items()}
+    assert add_adapters(model, kind, FACTOR) is model
+    added = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in before}
+    assert added == {f"{place}.default.{key}": SHAPES[key] for place in places(name, kind) for key in SHAPES}
+    assert before.items() <= {key: value.shape for key, value in model.state_dict().items()}.items()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("pfeiffer", 894_528), ("houlsby", 1_789_056)])
+def test_a_bert_base_has_as_many_parameters_as_in_adapterhub(kind, count):
+    with torch.device("meta"):
+        model = hf.BertModel(hf.BertConfig())
+    add_adapters(model, kind)
+    assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == count
+
+
+@pytest.mark.parametrize(("factor", "bottleneck"), [(16, 48), (7, 109), (0.5, 1536), (2.5, 307), (10_000, 1)])
+def test_a_bottleneck_is_rounded_down_and_never_empty(factor, bottleneck):
+    assert AdapterConfig("houlsby", factor).bottleneck(768) == bottleneck
+
+
+def test_cross_attention_of_a_bert_decoder_has_an_adapter_of_its_own():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    config = hf.BertConfig(vocab_size=8, **sizes, is_decoder=True, add_cross_attention=True)
+    model = add_adapters(hf.BertModel(config), "houlsby", FACTOR)
+    assert hasattr(model.encoder.layer[0].crossattention.output, "adapters")
+    assert len(adapters_of(model)) == 3
+
+
+def test_weights_start_small_and_biases_at_zero():
+    torch.manual_seed(0)
+    adapter = Adapter(768, AdapterConfig("pfeiffer", 2))
+    for projection in (adapter.adapter_down[0], adapter.adapter_up):
+        assert projection.weight.std().item() == pytest.approx(0.02, rel=0.02)
+        assert projection.bias.count_nonzero() == 0
+
+
+# --------------------------------------------------------------------------------------------- the forward
+
+
+def bottleneck(adapter, x, activation):
+    down, up = adapter.adapter_down[0], adapter.adapter_up
+    return nn.functional.linear(activation(nn.functional.linear(x, down.weight, down.bias)), up.weight, up.bias)
+
+
+def test_pfeiffer_in_bert_sees_the_normalised_sum_and_is_added_before_the_norm():
+    model, _ = with_adapters("bert", "pfeiffer")
+    part = model.bert.encoder.layer[0].output
+    x, residual = torch.randn(2, 20, dtype=torch.float64), torch.randn(2, WIDTH, dtype=torch.float64)
+    plain_norm = copy.deepcopy(part.LayerNorm)
+    plain_norm._forward_pre_hooks.clear()
+    total = part.dense(x) + residual
+    expected = plain_norm(total + bottleneck(part.adapters.default, plain_norm(total), torch.relu))
+    torch.testing.assert_close(part(x, residual), expected)
+
+
+def test_houlsby_in_bert_sees_the_sublayers_output_and_is_added_before_the_residual():
+    model, _ = with_adapters("bert", "houlsby")
+    for part, width in [
+        (model.bert.encoder.layer[0].attention.output, WIDTH),
+        (model.bert.encoder.layer[1].output, 20),
+    ]:
+        x, residual = torch.randn(2, width, dtype=torch.float64), torch.randn(2, WIDTH, dtype=torch.float64)
+        hidden = part.dense(x)
+        change = bottleneck(part.adapters.default, hidden, nn.functional.silu)
+        torch.testing.assert_close(part(x, residual), part.LayerNorm(hidden + change + residual))
+
+
+def test_pfeiffer_in_t5_sees_the_sum_and_houlsby_the_sublayers_output():
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    for kind in KINDS:
+        model, _ = with_adapters("t5", kind)
+        part = model.encoder.block[0].layer[1]
+        hidden = part.DenseReluDense(part.layer_norm(x))
+        seen, activation = (hidden + x, torch.relu) if kind == "pfeiffer" else (hidden, nn.functional.silu)
+        torch.testing.assert_close(part(x), x + hidden + bottleneck(part.adapters.default, seen, activation))
+
+
+def test_pfeiffer_in_llama_sees_the_sum_and_houlsby_the_sublayers_output():
+    for kind in KINDS:
+        model, batches = with_adapters("llama", kind)
+        layer, seen = model.model.layers[0], {}
+        layer.post_attention_layernorm.register_forward_hook(
+            lambda _, args, output, seen=seen: seen.update(residual=args[0], normed=output)
+        )
+        layer.register_forward_hook(lambda *call, seen=seen: seen.update(output=call[2]))
+        model(**batches[0])
+        gate = layer.mlp.act_fn(layer.mlp.gate_proj(seen["normed"])) * layer.mlp.up_proj(seen["normed"])
+        hidden, residual = layer.mlp.down_proj(gate), seen["residual"]
+        given, activation = (hidden + residual, torch.relu) if kind == "pfeiffer" else (hidden, nn.functional.silu)
+        expected = residual + hidden + bottleneck(layer.output_adapters.adapters.default, given, activation)
+        torch.testing.assert_close(seen["output"], expected)
+
+
+@every_kind
+@every_layout
+def test_adapters_whose_up_projection_is_zero_leave_the_base_as_it_is(name, kind):
+    model, batches = build(name)
+    expected = logits(model, batches[0])
+    add_adapters(model, kind, FACTOR)
+    assert not torch.equal(logits(model, batches[0]), expected)
+    with torch.no_grad():
+        for adapter in adapters_of(model):
+            adapter.adapter_up.weight.zero_()
+    assert torch.equal(logits(model, batches[0]), expected)
+
+
+@needs_transformers_5("4 records what a layer's forward gives, before its hooks")
+def test_recorded_hidden_states_are_the_adapted_ones():
+    model, batches = build("llama")
+    inputs = {"input_ids": batches[0]["input_ids"], "output_hidden_states": True}
+    model(**inputs)  # transformers' hooks that record are made here
+    add_adapters(model, "pfeiffer", FACTOR)
+    recorded, seen = model(**inputs).hidden_states[1], []
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(**inputs)
+    assert torch.equal(recorded, seen[0])
+
+
+def test_an_adapter_in_float32_works_within_a_base_in_bfloat16():
+    model, batches = build("bert", torch.bfloat16)
+    add_adapters(model, "houlsby", FACTOR)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    for adapter in adapters_of(model):
+        adapter.float()
+    assert logits(model, batches[0]).dtype == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("bert", ["classifier.weight", "classifier.bias"]),
+        ("roberta", [f"classifier.{part}.{end}" for part in ("dense", "out_proj") for end in ("weight", "bias")]),
+        ("deberta-v2", [f"{part}.{end}" for part in ("pooler.dense", "classifier") for end in ("weight", "bias")]),
+        ("t5", []),
+        ("llama", []),
+    ],
+)
+def test_adapters_and_a_tasks_head_get_gradients_and_nothing_else(name, kind, heads):
+    model, batches = with_adapters(name, kind)
+    model(**batches[0]).loss.backward()
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {f"{place}.default.{key}" for place in places(name, kind) for key in SHAPES} | set(heads)
+    assert all(parameter.grad.count_nonzero() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_a_head_of_the_users_own_stays_trainable_and_a_frozen_one_frozen():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = build("bert")[0].bert
+            self.head, self.frozen = nn.Linear(WIDTH, 2), nn.Linear(2, 2).requires_grad_(False)
+
+    model = add_adapters(Classifier(), "pfeiffer", FACTOR)
+    assert [name for name in trainable(model) if "adapter" not in name] == ["head.weight", "head.bias"]
+
+
+@every_kind
+@every_architecture
+@pytest.mark.parametrize("with_head", [True, False])
+def test_id3_on_adapters_is_the_oracle_to_the_last_entry(name, kind, with_head):
+    base, batches = with_adapters(name, kind)
+    if not with_head:
+        for key, parameter in base.named_parameters():
+            parameter.requires_grad_(".adapters." in key)
+    dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), BUDGET, STEPS)
+    sparsify(sparse, BUDGET, "id3", steps=STEPS)
+    assert all(type(projection) is MaskedLinear for a in adapters_of(sparse) for projection in projections(a))
+    assert set(unmasked_sets(sparse)) == set(trainable(base))
+    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
+    for batch in batches:
+        loss, dense_loss = sparse(**batch).loss, dense(**batch).loss
+        torch.testing.assert_close(loss, dense_loss, rtol=1e-9, atol=1e-9)
+        oracle.step(dense_loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        unmasked = unmasked_sets(sparse)
+        assert unmasked == {key: oracle.unmasked_sets()[key] for key in unmasked}
+    assert sum(map(len, unmasked.values())) == BUDGET
+    weights = dict(sparse.named_parameters())
+    for key, parameter in dense.named_parameters():
+        torch.testing.assert_close(weights[key].detach(), parameter.detach(), rtol=1e-9, atol=1e-9)
+
+
+def projections(adapter):
+    return adapter.adapter_down[0], adapter.adapter_up
+
+
+@every_kind
+def test_norms_that_are_trained_beside_the_adapters_are_the_oracles(kind):
+    base, batches = with_adapters("bert", kind)
+    for module in base.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.requires_grad_(True)
+    dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), 300, STEPS)
+    sparsify(sparse, 300, "id3", steps=STEPS)
+    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
+    for batch in batches:
+        oracle.step(dense(**batch).loss)
+        optimizer.zero_grad()
+        sparse(**batch).loss.backward()
+        optimizer.step()
+        unmasked = unmasked_sets(sparse)
+        assert unmasked == {key: oracle.unmasked_sets()[key] for key in unmasked}
+    assert any(indices for key, indices in unmasked.items() if key.endswith("output.LayerNorm.weight"))
+
+
+@every_kind
+@every_architecture
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_gradients_are_the_same_under_activation_checkpointing(name, kind, is_sparse):
+    gradients = []
+    for checkpointing in (False, True):
+        model, batches = with_adapters(name, kind)
+        if is_sparse:
+            sparsify(model, BUDGET, "id3", steps=1)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model(**batches[0]).loss.backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
+
+
+# ------------------------------------------------------------------------------------- copies, files, removal
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def torch_saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_kind
+@every_architecture
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, torch_saved])
+def test_a_copy_has_adapters_of_its_own(name, kind, make_copy):
+    model, batches = with_adapters(name, kind)
+    expected = logits(model, batches[0])
+    twin = make_copy(model)
+    assert torch.equal(logits(twin, batches[0]), expected)
+    with torch.no_grad():
+        for adapter in adapters_of(twin):
+            adapter.adapter_up.weight.add_(1)
+    assert torch.equal(logits(model, batches[0]), expected)
+    assert not torch.equal(logits(twin, batches[0]), expected)
+
+
+@every_kind
+@every_architecture
+def test_a_state_dict_is_loaded_into_a_fresh_model(name, kind):
+    model, batches = with_adapters(name, kind)
+    fresh, _ = build(name, seed=5)
+    add_adapters(fresh, kind, FACTOR).load_state_dict(model.state_dict())
+    assert torch.equal(logits(fresh, batches[0]), logits(model, batches[0]))
+
+
+@every_kind
+@every_architecture
+def test_saved_adapters_are_loaded_onto_a_fresh_base(name, kind, tmp_path):
+    model, batches = with_adapters(name, kind, adapter_name="mrpc")
+    save_adapters(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter.safetensors"}
+    fresh, _ = build(name)
+    assert load_adapters(fresh, tmp_path) is fresh
+    assert torch.equal(logits(fresh, batches[0]), logits(model, batches[0]))
+    assert trainable(fresh) == trainable(model)
+
+
+def test_a_sparsified_models_adapters_are_saved_as_they_were_trained(tmp_path):
+    model, batches = with_adapters("bert", "houlsby")
+    sparsify(model, BUDGET, "id3", steps=1, target_modules=["adapter_down.0", "adapter_up"])
+    optimizer = torch.optim.SGD([model.sparse_values], 1.0)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    save_adapters(model, tmp_path)
+    fresh = load_adapters(build("bert")[0], tmp_path)
+    assert torch.equal(logits(fresh, batches[0]), logits(model, batches[0]))
+    assert not torch.equal(logits(with_adapters("bert", "houlsby")[0], batches[0]), logits(model, batches[0]))
+
+
+@every_kind
+@every_architecture
+def test_removed_adapters_leave_nothing_behind(name, kind):
+    model, batches = build(name)
+    keys, expected = list(model.state_dict()), logits(model, batches[0])
+    modules = [key for key, _ in model.named_modules()]
+    assert remove_adapters(add_adapters(model, kind, FACTOR)) is model
+    assert list(model.state_dict()) == keys
+    assert [key for key, _ in model.named_modules()] == modules
+    assert torch.equal(logits(model, batches[0]), expected)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert len(adapters_of(add_adapters(model, kind, FACTOR))) == len(places(name, kind))
+
+
+# ------------------------------------------------------------------------------------ modules that are named
+
+
+def test_adapters_go_after_modules_that_the_user_names(tmp_path):
+    model, batches = build("gpt2")
+    expected = logits(model, batches[0])
+    add_adapters(model, "houlsby", FACTOR, target_modules=r"transformer\.h\.\d\.mlp")
+    assert len(adapters_of(model)) == 2
+    assert trainable(model)[0] == "transformer.h.0.mlp.adapters.default.adapter_down.0.weight"
+    adapted = logits(model, batches[0])
+    assert not torch.equal(adapted, expected)
+    save_adapters(model, tmp_path)
+    assert torch.equal(logits(load_adapters(build("gpt2")[0], tmp_path), batches[0]), adapted)
+    assert torch.equal(logits(remove_adapters(model), batches[0]), expected)
+
+
+def test_a_model_of_the_users_own_takes_adapters_after_its_linear_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x, (first, _, last) = torch.randn(3, 4), model
+    hidden = first(x)
+    add_adapters(model, reduction_factor=2, target_modules=["0"])
+    adapter = first.adapters.default
+    torch.testing.assert_close(model(x), last(torch.relu(hidden + bottleneck(adapter, hidden, torch.relu))))
+    assert trainable(model) == [f"0.adapters.default.{key}" for key in SHAPES]
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def untouched(model, call, match):
+    """Runs a call that has to fail, and to leave the model as it is."""
+    before = {key: (value.clone(), value.requires_grad) for key, value in model.named_parameters()}
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    with pytest.raises(SparsifyError, match=match):
+        call()
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    for key, (value, requires_grad) in before.items():
+        assert torch.equal(after[key], value)
+        assert after[key].requires_grad == requires_grad
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kind": "seq_bn"}, "kind='seq_bn' is no kind of adapter; expected houlsby or pfeiffer"),
+        ({"reduction_factor": 0}, "reduction_factor=0; expected a number of at least 1/1024"),
+        ({"reduction_factor": -2}, "reduction_factor=-2; expected a number of at least 1/1024"),
+        ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
+        ({"reduction_factor": float("nan")}, "reduction_factor=nan; expected"),
+        ({"reduction_factor": True}, "reduction_factor=True; expected"),
+        ({"reduction_factor": "16"}, "reduction_factor='16'; expected"),
+        ({"adapter_name": "a.b"}, "adapter_name='a.b' cannot be part of a parameter's name"),
+        ({"adapter_name": ""}, "adapter_name='' cannot be"),
+        ({"adapter_name": "keys"}, "adapter_name='keys' cannot be"),
+        ({"target_modules": ["no_such"]}, "target_modules: 'no_such' matches no module of the model"),
+    ],
+)
+def test_a_bad_argument_is_named_and_nothing_is_changed(options, match):
+    model, _ = build("bert")
+    untouched(model, lambda: add_adapters(model, **options), match)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "vit", "mamba"])
+def test_an_unknown_architecture_is_told_what_is_known_and_what_to_do(name):
+    model, _ = build(name)
+    known = r"no layer that adapters are known for: those of BERT \(RoBERTa, .*\), T5 .* and Llama .*"
+    untouched(model, lambda: add_adapters(model), known + r"target_modules=\['mlp'\]")
+
+
+def test_a_stack_of_which_some_layers_are_unknown_is_refused():
+    model, _ = build("qwen3")
+    model.model.layers[1].linear_attn = nn.Linear(2, 2)
+    match = r"1 of the 2 layers in 'model.layers' are of a kind .* number 1, a Qwen3DecoderLayer; .*target_modules="
+    untouched(model, lambda: add_adapters(model), match)
+
+
+def test_a_target_without_hidden_states_is_refused():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    untouched(
+        model, lambda: add_adapters(model, target_modules=["0"]), "'0' is an nn.Sequential, .* name its last module"
+    )
+    untouched(
+        model, lambda: add_adapters(model, target_modules=["1"]), "the size of what '1', a ReLU, gives is not known"
+    )
+
+
+def test_a_model_with_adapters_takes_no_second_ones():
+    model, _ = with_adapters("llama")
+    untouched(
+        model, lambda: add_adapters(model, "houlsby"), "LlamaForCausalLM has adapters already; call remove_adapters"
+    )
+
+
+def test_a_model_of_adapterhub_is_told_apart():
+    model, _ = build("bert")
+    model.adapters_config = object()
+    untouched(model, lambda: add_adapters(model), "was prepared by AdapterHub's `adapters`: call its model.add_adapter")
+
+
+def test_a_sparsified_model_keeps_its_modules():
+    model, _ = with_adapters("bert")
+    sparsify(model, BUDGET, "id3", steps=1)
+    untouched(model, lambda: remove_adapters(model), "is sparsified: adapters are put into a model before sparsify")
+    plain = sparsify(build("bert")[0], BUDGET, "id3", steps=1)
+    untouched(plain, lambda: add_adapters(plain), "is sparsified: adapters are put into a model before sparsify")
+    assert len(adapters_of(remove_adapters(desparsify(model)))) == 0
+
+
+@pytest.mark.parametrize("call", [remove_adapters, lambda model: save_adapters(model, "nowhere")])
+def test_a_model_without_adapters_has_none_to_give(call):
+    model, _ = build("bert")
+    untouched(model, lambda: call(model), "BertForSequenceClassification has no adapters; call add_adapters")
+
+
+def edited(folder, change):
+    """Changes the config in a folder."""
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c["config"].update(ln_before=True), "describes neither Houlsby nor Pfeiffer adapters"),
+        (lambda c: c["config"].update(non_linearity="gelu"), "describes neither Houlsby nor Pfeiffer adapters"),
+        (lambda c: c["config"].update(reduction_factor={"1": 8}), r"reduction_factor=\{'1': 8\}; expected a number"),
+        (lambda c: c["config"].update(reduction_factor=2), r"has the shape \(4, 16\), .* needs \(8, 16\)"),
+        (lambda c: c.update(name="other"), r"has no `bert.*\.other\.adapter_down\.0\.weight`, which .* needs \(near"),
+        (lambda c: c.update(target_modules="mlp"), "target_modules is 'mlp', expected a list of module names"),
+        (lambda c: c.update(target_modules=["bert.poler"]), "has no module 'bert.poler' .near: `bert.pooler`"),
+        (lambda c: c.clear(), "is no config of AdapterHub's bottleneck adapters"),
+    ],
+)
+def test_a_folder_of_other_adapters_is_refused_before_the_model_is_changed(change, match, tmp_path):
+    save_adapters(with_adapters("bert")[0], tmp_path)
+    edited(tmp_path, change)
+    model, _ = build("bert")
+    untouched(model, lambda: load_adapters(model, tmp_path), match)
+
+
+def test_adapters_of_another_architecture_and_missing_files_are_refused(tmp_path):
+    save_adapters(with_adapters("bert", "pfeiffer")[0], tmp_path)
+    llama, _ = build("llama")
+    untouched(llama, lambda: load_adapters(llama, tmp_path), "which LlamaForCausalLM needs")
+    (tmp_path / "adapter.safetensors").write_bytes(b"no tensors")
+    model, _ = build("bert")
+    untouched(
+        model, lambda: load_adapters(model, tmp_path), r"adapter\.safetensors cannot be read .*use_safetensors=True"
+    )
+    untouched(
+        model, lambda: load_adapters(model, tmp_path / "none"), "adapter_config.json cannot be read .no file of at most"
+    )
+
+
+def test_weights_that_have_no_place_are_refused(tmp_path):
+    save_adapters(with_adapters("bert", "houlsby")[0], tmp_path)
+    edited(tmp_path, lambda c: c["config"].update(mh_adapter=False, original_ln_before=True, non_linearity="relu"))
+    model, _ = build("bert")
+    untouched(model, lambda: load_adapters(model, tmp_path), "has `bert.*attention.*`, for which .* has no place")

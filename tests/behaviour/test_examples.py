@@ -1,0 +1,233 @@
+"""The examples run as their README says: on JSON Lines files, and on a GLUE task in a local folder."""
+
+import gzip
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+
+from sparsify import SparseDelta, load_model
+from sparsify.adapters import load_adapters
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MRPC = Path(os.environ.get("SPARSIFY_DATA", "")) / "mrpc"
+ROWS = [
+    {"text": text, "label": label}
+    for text, label in [("a fine film", 1), ("dull and far too long", 0), ("warm and funny", 1), ("a waste of time", 0)]
+] * 4
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports an example by name; afterwards all of them are forgotten."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    yield importlib.import_module
+    for path in EXAMPLES.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def main(example):
+    return example("text_classification").main
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Options that name a training and a validation file."""
+    train, validation = tmp_path / "train.jsonl.gz", tmp_path / "validation.jsonl"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    with gzip.open(train, "wt") as file:
+        file.write(lines)
+    validation.write_text(lines)
+    return ["--train-file", str(train), "--validation-file", str(validation), "--batch-size", "4"]
+
+
+def result_of(capsys):
+    """The JSON in the last line that was printed."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, capsys):
+    main([*files, "--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")])
+    result = result_of(capsys)
+    assert result["strategy"] == "id3"
+    assert result["entries"] == 200
+    assert len(result["epochs"]) == 2
+    assert 0 <= result["accuracy"] <= 1
+    delta = SparseDelta.load(tmp_path / "delta")
+    assert delta.num_entries == 200
+    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+
+
+def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path, capsys):
+    options = ["--steps", "1", "--rows", "8", "--modules-to-save", "--budget", "0.0001", "--lr-schedule", "constant"]
+    main([*files, *options, "--out", str(tmp_path / "delta")])
+    result = result_of(capsys)
+    assert result["entries"] == 2_271  # of 22,713,602
+    assert len(result["epochs"]) == 1
+    # the head is stored whole all the same: the base does not have it
+    assert set(SparseDelta.load(tmp_path / "delta").whole) == {"classifier.weight", "classifier.bias"}
+
+
+def test_full_fine_tuning_is_a_baseline_with_its_own_learning_rate(main, files, capsys):
+    main([*files, "--steps", "1", "--strategy", "full"])
+    result = result_of(capsys)
+    assert result["lr"] == 5e-5
+    assert "entries" not in result
+
+
+def test_a_task_without_its_files_is_an_error_that_says_where(main, tmp_path):
+    with pytest.raises(SystemExit, match=r"no train\.jsonl and validation\.jsonl"):
+        main(["--task", "mrpc", "--data", str(tmp_path)])
+
+
+def test_without_local_data_it_names_what_to_install(main, monkeypatch):
+    monkeypatch.delenv("SPARSIFY_DATA", raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit, match=r"set SPARSIFY_DATA or --data .* or `pip install datasets`"):
+        main(["--task", "mrpc"])
+
+
+@pytest.mark.skipif(not MRPC.is_dir(), reason="SPARSIFY_DATA names no folder with mrpc")
+def test_it_trains_on_a_local_glue_task(main, capsys):
+    main(["--task", "mrpc", "--rows", "32", "--steps", "2", "--budget", "500"])
+    result = result_of(capsys)
+    assert result["entries"] == 500
+    assert {"accuracy", "f1"} <= result.keys()
+
+
+@pytest.mark.parametrize("strategy", ["fish", "magnitude-increment", "d3-repeat"])
+def test_the_other_strategies_train(main, files, strategy):
+    result = main([*files, "--steps", "2", "--strategy", strategy, "--budget", "200"])
+    assert result["updates"] == (300 if strategy == "magnitude-increment" else 400)
+
+
+@pytest.fixture
+def compare(example, monkeypatch):
+    compare_strategies = example("compare_strategies")
+    ran = []
+    monkeypatch.setattr(compare_strategies.text_classification, "main", recorded(ran))
+    return compare_strategies.main, ran
+
+
+def recorded(ran, **more):
+    """A training that only notes its options."""
+
+    def main(arguments):
+        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        ran.append(options | more)
+        seed = int(options["--seed"])
+        return {"task": options["--task"], "strategy": options["--strategy"], "seed": seed, "entries": 10, "rows": 5,
+                "accuracy": 0.5 + seed / 10, "matthews": 0.25, "loss": 0.5}  # fmt: skip
+
+    return main
+
+
+def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(compare, tmp_path, capsys):
+    main, ran = compare
+    options = ["--results", str(tmp_path / "runs.jsonl"), "--strategies", "id3", "--lr", "0.002", "--seeds", "0"]
+    main([*options, "--tasks", "mrpc"])
+    assert [(run["--task"], run["--seed"], run["--rows"], run["--lr"]) for run in ran] == [
+        ("mrpc", "0", "1500", "0.002")
+    ]
+    main([*options, "2", "--tasks", "mrpc", "cola"])
+    assert [(run["--task"], run["--seed"]) for run in ran[1:]] == [("cola", "0"), ("mrpc", "2"), ("cola", "2")]
+    main([*options, "0", "--tasks", "rte", "--strategies", "full"])
+    assert "--lr" not in ran[-1], "full fine-tuning has a rate of its own"
+    main([*options, "2", "--tasks", "mrpc", "cola"])
+    table = capsys.readouterr().out.splitlines()
+    assert table[-1] == "| id3 | 10 | 60.0 ± 14.1 | 0.500 ± 0.000 | 25.0 ± 0.0 | 0.500 ± 0.000 |"
+
+
+def test_a_comparison_of_adapters_has_a_row_a_method(example, monkeypatch, tmp_path, capsys):
+    compare_adapters, ran = example("compare_adapters"), []
+    monkeypatch.setattr(compare_adapters.sparse_lora, "main", recorded(ran, adapter="lora"))
+    monkeypatch.setattr(compare_adapters.sparse_adapters, "main", recorded(ran, adapter="bottleneck"))
+    options = ["--results", str(tmp_path / "runs.jsonl"), "--tasks", "mrpc", "--methods", "LoRA", "ID3 + LoRA"]
+    compare_adapters.main([*options, "--seeds", "0"])
+    compare_adapters.main([*options, "SparseAdapter + Pfeiffer", "--seeds", "0", "--epochs", "1"])
+    assert [(run["adapter"], run["--strategy"], run.get("--budget"), run.get("--epochs")) for run in ran] == [
+        ("lora", "dense", None, None),
+        ("lora", "id3", "0.24", None),
+        ("bottleneck", "sparseadapter", "0.04", "1"),
+    ]
+    table = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split("|")[1].strip() for line in table] == ["LoRA", "ID3 + LoRA", "SparseAdapter + Pfeiffer"]
+
+
+def test_a_sparse_lora_is_a_plain_adapter_and_a_delta(example, files, tmp_path):
+    """Each of the two, put on a fresh base, gives the result that was printed; PEFT alone loads the adapter."""
+    text_classification, sparse_lora = example("text_classification"), example("sparse_lora")
+    result = sparse_lora.main([*files, "--steps", "6", "--lr", "0.01", "--budget", "200", "--out", str(tmp_path)])
+    assert (result["strategy"], result["entries"]) == ("id3", 200)
+    options = sparse_lora.parse_arguments(files)
+    task = text_classification.load_task(options)
+    adapter = PeftModel.from_pretrained(task.model, tmp_path / "adapter")
+    rebuilt = load_model(text_classification.model_path("MiniLM"), tmp_path / "delta")
+    for model in (adapter, rebuilt):
+        found = text_classification.evaluate(model, task.validation_loader, ("accuracy",))
+        assert found == {"accuracy": result["accuracy"], "loss": result["loss"]}
+
+
+def test_a_dense_lora_trains_every_entry_of_the_encoders_layers(example, files, tmp_path):
+    result = example("sparse_lora").main([*files, "--steps", "1", "--strategy", "dense", "--out", str(tmp_path)])
+    assert result["entries"] == result["updates"] == 331_776  # 6 layers of 8 (4 (384 + 384) + 2 (384 + 1536))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
+
+
+@pytest.mark.parametrize(("kind", "entries"), [("pfeiffer", 113_040), ("houlsby", 226_080)])
+def test_bottleneck_adapters_train_dense(example, files, kind, entries):
+    options = ["--steps", "1", "--strategy", "dense", "--kind", kind, "--reduction-factor", "16"]
+    assert example("sparse_adapters").main([*files, *options])["entries"] == entries
+
+
+def test_sparse_adapters_are_saved_as_adapters_and_as_a_delta(example, files, tmp_path):
+    text_classification, sparse_adapters = example("text_classification"), example("sparse_adapters")
+    result = sparse_adapters.main([*files, "--steps", "2", "--budget", "200", "--out", str(tmp_path)])
+    assert (result["strategy"], result["entries"]) == ("id3", 200)
+    task = text_classification.load_task(sparse_adapters.parse_arguments(files))
+    rebuilt = load_model(text_classification.model_path("MiniLM"), tmp_path / "delta")
+    found = text_classification.evaluate(rebuilt, task.validation_loader, ("accuracy",))
+    assert found == {"accuracy": result["accuracy"], "loss": result["loss"]}
+    adapted = dict(load_adapters(task.model, tmp_path / "adapter").named_parameters())
+    assert all(p.equal(adapted[name]) for name, p in rebuilt.named_parameters() if ".adapters." in name)
+
+
+def test_pruned_adapters_choose_by_gradients_beforehand(example, files):
+    result = example("sparse_adapters").main([*files, "--steps", "2", "--strategy", "sparseadapter"])
+    assert (result["entries"], result["updates"]) == (35_527, 71_054)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_several_ranks_train_one_delta(name, files, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [*command, str(EXAMPLES / f"{name}.py"), *files, *options],
+        capture_output=True, text=True, timeout=300, check=True, env=environment,
+    )  # fmt: skip
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 4)
+    assert "bytes by this one of 2 ranks" in run.stdout
+    delta = SparseDelta.load(tmp_path / "delta")
+    assert delta.num_entries == 200
+    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+
+
+def test_bfloat16_loses_updates_in_full_fine_tuning_and_not_in_the_delta(example, files, capsys):
+    results = example("bfloat16").main([*files, "--steps", "1", "--rows", "4", "--budget", "500"])
+    kinds = [(result["strategy"], result["dtype"]) for result in results]
+    assert kinds == [(strategy, dtype) for strategy in ("id3", "full") for dtype in ("float32", "bfloat16")]
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert all(
+        line.startswith(f"| {strategy} | {dtype} |") for line, (strategy, dtype) in zip(table, kinds, strict=True)
+    )
+    float32, bfloat16 = (result["moved"] for result in results[2:])
+    assert bfloat16 < float32

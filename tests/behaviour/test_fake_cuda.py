@@ -1,0 +1,115 @@
+"""Training on CUDA devices without a GPU: the CPU's results, streams that wait for each other, a host that does not.
+
+The devices are those of ``fake_cuda.py``, in the folder that SPARSIFY_FAKE_CUDA names or in ``../shared/fake_cuda``
+beside the repository. It takes the place of torch's CUDA, so every run is in one process of its own. It counts a race
+where a stream reads what another one wrote and was not waited for; full fine-tuning of the plain model is the control,
+since the devices show races of torch's own where several of them have streams that are not the default ones.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(os.environ.get("SPARSIFY_FAKE_CUDA") or ROOT.parent / "shared" / "fake_cuda")
+TORCH = "2.13"  # that its C++ was written for
+PLACES = ["default", "side", "two streams", "two devices", "side on two devices"]
+WAYS = ["accumulation", "checkpointing", "base weights", "deepcopy", "state dict"]
+FOR_EACH_PLACE = pytest.mark.parametrize("place", PLACES)
+FOR_EACH_STRATEGY = pytest.mark.parametrize("strategy", ["id3", "pafi"])
+
+
+def missing():
+    """What there is not, for the fake devices."""
+    if not (FOLDER / "fake_cuda.py").is_file():
+        return f"no fake_cuda.py in {FOLDER}; set SPARSIFY_FAKE_CUDA to its folder"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "no C++ compiler for the fake CUDA devices"
+    if torch.version.cuda is not None or not torch.__version__.startswith(TORCH):
+        return f"the fake CUDA devices need the CPU build of torch {TORCH}, and this is torch {torch.__version__}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def runs(which):
+    """What each run of a group did, by strategy, place and way."""
+    paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py", which],
+        env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "SPARSIFY_COSTS": "fixed"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = {tuple(result["run"]): result for result in map(json.loads, done.stdout.splitlines())}
+    errors = {run: result["error"] for run, result in results.items() if "error" in result}
+    assert not errors, "\n".join(f"{run}: {error}" for run, error in errors.items())
+    return results
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return runs("plain")
+
+
+@pytest.fixture(scope="module")
+def other():
+    return runs("other")
+
+
+def assert_as_on_the_cpu(results, strategy, place, way="plain"):
+    ours, reference = results[strategy, place, way], results[strategy, "cpu", way]
+    assert ours["sets"] == reference["sets"]
+    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+
+
+def assert_in_order(results, strategy, place, way="plain"):
+    """No race that full fine-tuning does not have."""
+    assert not Counter(results[strategy, place, way]["races"]) - Counter(results["full", place, "plain"]["races"])
+
+
+@FOR_EACH_STRATEGY
+@FOR_EACH_PLACE
+def test_losses_and_unmasked_sets_are_those_of_the_cpu(plain, strategy, place):
+    assert sum(map(len, plain[strategy, place, "plain"]["sets"].values())) == 60
+    assert_as_on_the_cpu(plain, strategy, place)
+
+
+@FOR_EACH_STRATEGY
+@FOR_EACH_PLACE
+def test_every_stream_waits_for_what_it_reads(plain, strategy, place):
+    assert_in_order(plain, strategy, place)
+
+
+@pytest.mark.parametrize("place", ["default", "side", "two streams", "two devices"])
+def test_the_control_has_no_race(plain, place):
+    assert not plain["full", place, "plain"]["races"]
+
+
+@FOR_EACH_STRATEGY
+@FOR_EACH_PLACE
+def test_streams_cost_the_host_no_wait(plain, strategy, place):
+    assert plain[strategy, place, "plain"]["waits"] == plain[strategy, "default", "plain"]["waits"]
+
+
+@FOR_EACH_STRATEGY
+@FOR_EACH_PLACE
+def test_nothing_is_left_on_a_device_once_the_model_is_gone(plain, strategy, place):
+    assert plain[strategy, place, "plain"]["left"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["side", "two devices"])
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_train_are_as_on_the_cpu(other, way, place):
+    assert_as_on_the_cpu(other, "id3", place, way)
+    assert_in_order(other, "id3", place, way)
+    assert other["id3", place, way]["left"] == 0

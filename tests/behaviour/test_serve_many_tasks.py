@@ -1,0 +1,264 @@
+"""The serving example: over real HTTP, each task's answers are those of its delta alone, whoever asks in between."""
+
+import copy
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+
+from sparsify import SparseDelta, SparsifyError, sparsify
+from sparsify.cli.demo.docstrings import Example
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXT = "a fine film dull and far too long warm funny waste of time"
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *TEXT.split()]
+TEXTS = ["a fine film", "dull and far too long", "warm and funny"]
+PAIRS = [["a fine film", "warm and funny"], ["a waste of time", "fine"]]
+LABELS = {"mood": 2, "topic": 3, "same": 2}  # how many each task has
+BUDGET = 120
+
+
+@pytest.fixture(scope="module")
+def examples():
+    sys.path.insert(0, str(EXAMPLES))
+    import serve_many_tasks
+    import serve_many_tasks_demo
+
+    yield serve_many_tasks, serve_many_tasks_demo
+    sys.path.remove(str(EXAMPLES))
+    for name in ("serve_many_tasks", "serve_many_tasks_demo", "text_classification"):
+        sys.modules.pop(name)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=32)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer):
+    """The folder of a tiny pretrained encoder, which has no head."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("base")
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=32, initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train(base, tokenizer, num_labels, seed, modules_to_save=("classifier",)):
+    torch.manual_seed(seed)
+    model = BertForSequenceClassification.from_pretrained(base, num_labels=num_labels)
+    sparsify(model, BUDGET, steps=3, modules_to_save=list(modules_to_save))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    for _ in range(3):
+        model(**batch, labels=torch.arange(len(TEXTS)) % num_labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return SparseDelta.from_model(model)
+
+
+@pytest.fixture(scope="module")
+def paths(base, tokenizer, tmp_path_factory):
+    """The deltas' folders; one is a single file."""
+    folder = tmp_path_factory.mktemp("deltas")
+    paths = {"mood": folder / "mood", "topic": folder / "topic.safetensors", "same": folder / "same"}
+    for seed, (name, num_labels) in enumerate(LABELS.items(), start=1):
+        train(base, tokenizer, num_labels, seed).save(paths[name])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def expected(base, paths, tokenizer):
+    """The scores of each task, for texts and for pairs, each from a base of its own with nothing but its delta."""
+    scores = {}
+    for name, path in paths.items():
+        model = BertForSequenceClassification.from_pretrained(base, num_labels=LABELS[name]).eval()
+        SparseDelta.load(path).apply(model)
+        for kind, columns in (("texts", [TEXTS]), ("pairs", [list(column) for column in zip(*PAIRS, strict=True)])):
+            with torch.no_grad():
+                scores[name, kind] = model(**tokenizer(*columns, padding=True, return_tensors="pt")).logits.softmax(-1)
+    return scores
+
+
+@pytest.fixture
+def tasks(examples, base, paths):
+    return examples[0].load(str(base), paths)
+
+
+@pytest.fixture
+def server(examples, tasks):
+    """The address, and a function that asks it."""
+    serve, demo = examples
+    with demo.served(serve.make_app(tasks)) as url:
+        yield url, demo.ask
+
+
+def check(answer, task, kind, expected):
+    scores = torch.tensor(answer["scores"])
+    torch.testing.assert_close(scores, expected[task, kind], atol=1e-6, rtol=0)
+    assert answer["task"] == task
+    assert answer["labels"] == expected[task, kind].argmax(-1).tolist()
+
+
+def body(task, kind):
+    return {"task": task, kind: TEXTS if kind == "texts" else PAIRS}
+
+
+def refused(ask, url, body):
+    """Status and text of the error that a request ends with."""
+    with pytest.raises(urllib.error.HTTPError) as error:
+        ask(f"{url}/predict", body)
+    return error.value.code, error.value.read().decode()
+
+
+def test_the_tasks_differ(expected):
+    assert (expected["mood", "texts"] - expected["same", "texts"]).abs().max() > 0.01
+    assert (expected["mood", "texts"][0] - expected["mood", "texts"][1]).abs().max() > 0.01
+
+
+def test_each_task_answers_as_its_delta_alone_would_on_a_base_of_its_own(server, expected):
+    url, ask = server
+    for task in ["mood", "topic", "topic", "same", "mood"]:
+        for kind in ("texts", "pairs"):
+            check(ask(f"{url}/predict", body(task, kind)), task, kind, expected)
+
+
+def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
+    url, ask = server
+    assert [ask(f"{url}/predict", body(task, "texts"))["swap_ms"] > 0 for task in ("mood", "mood", "same")] == [
+        True, False, True
+    ]  # fmt: skip
+    found = ask(f"{url}/tasks")
+    assert found["swaps"] == 2
+    assert found["median_swap_ms"] > 0
+    assert {name: task["active"] for name, task in found["tasks"].items()} == {
+        "mood": False, "topic": False, "same": True
+    }  # fmt: skip
+    assert all(task["entries"] == BUDGET for task in found["tasks"].values())
+    assert found["tasks"]["topic"]["bytes"] == paths["topic"].stat().st_size
+    assert found["tasks"]["mood"]["bytes"] == (paths["mood"] / "sparse_delta.safetensors").stat().st_size
+
+
+def test_requests_of_many_clients_at_once_do_not_meet(server, tasks, expected):
+    url, ask = server
+    generator = torch.Generator().manual_seed(0)
+    wanted = [
+        (list(LABELS)[int(torch.randint(3, (), generator=generator))], ("texts", "pairs")[i % 2]) for i in range(60)
+    ]
+    with ThreadPoolExecutor(8) as clients:
+        answers = clients.map(lambda one: ask(f"{url}/predict", body(*one)), wanted)
+        for (task, kind), answer in zip(wanted, answers, strict=True):
+            check(answer, task, kind, expected)
+    assert len(tasks.swaps_ms) > 3
+
+
+def test_the_base_is_left_as_it_was(examples, base, paths):
+    tasks = examples[0].load(str(base), paths)
+    before = copy.deepcopy(tasks.model.state_dict())
+    for task in LABELS:
+        tasks.predict(examples[0].Request(task=task, texts=TEXTS))
+    tasks.switch.deactivate()
+    assert all(torch.equal(before[name], tensor) for name, tensor in tasks.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "text"),
+    [
+        ({"task": "moot", "texts": ["a"]}, 404, "there is no task 'moot'; there are: mood, topic, same"),
+        ({"task": "mood"}, 422, "give either texts or pairs"),
+        ({"task": "mood", "texts": [], "pairs": []}, 422, "give either texts or pairs"),
+        ({"task": "mood", "texts": ["a"], "pairs": PAIRS}, 422, "give either texts or pairs"),
+        ({"task": "mood", "texts": ["a"] * 65}, 422, "at most 64"),
+        ({"task": "mood", "text": ["a"]}, 422, "Extra inputs are not permitted"),
+        ({"task": "same", "pairs": [["a", "b", "c"]]}, 422, "pairs"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, status, text):
+    url, ask = server
+    found = refused(ask, url, wrong)
+    assert found[0] == status
+    assert text in found[1]
+    assert tasks.switch.active is None
+
+
+def test_a_delta_of_another_base_is_refused_when_the_server_starts(examples, base, paths, tokenizer, tmp_path):
+    torch.manual_seed(5)
+    BertModel(BertConfig.from_pretrained(base)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="does not hold the values that the delta was trained on"):
+        examples[0].main(["--base", str(tmp_path), "--delta", f"mood={paths['mood']}"])
+
+
+def test_a_head_that_fits_nowhere_is_refused(examples, base, paths, tmp_path):
+    delta = SparseDelta.load(paths["mood"])
+    for whole, text in (
+        ({**delta.whole, "classifier.weight": torch.ones(2, 5)}, r"no place for the delta's `classifier\.weight` of s"),
+        ({**delta.whole, "score.weight": torch.ones(2, 16)}, r"no place for the delta's `score\.weight` of shape"),
+        ({"classifier.weight": torch.ones(2, 16)}, r"neither the base nor .* has a trained `classifier\.bias`"),
+    ):
+        SparseDelta(delta.tensors, whole).save(tmp_path)
+        with pytest.raises(SparsifyError, match=text):
+            examples[0].load(str(base), {"mood": tmp_path})
+
+
+@pytest.mark.parametrize("deltas", [["mood"], ["=mood"], ["mood=a", "mood=b"]])
+def test_deltas_are_named_once_each(examples, deltas, capsys):
+    with pytest.raises(SystemExit):
+        examples[0].main(["--base", "anything", *(word for delta in deltas for word in ("--delta", delta))])
+    assert re.search("expected NAME=PATH|a task's name is there twice", capsys.readouterr().err)
+
+
+def address(log):
+    """Where a server says that it runs."""
+    lines = []
+    for line in log:
+        lines.append(line)
+        if found := re.search(r"running on (http://[\d.:]+)", line):
+            return found[1]
+    raise AssertionError("".join(lines))
+
+
+def test_the_command_serves_until_it_is_interrupted_and_says_how_long_swaps_took(examples, base, paths, expected):
+    options = [word for name, path in paths.items() for word in ("--delta", f"{name}={path}")]
+    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", str(base), *options, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = address(process.stderr)
+            for task in ("mood", "topic"):
+                check(examples[1].ask(f"{url}/predict", body(task, "texts")), task, "texts", expected)
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert re.search(r"^2 swaps, median [\d.]+ ms$", process.stdout.read(), re.MULTILINE)
+
+
+def test_the_demonstration_trains_serves_and_asks(examples, capsys):
+    rows = [Example(f"{text} {text}", label, "") for label, text in enumerate(TEXTS)] * 4
+    examples[1].run(rows, rows, steps=1)
+    shown = capsys.readouterr().out
+    assert shown.count("POST /predict, task ") == 2
+    assert "order: held-out accuracy" in shown
+    assert "42 swaps, median" in shown
+    listed = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
+    assert [task["entries"] for task in listed["tasks"].values()] == [38_000, 38_000]

@@ -1,0 +1,229 @@
+"""Sums and multiples of deltas against the same arithmetic on whole models."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from deltas import bits, close, fine_tuned, make_base, task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsify.common.raw_bits import digest
+from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+COEFFICIENTS = st.lists(st.sampled_from([-1.5, -1.0, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=4)
+
+
+def by_hand(base, tuned, coefficients):
+    """The same on whole models: base + sum of c * (tuned - base)."""
+    start = base.state_dict()
+    models = [(c, model.state_dict()) for c, model in zip(coefficients, tuned, strict=True)]
+    return {n: start[n] + sum(c * (m[n] - start[n]) for c, m in models) for n in dict(base.named_parameters())}
+
+
+@PROPERTY
+@given(COEFFICIENTS, st.sampled_from(list(TOLERANCE)), st.sampled_from(["replace", "add"]))
+def test_a_sum_does_what_the_same_sum_of_models_does(coefficients, dtype, kind):
+    base = make_base(dtype)
+    tuned = [fine_tuned(base, seed) for seed in range(len(coefficients))]
+    terms = [c * SparseDelta.diff(base, m, progress=False) for c, m in zip(coefficients, tuned, strict=True)]
+    before, expected = bits(base), by_hand(base, tuned, coefficients)
+    with sum(terms).on(base, kind).applied(base):
+        close(base, expected, TOLERANCE[dtype])
+    assert bits(base) == before
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_entries_of_one_term_alone_are_taken_as_they_are(dtype):
+    base = make_base(dtype)
+    tuned = fine_tuned(base, 1)
+    delta = SparseDelta.diff(base, tuned, progress=False)
+    with (1 * delta).applied(base):
+        assert bits(base) == bits(tuned)
+
+
+def test_what_is_taken_away_again_is_no_entry_any_more():
+    base = make_base()
+    a, b = task(base, 1), task(base, 2)
+    rest = (a + b - a).on(base)
+    assert {name: part.indices.tolist() for name, part in rest.tensors.items()} == {
+        name: part.indices.tolist() for name, part in b.tensors.items()
+    }
+    assert (a - a).on(base).num_entries == 0
+
+
+def test_operators_make_the_terms_that_they_say():
+    base = make_base()
+    a, b = task(base, 1), task(base, 2)
+    assert [(c, d) for c, d in (0.5 * (a - 2 * b) / 4 + -a).terms] == [(0.125, a), (-0.25, b), (-1.0, a)]
+    assert [c for c, _ in (a * 3).terms] == [3.0]
+    assert isinstance(sum([a, b]), DeltaSum)
+
+
+@pytest.mark.parametrize(
+    "nonsense", [lambda a: a + 1, lambda a: a * a, lambda a: a - None, lambda a: 2 - a, lambda a: torch.ones(2) + a]
+)
+def test_what_has_no_meaning_is_a_type_error(nonsense):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        nonsense(task(make_base(), 1))
+
+
+@pytest.mark.parametrize(
+    ("factor", "shown"), [("a", "'a'"), ([2], "a list"), (None, "a NoneType"), (2j, "a complex"), (10**400, "1000")]
+)
+def test_what_is_no_number_is_no_coefficient(factor, shown):
+    delta = task(make_base(), 1)
+    for operation in (lambda: delta * factor, lambda: factor * delta, lambda: (delta + delta) * factor):
+        with pytest.raises(SparsifyError, match=f"a delta cannot be multiplied by {shown}.*; expected a finite number"):
+            operation()
+    with pytest.raises(SparsifyError, match=f"a delta cannot be divided by {shown}"):
+        delta / factor
+
+
+def test_a_sum_of_tasks_with_a_head_each_leaves_the_heads_out_if_asked_to():
+    base = make_base()
+    a, b = task(base, 1), task(base, 2)
+    expected = (a + 0.5 * b).on(base)
+    a.whole["head.weight"], b.whole["head.weight"] = torch.ones(2, 5), torch.zeros(2, 5)
+    with pytest.raises(SparsifyError, match=r"sum the entries alone \(`\(a \+ b\).entries_only\(\)`; `--entries-only`"):
+        (a + 0.5 * b).on(base)
+    assert (a + 0.5 * b).entries_only().on(base) == expected
+    assert (a.entries_only() + 0.5 * b.entries_only()).on(base) == expected
+
+
+def test_a_sum_does_not_depend_on_the_default_device():
+    base = make_base()
+    total = task(base, 1) + 0.5 * task(base, 2)
+    expected = [total.on(base, kind) for kind in ("replace", "add")]
+    torch.set_default_device("meta")
+    try:
+        assert [total.on(base, kind) for kind in ("replace", "add")] == expected
+    finally:
+        torch.set_default_device(None)
+
+
+def test_coefficients_are_finite():
+    delta = task(make_base(), 1)
+    with pytest.raises(SparsifyError, match="cannot be multiplied by nan; expected a finite number"):
+        delta * float("nan")
+    with pytest.raises(SparsifyError, match="cannot be divided by 0"):
+        delta / 0
+
+
+def test_a_sum_is_applied_once_and_reverted_to_the_bit():
+    base = make_base()
+    before, total = bits(base), task(base, 1) + task(base, 2)
+    total.apply(base)
+    with pytest.raises(SparsifyError, match="already applied to this model"):
+        total.apply(base)
+    total.revert(base)
+    assert bits(base) == before
+    with pytest.raises(SparsifyError, match="not applied to this model"):
+        total.revert(base)
+
+
+@pytest.mark.parametrize("kind", ["replace", "add"])
+def test_a_saved_sum_loads_as_a_delta(tmp_path, kind):
+    base = make_base()
+    total = 0.5 * task(base, 1) + task(base, 2)
+    with total.applied(base):
+        expected = {name: p.detach().clone() for name, p in base.named_parameters()}
+    total.save(tmp_path, base=base, kind=kind)
+    loaded = SparseDelta.load(tmp_path)
+    assert {part.kind for part in loaded.tensors.values()} == {kind}
+    assert [term["coefficient"] for term in loaded.config["sum"]] == [0.5, 1.0]
+    with loaded.applied(base):
+        close(base, expected, 0 if kind == "replace" else 1e-6)
+
+
+def test_an_unknown_kind_is_an_error():
+    base = make_base()
+    with pytest.raises(SparsifyError, match="kind='multiply'; expected one of replace, add"):
+        (2 * task(base, 1)).on(base, "multiply")
+
+
+def test_another_base_is_refused():
+    base, other = make_base(), make_base(seed=7)
+    total = task(base, 1) + task(base, 2)
+    before = bits(other)
+    with pytest.raises(BaseMismatchError, match=r"does not hold the values that the delta was trained on"):
+        total.apply(other)
+    with pytest.raises(BaseMismatchError, match=r"the base has no tensor `0.weight`"):
+        total.apply(nn.ModuleDict({"head": nn.Linear(6, 5)}))
+    with pytest.raises(BaseMismatchError, match=r"near: .*`x\.0\.weight`.*give the base that was fine-tuned"):
+        total.apply(nn.ModuleDict({"x": base}))
+    assert bits(other) == before
+
+
+def test_heads_are_taken_from_what_is_added_and_must_agree():
+    base = make_base()
+    head, other = torch.ones(3, 5), torch.zeros(3, 5)
+    a, same, b = (SparseDelta({}, {"2.weight": tensor}) for tensor in (head, head.clone(), other))
+    assert torch.equal((0.5 * a + same - b).on(base).whole["2.weight"], head)
+    assert not (-1 * a).on(base).whole
+    with pytest.raises(SparsifyError, match=r"tensor `2.weight` is stored whole by several deltas and differs"):
+        (a + b).apply(base)
+    with pytest.raises(SparsifyError, match="changed at entries by one delta and stored whole by another"):
+        (a + task(base, 1)).apply(base)
+
+
+def test_a_sum_that_the_dtype_cannot_hold_is_refused_by_name():
+    base = nn.Linear(1, 1, bias=False).half()
+    old = base.weight.detach().reshape(1)
+    entry = TensorDelta(
+        torch.tensor([0]), torch.tensor([60_000.0]).half(), (1, 1), torch.float16, "replace", digest(old)
+    )
+    with pytest.raises(SparsifyError, match=r"tensor `weight`: the sum cannot be a delta: .* not finite"):
+        (2 * SparseDelta({"weight": entry})).apply(base)
+
+
+def test_what_the_terms_have_in_common_is_recorded():
+    base = make_base()
+    a, b = task(base, 1), task(base, 2)
+    a.config = {"base_model_name_or_path": "bert", "budget": 3, "architecture": "A"}
+    b.config = {"base_model_name_or_path": "bert", "budget": 3, "architecture": "B"}
+    config = (a + 0.5 * b).on(base).config
+    assert config["base_model_name_or_path"] == "bert"
+    assert config.keys() == {"base_model_name_or_path", "sum"}, "a sum has another budget, and no one architecture"
+    assert config["sum"] == [
+        {"coefficient": 1.0, "entries": a.num_entries},
+        {"coefficient": 0.5, "entries": b.num_entries},
+    ]
+
+
+def test_a_base_in_another_dtype_is_computed_on_with_a_warning():
+    """The result is in the base's dtype and fits it, so that nothing later would tell that it was never checked."""
+    base, other = make_base(), make_base(seed=7).bfloat16()
+    total = task(base, 1) + task(base, 2)
+    with pytest.warns(UserWarning, match="torch.bfloat16 where the delta was trained on torch.float32 .*be checked"):
+        total.on(other)
+
+
+def test_a_copied_or_pickled_sum_is_not_applied_to_anything():
+    base = make_base()
+    before, total = bits(base), task(base, 1) + 2 * task(base, 2)
+    total.apply(base)
+    for copied in (copy.deepcopy(total), pickle.loads(pickle.dumps(total))):
+        with pytest.raises(SparsifyError, match="this sum of deltas is not applied to this model"):
+            copied.revert(base)
+    total.revert(base)
+    assert bits(base) == before
+    assert copied.on(base).num_entries == total.on(base).num_entries
+
+
+def test_a_base_without_values_is_refused():
+    total = 2 * task(make_base(), 1)
+    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
+        total.on(make_base().to("meta"))
+
+
+def test_a_sum_has_a_term():
+    with pytest.raises(SparsifyError, match="a sum of deltas has to have a term"):
+        DeltaSum(())

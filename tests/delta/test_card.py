@@ -1,0 +1,216 @@
+"""The model card: what it says, what it keeps, and that nothing of a stranger's file gets out of its place in it."""
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsify.common.initializers import Draw
+from sparsify.common.raw_bits import digest
+from sparsify.delta.card import model_card, public_base, public_config, update_card
+from sparsify.delta.entries import TensorDelta
+from sparsify.strategies.strategy import PRESETS
+
+CONFIG = {
+    "base_model_name_or_path": "google-bert/bert-base-uncased",
+    "base_model_revision": "86b5e0934494bd15c9632b12f734a8a67f723594",
+    "architecture": "BertForSequenceClassification",
+    "strategy": PRESETS["id3"].to_dict(),
+    "budget": 38_000,
+    "steps": 1_000,
+    "steps_done": 900,
+    "versions": {"sparsify": "0.1", "torch": "2.13"},
+}
+
+
+def entries(count):
+    indices = torch.arange(count)
+    return TensorDelta(indices, torch.ones(count), (10, 10), torch.float32, "replace", digest(torch.zeros(count)))
+
+
+TENSORS = {
+    "bert.embeddings.word_embeddings.weight": entries(4),
+    "bert.encoder.layer.10.attention.self.query.weight": entries(40),
+    "bert.encoder.layer.2.attention.self.query.weight": entries(20),
+    "bert.encoder.layer.2.output.dense.bias": entries(16),
+}
+WHOLE = {"classifier.weight": torch.zeros(3, 4)}
+
+
+def drawn(count, shape=(10, 10)):
+    indices = torch.arange(count)
+    return TensorDelta(indices, torch.ones(count), shape, torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+
+
+@pytest.mark.parametrize("shape", [(10, 10), (0, 10)])
+def test_a_delta_of_drawn_tensors_alone_has_a_card(shape):
+    text = model_card({"lora_A.weight": drawn(0, shape), "layers.0.lora_B.weight": drawn(0, shape)}, {}, CONFIG)
+    assert "0 changed entries in 2 tensors" in text
+    assert "by layer" not in text
+
+
+@pytest.fixture
+def card():
+    return ModelCard(model_card(TENSORS, WHOLE, CONFIG, repo_id="user/name", file_bytes=268_000))
+
+
+def test_the_metadata_is_what_the_hub_looks_for(card):
+    assert card.data.to_dict() == {
+        "base_model": "google-bert/bert-base-uncased",
+        "base_model_relation": "adapter",
+        "library_name": "sparsify",
+        "tags": ["sparsify", "sparse", "selective-fine-tuning", "id3"],
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| strategy | id3: d3 &#40;exp 2, eps 1&#41;, increment |",
+        "| budget | 38,000 |",
+        "| optimizer steps | 900 |",
+        "| changed entries | 80 (20.000% of their tensors) |",
+        "| file | 0.27 MB |",
+        "| bert.encoder.layer.10 | 40 | 50.0% | ████████████████████ |",
+        "| bert.embeddings.word_embeddings | 4 | 5.0% | ██ |",
+        "| attention.self.query.weight | 60 | 75.0% | ████████████████████ |",
+        "| classifier.weight | &#91;3, 4&#93; |",
+        'model = load_model("google-bert/bert-base-uncased", "user/name")',
+        'delta = SparseDelta.load("user/name")',
+    ],
+)
+def test_it_says_what_the_delta_is_and_how_to_load_it(card, line):
+    assert line in card.text.splitlines()
+
+
+def test_layers_are_in_their_order(card):
+    assert card.text.index("| bert.encoder.layer.2 |") < card.text.index("| bert.encoder.layer.10 |")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "full"])
+def test_every_preset_has_its_name_for_a_tag(name):
+    config = {**CONFIG, "strategy": PRESETS[name].to_dict()}
+    assert ModelCard(model_card(TENSORS, {}, config)).data.tags[-1] == name
+
+
+def test_a_delta_that_knows_nothing_of_itself_has_a_card():
+    assert ModelCard(model_card({}, {}, {})).data.to_dict() == {
+        "library_name": "sparsify",
+        "tags": ["sparsify", "sparse", "selective-fine-tuning"],
+    }
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    "path", ["/home/me/bert", "./bert", "../a/b", "C:\\models\\bert", "models/mine/bert", "", None]
+)
+def test_a_base_that_is_no_id_is_not_published(path):
+    config = {**CONFIG, "base_model_name_or_path": path}
+    assert public_base(config) is None
+    assert public_config(config) == {**config, "base_model_name_or_path": None, "base_model_revision": None}
+    card = model_card(TENSORS, WHOLE, config)
+    assert 'load_model("path/to/the/base"' in card
+    assert not path or str(path) not in card
+
+
+def test_a_folder_that_is_here_is_a_path_whatever_it_looks_like(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "bert").mkdir(parents=True)
+    assert public_base({"base_model_name_or_path": "out/bert"}) is None
+    assert public_base({"base_model_name_or_path": "user/bert"}) == "user/bert"
+
+
+# Names from a stranger's file
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "[click](https://evil.example)",
+    "![](https://evil.example/x.png)",
+    "a|b\n\n# Owned\n\n---\nlicense: mit\n---",
+    "`x` **bold** &lt; <!-- sparsify: end of the generated part -->",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_are_text_and_nothing_else(name):
+    strategy = {"importance": {"name": name, name: name}, "selection": {"name": name}}
+    config = {**CONFIG, "architecture": name, "strategy": strategy, "base_model_revision": name}
+    config["versions"] = {name: name}
+    plain = ModelCard(model_card({"x.weight": entries(1)}, {"x.bias": torch.zeros(1)}, CONFIG))
+    hostile = ModelCard(model_card({name: entries(1)}, {f"{name}.bias": torch.zeros(1)}, config))
+    assert set(hostile.data.to_dict()) == set(plain.data.to_dict())
+    assert len(hostile.text.splitlines()) == len(plain.text.splitlines())
+    for mark in ("<script", "](https://evil", "![", "**bold**", "\n# Owned"):
+        assert mark not in hostile.text
+    assert hostile.text.count("<!--") == 2
+
+
+@given(st.text(min_size=1, max_size=200))
+def test_no_name_adds_a_line_or_a_cell(name):
+    lines = model_card({name: entries(1)}, {}, CONFIG).splitlines()
+    expected = model_card({"x": entries(1)}, {}, CONFIG).splitlines()
+    assert [line.count("|") for line in lines] == [line.count("|") for line in expected]
+
+
+def test_a_card_stays_small_whatever_the_number_of_tensors():
+    many = {f"m.{index}.x{index}.weight": entries(1) for index in range(2_000)}
+    card = model_card(many, {f"h{index}": torch.zeros(1) for index in range(500)}, CONFIG)
+    assert "| 1,880 more | 1,880 | | |" in card
+    assert len(card) < 40_000
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        None,
+        "id3",
+        [],
+        {},
+        {"selection": 3},
+        {"importance": None, "selection": {"name": "given"}},
+        {"importance": {"name": ["a"]}, "selection": {"name": "static"}},
+    ],
+)
+@pytest.mark.parametrize("rest", [{}, {"versions": 3, "budget": "many", "steps": None}])
+def test_a_config_of_any_kind_gives_a_card(strategy, rest):
+    assert "## How to load it" in model_card(TENSORS, WHOLE, {"strategy": strategy, **rest})
+
+
+# A card that is there already
+
+
+def test_no_card_is_replaced_by_the_generated_one():
+    assert update_card(None, "new") == "new"
+
+
+@pytest.mark.parametrize("present", ["# Mine\n", "", "---\nlicense: mit\n---\n# Mine\n", "---\n: : [\n---\nbroken"])
+def test_a_card_without_a_generated_part_is_a_persons(present):
+    assert update_card(present, model_card(TENSORS, WHOLE, CONFIG)) == present
+
+
+def test_the_generated_part_is_renewed_and_the_rest_is_kept():
+    first = model_card(TENSORS, WHOLE, CONFIG).replace("---\n", "---\nlicense: mit\ntags:\n- mine\n", 1)
+    first = first.replace("tags:\n- sparsify\n- sparse\n- selective-fine-tuning\n- id3\n", "").replace(
+        "# name\n", "# name\n\nOld words.\n"
+    )
+    present = ModelCard(first + "\n## Limits\n\nMine.\n")
+    present.text = f"\nBefore.\n{present.text}"
+    config = {**CONFIG, "budget": 5, "base_model_name_or_path": "user/other"}
+    updated = ModelCard(update_card(str(present), model_card(TENSORS, {}, config)))
+    assert updated.data.get("license") == "mit"
+    assert updated.data.base_model == "user/other"
+    assert updated.data.tags == ["mine", "sparsify", "sparse", "selective-fine-tuning", "id3"]
+    assert updated.text.startswith("\nBefore.\n")
+    assert updated.text.endswith("## Limits\n\nMine.\n")
+    assert "Old words" not in updated.text
+    assert "| budget | 5 |" in updated.text
+    again = update_card(str(updated), model_card(TENSORS, {}, config))
+    assert again == str(updated)
+
+
+def test_metadata_that_cannot_be_read_is_left_to_its_owner():
+    present = model_card(TENSORS, WHOLE, CONFIG).replace("---\n", "---\n: : [\n", 1)
+    assert update_card(present, model_card(TENSORS, {}, CONFIG)) == present

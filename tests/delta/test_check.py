@@ -1,0 +1,128 @@
+"""A delta is checked against a base in memory or on disk, and nothing is changed."""
+
+import copy
+
+import pytest
+import torch
+from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
+from requirements import fuses_at_load
+from safetensors.torch import load_file, save_file
+
+from sparsify.common.raw_bits import digest
+from sparsify.delta.check import CheckReport
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_base_fits_in_memory_and_on_disk(tmp_path, architecture):
+    model = MODELS[architecture]()
+    delta = make_delta(model)
+    save(model, tmp_path)
+    before = bits(model), files(tmp_path)
+    expected = CheckReport(len(delta.tensors), delta.num_entries)
+    assert delta.check(model) == delta.check(tmp_path) == delta.check(str(tmp_path)) == expected
+    assert (bits(model), files(tmp_path)) == before
+
+
+@fuses_at_load
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_another_base_is_named_by_tensor(tmp_path, on_disk):
+    model = mixtral()
+    delta = make_delta(model)
+    other = copy.deepcopy(model)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    with torch.no_grad():
+        other.get_parameter(name)[delta.tensors[name].indices[-1] // (48 * 16)] += 1
+    base = save(other, tmp_path) if on_disk else other
+    with pytest.raises(BaseMismatchError, match=f"tensor `{name}` does not hold the values that the delta was trained"):
+        delta.check(base)
+
+
+def test_another_shape_on_disk_is_refused(tmp_path):
+    name = "bert.embeddings.token_type_embeddings.weight"
+    delta = SparseDelta({name: make_delta(bert()).tensors[name]})
+    save(bert(type_vocab_size=3), tmp_path)
+    with pytest.raises(
+        BaseMismatchError, match=rf"`{name}` has shape \(3, 16\) in the checkpoint, \(2, 16\) in the delta"
+    ):
+        delta.check(tmp_path)
+
+
+def test_another_dtype_cannot_be_checked_and_the_report_says_so(tmp_path):
+    model = bert()
+    delta = make_delta(model)
+    half = copy.deepcopy(model).bfloat16()
+    for base in (half, save(half, tmp_path)):
+        report = delta.check(base)
+        assert report.unchecked == tuple(delta.tensors)
+        assert str(report) == (
+            f"{delta.num_entries:,} entries in 41 tensors: names and shapes fit; the base has 41 tensors "
+            "(`bert.embeddings.word_embeddings.weight`) in another dtype than the delta was trained on, or not "
+            "quantized as then, so the values "
+            "there cannot be checked."
+        )
+
+
+def test_a_quantized_tensor_on_disk_is_refused(tmp_path):
+    model = bert()
+    save(model, tmp_path, shards=False)
+    file = tmp_path / "model.safetensors"
+    name = "bert.pooler.dense.weight"
+    save_file({**load_file(file), name: torch.zeros(16, 16, dtype=torch.int8)}, file)
+    with pytest.raises(BaseMismatchError, match=f"`{name}` is torch.int8 in the checkpoint.*load the base unquantized"):
+        make_delta(model).check(tmp_path)
+
+
+def test_values_that_the_dtype_on_disk_cannot_hold_are_refused(tmp_path):
+    weight = torch.zeros(4)
+    delta = SparseDelta(
+        {"a": TensorDelta(torch.tensor([0]), torch.tensor([1e6]), (4,), torch.float32, "add", digest(weight[:1]))}
+    )
+    save_file({"a": weight.half()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        BaseMismatchError, match=r"1 of 1 trained values are not finite in the checkpoint's torch.float16"
+    ):
+        delta.check(tmp_path)
+
+
+def test_a_head_that_a_checkpoint_lacks_is_reported(tmp_path):
+    model = bert()
+    delta = make_delta(model.bert)
+    delta.whole["classifier.weight"] = torch.zeros(3, 16)
+    report = delta.check(save(model.bert, tmp_path))
+    assert report.missing == ("classifier.weight",)
+    assert str(report).endswith("trained on. 1 tensor stored whole, 1 of them not in the base.")
+
+
+def test_a_head_of_another_size_is_refused(tmp_path):
+    model = bert()
+    delta = SparseDelta({}, {"classifier.weight": torch.zeros(3, 16)})
+    for base, place in ((model, "the model"), (save(model, tmp_path), "the checkpoint")):
+        with pytest.raises(BaseMismatchError, match=rf"`classifier.weight` has shape \(2, 16\) in {place}, \(3, 16\)"):
+            delta.check(base)
+
+
+def test_two_tensors_that_a_checkpoint_ties_are_refused(tmp_path):
+    model = gpt2()
+    delta = make_delta(model)
+    delta.tensors["lm_head.weight"] = delta.tensors["transformer.wte.weight"]
+    message = r"`transformer.wte.weight` and `lm_head.weight` are one tensor in this checkpoint"
+    with pytest.raises(BaseMismatchError, match=message):
+        delta.check(save(model, tmp_path))
+
+
+def test_a_name_that_is_not_on_disk_is_an_error(tmp_path):
+    delta = make_delta(bert())
+    delta.tensors["bert.pooler.dense.wieght"] = delta.tensors.pop("bert.pooler.dense.weight")
+    with pytest.raises(
+        BaseMismatchError, match=r"no tensor `bert.pooler.dense.wieght` \(near: `bert.pooler.dense.weight`"
+    ):
+        delta.check(save(bert(), tmp_path))
+
+
+def test_a_model_in_training_is_refused():
+    model = bert()
+    model._sparsify_engine = object()
+    with pytest.raises(SparsifyError, match="this model is sparsified"):
+        make_delta(bert()).check(model)

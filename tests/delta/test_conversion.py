@@ -1,0 +1,311 @@
+"""Names and layouts at run time are found in a checkpoint's files, as transformers itself would put them."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from architectures import build
+from checkpoints import MODELS, bert, bits, gpt2, mixtral, qwen2_moe, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from requirements import fuses_at_load
+from safetensors.torch import load_file, save_file
+
+from sparsify.common.names import named_tensors
+from sparsify.delta.checkpoint.conversion import Conversion
+from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.reader import Checkpoint
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+
+@st.composite
+def arrangements(draw):
+    """A layout and the tensor that it describes, made by the same operations, and what is stored."""
+    stored = {}
+
+    def leaf(shape):
+        key = f"t{len(stored)}"
+        stored[key] = torch.arange(1000 * len(stored), 1000 * len(stored) + torch.Size(shape).numel()).view(shape)
+        return Layout.stored(key, shape), stored[key]
+
+    def fold(pairs, function, **options):
+        return tuple(function([pair[side] for pair in pairs], **options) for side in (0, 1))
+
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    number = draw(st.integers(1, 3))
+    pair = fold([leaf(shape) for _ in range(number)], torch.stack, dim=draw(st.integers(0, len(shape))))
+    for _ in range(draw(st.integers(0, 3))):
+        shape = pair[1].shape
+        dim = draw(st.integers(0, len(shape) - 1))
+        match draw(st.sampled_from(["cat", "chunk", "transpose", "split"])):
+            case "cat":
+                pair = fold([pair, leaf(shape)], torch.cat, dim=dim)
+            case "chunk":
+                pair = tuple(torch.chunk(side, 2, dim=dim)[-1] for side in pair)
+            case "split":
+                first = draw(st.integers(1, shape[dim]))
+                pair = tuple(torch.split(side, [first, shape[dim] - first], dim=dim)[0] for side in pair)
+            case "transpose":
+                pair = tuple(torch.transpose(side, dim, len(shape) - 1) for side in pair)
+    return (*pair, stored)
+
+
+@settings(deadline=None, max_examples=150)
+@given(arrangements(), st.data())
+def test_a_layout_says_where_each_entry_is_whatever_was_done_to_the_tensors(arrangement, data):
+    layout, tensor, stored = arrangement
+    assert layout.shape == tensor.shape
+    assert torch.equal(layout.assemble(stored.__getitem__), tensor)
+    chosen = sorted(data.draw(st.sets(st.integers(0, tensor.numel() - 1), min_size=1)))
+    indices = torch.tensor(chosen)
+    found = torch.full((len(chosen),), -1)
+    for part in layout.locate(indices):
+        assert bool((part.indices[1:] > part.indices[:-1]).all())
+        found[part.entries] = stored[part.key].take(part.indices)
+    assert torch.equal(found, tensor.take(indices))
+
+
+def test_a_layout_makes_nothing_of_the_tensors_size():
+    experts = [Layout.stored(f"experts.{i}", (2**20, 2**20)) for i in range(128)]
+    layout = torch.cat([torch.stack(experts), torch.stack(experts)], dim=1)
+    last = layout.shape.numel() - 1
+    (part,) = layout.locate(torch.tensor([last]))
+    assert (part.key, part.indices.item()) == ("experts.127", 2**40 - 1)
+
+
+def test_layouts_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="do not go together"):
+        torch.stack([Layout.stored("a", (2,)), Layout.stored("b", (3,))])
+    with pytest.raises(NotImplementedError, match="of a layout"):
+        torch.flip(Layout.stored("a", (2,)), [0])
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_checkpoint_has_every_tensor_of_the_model_under_its_name_at_run_time(tmp_path, architecture, shards):
+    model = MODELS[architecture]()
+    checkpoint = Checkpoint(save(model, tmp_path, shards))
+    assert (len(checkpoint.files) > 1) == shards
+    for name, tensor in named_tensors(type(model).from_pretrained(tmp_path)).items():
+        assert name in checkpoint
+        assert torch.equal(checkpoint[name], tensor), name
+        indices = torch.arange(0, tensor.numel(), 5)
+        assert torch.equal(checkpoint.take(checkpoint.layout(name), indices), tensor.detach().take(indices)), name
+    assert set(checkpoint.plain_names()) <= set(model.state_dict())
+
+
+@fuses_at_load
+def test_experts_are_found_in_their_own_tensors(tmp_path):
+    checkpoint = Checkpoint(save(mixtral(), tmp_path))
+    layout = checkpoint.layout("model.layers.1.mlp.experts.gate_up_proj")
+    assert layout.shape == (3, 48, 16)
+    entries = torch.tensor([0, 24 * 16, 48 * 16 + 5])  # gate of expert 0, up of expert 0, gate of expert 1
+    assert [(part.key, part.indices.tolist()) for part in layout.locate(entries)] == [
+        ("model.layers.1.block_sparse_moe.experts.0.w1.weight", [0]),
+        ("model.layers.1.block_sparse_moe.experts.1.w1.weight", [5]),
+        ("model.layers.1.block_sparse_moe.experts.0.w3.weight", [0]),
+    ]
+
+
+@fuses_at_load
+def test_experts_are_in_the_order_of_their_numbers(tmp_path):
+    """Ten comes after nine, not after one."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(**{**qwen2_moe().config.to_dict(), "num_experts": 12})
+    model = Qwen2MoeForCausalLM(config)
+    checkpoint = Checkpoint(save(model, tmp_path))
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert torch.equal(checkpoint[name], named_tensors(model)[name])
+
+
+def test_the_prefix_of_the_model_under_the_head_is_added_or_taken_away(tmp_path):
+    model = bert()
+    whole, inner = Checkpoint(save(model, tmp_path / "head")), Checkpoint(save(model.bert, tmp_path / "inner"))
+    name = "encoder.layer.0.output.dense.weight"
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    for checkpoint in (whole, inner):
+        assert torch.equal(checkpoint[name], weight)
+        assert torch.equal(checkpoint[f"bert.{name}"], weight)
+    assert "classifier.weight" not in inner
+    assert "classifier.weight" in whole
+
+
+def test_legacy_names_are_found(tmp_path):
+    model = bert()
+    save(model, tmp_path, shards=False)
+    file = tmp_path / "model.safetensors"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        for new, legacy in old.items():
+            name = name.replace(new, legacy)
+        renamed[name] = tensor
+    save_file(renamed, file, metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    assert "bert.embeddings.LayerNorm.weight" not in checkpoint.stored
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(checkpoint[name], tensor)
+
+
+def test_names_of_weight_norm_are_found(tmp_path):
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    config = Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8,),
+        conv_kernel=(3,), conv_stride=(2,), num_feat_extract_layers=1, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = Wav2Vec2Model(config)
+    save(model, tmp_path, shards=False)
+    file = tmp_path / "model.safetensors"
+    names = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
+    tensors = load_file(file)
+    for new, legacy in names.items():
+        tensors = {name.replace(new, legacy): tensor for name, tensor in tensors.items()}
+    assert any(name.endswith("weight_g") for name in tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    name = "encoder.pos_conv_embed.conv.parametrizations.weight.original0"
+    assert torch.equal(Checkpoint(tmp_path)[name], model.state_dict()[name])
+
+
+def test_a_vision_language_model_is_found_in_its_old_order(tmp_path):
+    model, _ = build("llava", torch.float32)
+    checkpoint = Checkpoint(save(model, tmp_path))
+    assert "lm_head.weight" not in checkpoint.stored
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(checkpoint[name], tensor)
+
+
+def test_a_tied_tensor_is_found_under_each_of_its_names(tmp_path):
+    model = gpt2()
+    checkpoint = Checkpoint(save(model, tmp_path))
+    assert "lm_head.weight" not in checkpoint.stored
+    assert torch.equal(checkpoint["lm_head.weight"], model.transformer.wte.weight)
+
+
+@fuses_at_load
+def test_a_fused_projection_is_followed_through_its_chunks(tmp_path):
+    """Dinov2 with a gated MLP stores two projections in one tensor."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4, use_swiglu_ffn=True
+    )
+    torch.manual_seed(0)
+    model = Dinov2Model(config)
+    checkpoint = Checkpoint(save(model, tmp_path))
+    chunked = [name for name in named_tensors(model) if "up_proj" in name]
+    assert chunked
+    for name in chunked:
+        layout = checkpoint.layout(name)
+        assert layout.windows[0].key.endswith(("weights_in.weight", "weights_in.bias"))
+        assert layout.windows[0].offset > 0
+        assert torch.equal(checkpoint[name], named_tensors(model)[name])
+
+
+# What cannot be found
+
+
+@fuses_at_load
+def test_a_conversion_that_moves_entries_about_is_an_error_by_name(tmp_path, monkeypatch):
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    model = bert("Model")
+    save(model, tmp_path, shards=False)
+    converter = WeightConverter("intermediate.dense.weight", "intermediate.dense.weight", [Interleave(dim=0)])
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", {"bert": [converter], "legacy": []})
+    checkpoint = Checkpoint(tmp_path)
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    with pytest.raises(
+        SparsifyError, match=rf"`{name}` at load in a way .* \(Interleave\).*`from_pretrained`, `apply`"
+    ):
+        checkpoint.layout(name)
+    assert torch.equal(checkpoint["bert.pooler.dense.weight"], model.pooler.dense.weight)
+
+
+def test_a_missing_name_lists_near_ones(tmp_path):
+    checkpoint = Checkpoint(save(gpt2(), tmp_path))
+    with pytest.raises(BaseMismatchError, match=r"no tensor `transformer.wte.wieght` \(near: `transformer.wte.weight`"):
+        checkpoint.layout("transformer.wte.wieght")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (None, r"has no `config.json`"),
+        ({"model_type": "unheard_of"}, r"transformers cannot build the model of .*config.json"),
+        ({"model_type": "bert", "hidden_size": -1}, r"transformers cannot build the model"),
+    ],
+)
+def test_a_checkpoint_of_no_known_model_goes_by_its_own_names(tmp_path, config, reason):
+    save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.plain_names() == ["a.weight"]
+    assert "a.weight" in checkpoint
+    assert "weight" not in checkpoint
+    with pytest.raises(
+        BaseMismatchError, match=rf"no tensor `a.wieght` \(near: `a.weight`\).*not known, since .*{reason}"
+    ):
+        checkpoint.layout("a.wieght")
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path):
+    save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}})
+    )
+    (tmp_path / "mine.py").write_text("raise SystemExit('this was run')")
+    assert "b.weight" not in Checkpoint(tmp_path)
+
+
+def test_exact_names_need_no_transformers(tmp_path):
+    save(gpt2(), tmp_path)
+    code = (
+        "import sys; from sparsify.delta.checkpoint.reader import Checkpoint; "
+        f"Checkpoint({str(tmp_path)!r}).layout('transformer.wte.weight'); print('transformers' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "False"
+
+
+@fuses_at_load
+def test_finding_names_leaves_a_model_as_it_is(tmp_path):
+    model = mixtral()
+    before = bits(model)
+    state = torch.get_rng_state()
+    assert "model.layers.0.mlp.experts.down_proj" in Checkpoint(save(model, tmp_path))
+    assert bits(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_config_that_counts_far_more_than_there_is_is_refused(tmp_path):
+    save(bert(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes in ({"num_hidden_layers": 10**9}, {"part": {"num_experts": 10**9}}, {"num_labels": 10**4000}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(SparsifyError, match=r"`num_\w+` is 10+.* for a checkpoint of 41 tensors: it is damaged"):
+            Conversion(dict.fromkeys(map(str, range(41)), (1,)), tmp_path)
+
+
+def test_a_model_that_is_built_without_end_is_given_up(tmp_path, monkeypatch):
+    """As by a number in its config whose name does not say what it counts."""
+    model = bert()
+    save(model, tmp_path)
+
+    def endless(self, config):
+        torch.nn.Module.__init__(self)
+        for number in itertools.count():
+            self.add_module(str(number), torch.nn.Identity())
+
+    monkeypatch.setattr(type(model), "__init__", endless)
+    with pytest.raises(SparsifyError, match=r"asks for more than 50,020 modules, for a checkpoint of 2 tensors"):
+        Conversion({"a": (1,), "b": (1,)}, tmp_path)
+    monkeypatch.undo()
+    torch.nn.ModuleList(torch.nn.Identity() for _ in range(60_000))  # of one's own there may be any number

@@ -1,0 +1,217 @@
+"""A delta from two models: exact, or the most changed entries, from memory or from disk."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from checkpoints import gpt2, mixtral, save, tuned
+from deltas import bits, fine_tuned, make_base
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from requirements import fuses_at_load
+from torch import nn
+
+from sparsify import sparsify
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def diff(base, tuned, budget=None):
+    return SparseDelta.diff(base, tuned, budget, progress=False)
+
+
+def on_disk(model, folder):
+    folder.mkdir()
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_difference_applied_to_the_base_is_the_tuned_model(dtype):
+    base = make_base(dtype)
+    tuned = fine_tuned(base, 1)
+    tuned[1].running_mean += 1
+    tuned[1].num_batches_tracked += 3
+    delta = diff(base, tuned)
+    assert set(delta.whole) == {"1.num_batches_tracked"}
+    with delta.applied(base):
+        assert bits(base) == bits(tuned)
+    assert delta.config["diff"] == {"changed": delta.num_entries, "kept": delta.num_entries, "squared_share": 1.0}
+
+
+def test_a_zeros_sign_is_a_difference():
+    base = nn.Linear(2, 1)
+    base.weight.data.zero_()
+    tuned = copy.deepcopy(base)
+    tuned.weight.data[0, 1] = -0.0
+    assert diff(base, tuned).tensors["weight"].indices.tolist() == [1]
+
+
+@PROPERTY
+@given(st.integers(1, 60), st.integers(0, 10))
+def test_a_budget_keeps_the_largest_changes_of_the_whole_model(budget, seed):
+    base = make_base(torch.float64)
+    tuned = fine_tuned(base, seed, share=0.8)
+    delta = diff(base, tuned, budget)
+    flat = torch.cat([(t - b).detach().reshape(-1) for t, b in zip(tuned.parameters(), base.parameters(), strict=True)])
+    largest = flat.abs().sort(descending=True).values[:budget]
+    with delta.applied(base):
+        held = torch.cat([p.detach().reshape(-1).clone() for p in base.parameters()])
+    kept = held - torch.cat([p.detach().reshape(-1) for p in base.parameters()])
+    assert torch.equal(kept.abs()[kept != 0].sort(descending=True).values, largest[largest > 0])
+    assert delta.config["diff"]["squared_share"] == pytest.approx(float(largest.square().sum() / flat.square().sum()))
+
+
+def test_ties_never_exceed_the_budget():
+    base = nn.Linear(10, 10)
+    tuned = copy.deepcopy(base)
+    base.weight.data.zero_()
+    tuned.weight.data.fill_(1)
+    assert diff(base, tuned, 7).num_entries == 7
+
+
+@pytest.mark.parametrize("which", ["base", "tuned", "both"])
+@pytest.mark.parametrize("budget", [None, 5])
+def test_checkpoints_are_as_good_as_models(tmp_path, which, budget):
+    base = make_base()
+    tuned = fine_tuned(base, 1)
+    expected = diff(base, tuned, budget)
+    pair = [
+        on_disk(model, tmp_path / name) if which in (name, "both") else model
+        for name, model in (("base", base), ("tuned", tuned))
+    ]
+    found = diff(*pair, budget)
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, part in found.tensors.items():
+        assert torch.equal(part.indices, expected.tensors[name].indices)
+        assert torch.equal(part.values, expected.tensors[name].values)
+        assert part.base_sha256 == expected.tensors[name].base_sha256
+
+
+def test_what_only_the_tuned_model_has_is_stored_whole_and_what_only_the_base_has_is_left_out():
+    base = nn.ModuleDict({"body": nn.Linear(3, 3), "old_head": nn.Linear(3, 1)})
+    tuned = nn.ModuleDict({"body": nn.Linear(3, 3), "new_head": nn.Linear(3, 2)})
+    delta = diff(base, tuned)
+    assert set(delta.whole) == {"new_head.weight", "new_head.bias"}
+    assert set(delta.tensors) == {"body.weight", "body.bias"}
+
+
+def test_a_tied_tensor_is_stored_once():
+    base = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    base["head"].weight = base["embed"].weight
+    delta = diff(base, fine_tuned(base, 1))
+    assert set(delta.tensors) == {"embed.weight"}
+
+
+def tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def untied(model):
+    model = copy.deepcopy(model)
+    model["head"].weight = nn.Parameter(model["embed"].weight.detach().clone())
+    return model
+
+
+def test_tensors_that_are_tied_in_one_of_the_two_models_only_are_refused():
+    base = tied()
+    with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in the base and two"):
+        diff(base, fine_tuned(untied(base), 1))
+    other = untied(base)
+    other["head"].weight.data += 1
+    with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in the tuned model"):
+        diff(other, fine_tuned(base, 1))
+    loose = untied(base)
+    with diff(loose, fine_tuned(loose, 1)).applied(loose):  # untied in both: two tensors
+        assert not torch.equal(loose["head"].weight, loose["embed"].weight)
+
+
+def test_a_tied_tensor_that_a_checkpoint_stores_under_both_names_is_one(tmp_path):
+    base = gpt2()
+    changed = tuned(base)
+    folder = save(changed, tmp_path / "tuned", shards=False)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
+    safetensors.torch.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    delta = diff(base, folder)
+    assert "lm_head.weight" not in delta.tensors
+    assert bits(delta.apply(base)) == bits(changed)
+
+
+def test_adapters_that_are_not_merged_are_named():
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    adapted = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["0"]))
+    with pytest.raises(BaseMismatchError, match=r"`0.base_layer.weight` is a layer .*`model.merge_and_unload\(\)`"):
+        diff(base, adapted)
+    nn.init.ones_(adapted.base_model.model[0].lora_B["default"].weight)
+    assert set(diff(base, adapted.merge_and_unload()).tensors) == {"0.weight"}
+
+
+def test_models_without_a_tensor_in_common_are_refused(tmp_path):
+    with pytest.raises(BaseMismatchError, match=r"the base has none of the tuned model's tensors \(`x.0.weight`\)"):
+        diff(on_disk(make_base(), tmp_path / "base"), nn.ModuleDict({"x": make_base()}))
+
+
+def test_a_model_without_values_is_refused():
+    base = make_base()
+    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
+        diff(base, copy.deepcopy(base).to("meta"))
+
+
+def test_equal_models_have_no_difference():
+    base = make_base()
+    with pytest.raises(SparsifyError, match="the two models do not differ"):
+        diff(base, copy.deepcopy(base))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "0", nn.Linear(6, 4)), r"tensor `0.weight` has shape \(5, 6\) in the base, \(4, 6\) in"),
+        (lambda m: m.half(), r"`0.weight` is torch.float32 in the base, torch.float16 in the tuned model: load both"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused_by_name(change, message):
+    base = make_base()
+    tuned = copy.deepcopy(base)
+    change(tuned)
+    with pytest.raises(BaseMismatchError, match=message):
+        diff(base, tuned)
+
+
+def test_a_model_that_diverged_is_refused_by_name():
+    base = make_base()
+    tuned = copy.deepcopy(base)
+    tuned[2].bias.data[1] = float("nan")
+    with pytest.raises(SparsifyError, match=r"tensor `2.bias`: 1 changes are not finite"):
+        diff(base, tuned)
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 2.5])
+def test_a_budget_is_a_positive_number_of_entries(budget):
+    with pytest.raises(SparsifyError, match="expected a number of entries, at least 1"):
+        diff(make_base(), make_base(seed=1), budget)
+
+
+def test_a_model_in_sparse_training_is_refused():
+    base = make_base()
+    model = sparsify(copy.deepcopy(base), 5, steps=2)
+    with pytest.raises(SparsifyError, match="this model is sparsified"):
+        diff(base, model)
+
+
+@fuses_at_load
+def test_checkpoints_are_compared_under_the_names_of_the_model_at_run_time(tmp_path):
+    """A mixture of experts is stored expert by expert, and is one tensor in the model."""
+    base = mixtral()
+    changed = tuned(base)
+    delta = diff(save(base, tmp_path / "base"), save(changed, tmp_path / "tuned"))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in delta.tensors
+    assert bits(delta.apply(base)) == bits(changed)

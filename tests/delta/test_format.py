@@ -1,0 +1,652 @@
+"""The delta file: encodings, bytes, and that a damaged file is always an error that says what is wrong."""
+
+import hashlib
+import json
+import math
+import os
+import struct
+import sys
+import tracemalloc
+
+import pytest
+import torch
+from delta_bytes import edited, join, rewritten, set_in, split
+from fuzz_format import as_version_1
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsify.common.raw_bits import digest
+from sparsify.delta import entries as sparsify_entries
+from sparsify.delta import format as delta_format
+from sparsify.delta.entries import TensorDelta, decode_indices, encode_indices
+from sparsify.delta.format import read, write
+from sparsify.errors import DeltaFormatError, SparsifyError
+
+ESCAPE = 0xFFFF
+SHA = "0" * 64
+PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def entries(indices=(1, 4, 70_000), values=(1.0, -2.0, 0.5), shape=(2, 40_000), kind="replace", dtype=torch.bfloat16):
+    return TensorDelta(
+        indices=torch.tensor(indices, dtype=torch.int64),
+        values=torch.tensor(values, dtype=dtype),
+        shape=shape,
+        dtype=dtype,
+        kind=kind,
+        base_sha256=SHA,
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "delta.safetensors"
+
+
+@pytest.fixture
+def good(path):
+    """The bytes of a file with two sparse tensors and one whole."""
+    tensors = {"a": entries(), "b.values": entries((0, 2), (3.0, 4.0), (3,), "add", torch.float32)}
+    write(path, tensors, {"head.weight": torch.tensor([[1.0, math.nan]])}, {"steps": 3})
+    return path.read_bytes()
+
+
+def read_bytes(path, data):
+    path.write_bytes(data)
+    return read(path)
+
+
+# Encodings
+
+
+def positions_from(gaps):
+    return (torch.tensor(gaps, dtype=torch.int64) + 1).cumsum(0) - 1
+
+
+SMALL_GAP = st.integers(0, 300)
+ESCAPING_GAP = st.one_of(SMALL_GAP, st.sampled_from([65_533, 65_534, 65_535, 65_536, 131_069, 131_070, 131_071]))
+HUGE_GAP = st.one_of(ESCAPING_GAP, st.integers(0, 2**40))
+
+
+@PROPERTY
+@given(st.one_of(*(st.lists(gap, max_size=60) for gap in (SMALL_GAP, ESCAPING_GAP, HUGE_GAP))))
+def test_indices_survive_the_round_trip_in_the_smallest_encoding(gaps):
+    indices = positions_from(gaps)
+    stored = encode_indices(indices)
+    assert torch.equal(decode_indices(stored, len(gaps)), indices)
+    sizes = {torch.uint16: 2 * sum(1 + gap // ESCAPE for gap in gaps), torch.uint64: 8 * len(gaps)}
+    if not gaps or indices[-1] < 2**32:
+        sizes[torch.uint32] = 4 * len(gaps)
+    assert stored.numel() * stored.element_size() == min(sizes.values()) == sizes[stored.dtype]
+    if sizes[torch.uint16] == min(sizes.values()):
+        assert stored.dtype == torch.uint16
+
+
+@pytest.mark.parametrize(
+    ("indices", "stored", "dtype"),
+    [
+        ([0], [0], torch.uint16),
+        ([5, 6, 8], [5, 0, 1], torch.uint16),
+        ([65_534], [65_534], torch.uint16),
+        ([65_535], [ESCAPE, 0], torch.uint16),  # as large as U32: U16 wins the tie
+        ([65_536], [ESCAPE, 1], torch.uint16),
+        ([0, 65_536], [0, ESCAPE, 0], torch.uint16),
+        ([131_070], [131_070], torch.uint32),
+        ([2**32 - 1], [2**32 - 1], torch.uint32),
+        ([2**32], [2**32], torch.uint64),
+        ([2**62, 2**63 - 1], [2**62, 2**63 - 1], torch.uint64),
+    ],
+)
+def test_encodings_are_the_documented_ones(indices, stored, dtype):
+    encoded = encode_indices(torch.tensor(indices))
+    assert encoded.dtype == dtype
+    assert encoded.tolist() == stored
+    assert decode_indices(encoded, len(indices)).tolist() == indices
+
+
+@PROPERTY
+@given(st.lists(ESCAPING_GAP, min_size=1, max_size=60), st.integers(1, 7))
+def test_a_gap_stream_is_decoded_alike_whatever_the_chunks(gaps, chunk):
+    stored = torch.tensor([n for gap in gaps for n in [ESCAPE] * (gap // ESCAPE) + [gap % ESCAPE]]).to(torch.uint16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparsify_entries, "_CHUNK", chunk)
+        assert torch.equal(decode_indices(stored, len(gaps)), positions_from(gaps))
+
+
+def test_a_far_entry_does_not_build_a_long_gap_stream():
+    assert encode_indices(torch.tensor([2**62])).numel() == 1  # the gap stream would take 2^46 numbers
+
+
+@pytest.mark.parametrize(
+    ("stored", "count", "message"),
+    [
+        (torch.tensor([3, ESCAPE]).to(torch.uint16), 1, "end in the escape 0xFFFF"),
+        (torch.tensor([ESCAPE]).to(torch.uint16), 0, "end in the escape 0xFFFF"),
+        (torch.tensor([3, ESCAPE, 4]).to(torch.uint16), 3, "hold 2 entries, expected 3"),
+        (torch.tensor([3, 4]).to(torch.uint32), 3, "hold 2 entries, expected 3"),
+        (torch.tensor([3, 4]), 2, "stored as torch.int64, expected uint16, uint32 or uint64"),
+    ],
+)
+def test_streams_that_do_not_add_up_are_refused(stored, count, message):
+    with pytest.raises(DeltaFormatError, match=message):
+        decode_indices(stored, count)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "as_hex"),
+    [
+        (torch.float32, "0000803f000000c0"),
+        (torch.float64, "000000000000f03f00000000000000c0"),
+        (torch.bfloat16, "803f00c0"),
+        (torch.float16, "003c00c0"),
+    ],
+)
+def test_the_digest_is_that_of_the_little_endian_bytes(dtype, as_hex):
+    values = torch.tensor([1.0, -2.0], dtype=dtype)
+    assert digest(values) == hashlib.sha256(bytes.fromhex(as_hex)).hexdigest()
+    assert digest(values.repeat_interleave(2)[::2]) == digest(values)
+    assert digest(values[0]) == digest(values[:1])
+
+
+# Valid files
+
+
+def test_what_is_written_is_read(path, good):
+    tensors, whole, config = read(path)
+    assert list(tensors) == ["a", "b.values"]
+    assert tensors["a"].indices.tolist() == [1, 4, 70_000]
+    assert torch.equal(tensors["a"].values, torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16))
+    assert (tensors["a"].shape, tensors["a"].dtype, tensors["a"].kind) == ((2, 40_000), torch.bfloat16, "replace")
+    assert (tensors["b.values"].kind, tensors["b.values"].base_sha256) == ("add", SHA)
+    assert whole["head.weight"].isnan().tolist() == [[False, True]]
+    assert config == {"steps": 3}
+
+
+def test_parameters_may_be_named_like_the_files_own_keys(path):
+    tensors = {"x": entries(), "x.values": entries((0,), (9.0,))}
+    whole = {"x.indices": torch.zeros(2), "x.whole": torch.ones(1), "__metadata__": torch.ones(3)}
+    write(path, tensors, whole, {})
+    result = read(path)
+    assert list(result.tensors) == list(tensors)
+    assert result.tensors["x.values"].values.tolist() == [9.0]
+    assert {name: tensor.tolist() for name, tensor in result.whole.items()} == {n: t.tolist() for n, t in whole.items()}
+
+
+def test_a_file_without_tensors_is_valid(path):
+    write(path, {}, {}, {})
+    assert read(path) == ({}, {}, {})
+
+
+def test_whole_tensors_come_back_bit_for_bit_whatever_their_layout(path):
+    whole = {
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "nan": torch.tensor([math.nan, -0.0, math.inf]),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.zeros(0, 4),
+        "bool": torch.tensor([True, False]),
+    }
+    whole["shared"] = whole["nan"][1:]
+    write(path, {}, whole, {})
+    for name, tensor in read(path).whole.items():
+        assert (tensor.shape, tensor.dtype) == (whole[name].shape, whole[name].dtype)
+        assert digest(tensor) == digest(whole[name])
+
+
+def test_entries_that_are_slices_of_one_vector_are_written(path):
+    values = torch.arange(1.0, 5.0)
+    both = {
+        name: TensorDelta(torch.tensor([0, 1]), values[part], (2,), torch.float32, "replace", SHA)
+        for name, part in (("a", slice(0, 2)), ("b", slice(1, 3)))
+    }
+    write(path, both, {}, {})
+    assert read(path).tensors["b"].values.tolist() == [2.0, 3.0]
+
+
+def test_what_was_read_does_not_depend_on_the_file(path, good):
+    result = read(path)
+    with path.open("r+b") as file:
+        file.seek(-40, os.SEEK_END)
+        file.write(bytes(40))
+    assert result.tensors["b.values"].values.tolist() == [3.0, 4.0]
+    assert result.tensors["a"].values.tolist() == [1.0, -2.0, 0.5]
+
+
+def test_the_sidecar_is_the_metadata_for_people(path, tmp_path):
+    write(path, {"a": entries()}, {}, {"steps": 3}, sidecar=tmp_path / "c.json")
+    document = json.loads((tmp_path / "c.json").read_text())
+    assert document == json.loads(split(path.read_bytes())[0]["__metadata__"]["sparse_delta"])
+    assert document["config"] == {"steps": 3}
+
+
+# The payload's hash
+
+
+def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
+    payload_start = len(good) - len(split(good)[1])
+    for at in range(payload_start, len(good)):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(DeltaFormatError, match=r"its payload does not have the SHA-256 that its metadata records"):
+            read_bytes(path, bytes(damaged))
+
+
+def test_the_hash_is_that_of_every_byte_after_the_header(path, good):
+    assert delta_format.payload_hash(path) == hashlib.sha256(split(good)[1]).hexdigest()
+
+
+def test_a_file_of_version_1_has_no_hash_and_is_read(path, good):
+    old = as_version_1(good)
+    assert read_bytes(path, old).whole.keys() == {"head.weight"}
+    assert delta_format.payload_hash(path) is None
+    payload_start = len(old) - len(split(old)[1])
+    damaged = old[:payload_start] + bytes([old[payload_start] ^ 1]) + old[payload_start + 1 :]
+    assert read_bytes(path, damaged).whole.keys() == {"head.weight"}  # which is why there is a hash now
+
+
+def test_the_payload_is_hashed_in_little_memory_also_of_a_tensor_stored_whole(path):
+    write(path, {}, {"big": torch.arange(2**20)}, {})  # 8 MiB
+    start, expected = path.stat().st_size - 2**23, delta_format.payload_hash(path)
+    tracemalloc.start()
+    delta_format._check_payload(str(path), start, expected)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 2**20
+
+
+# Writing
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, good, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write(path, {}, {}, {})
+    assert path.read_bytes() == good
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_files_get_the_usual_permissions(path, good):
+    plain = path.with_name("plain")
+    plain.write_bytes(b"")
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"a": {1, 2}}, "config does not go into JSON"),
+        ({"a": math.nan}, "config does not go into JSON"),
+        ({1: "x", "1": "y"}, "a key twice"),
+    ],
+)
+def test_a_config_that_could_not_be_read_is_not_written(path, config, message):
+    with pytest.raises(SparsifyError, match=message):
+        write(path, {}, {}, config)
+    assert not path.exists()
+
+
+def test_a_name_that_is_both_sparse_and_whole_is_not_written(path):
+    with pytest.raises(SparsifyError, match="tensor `a` is there twice"):
+        write(path, {"a": entries()}, {"a": torch.zeros(1)}, {})
+
+
+def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
+    monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 500)
+    with pytest.raises(SparsifyError, match=r"header takes 1,.* bytes, more than the 500 that a reader accepts"):
+        write(path, {}, {}, {"note": "x" * 1000})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": (4, 1, 7)}, "not strictly increasing"),
+        ({"indices": (1, 1, 7)}, "not strictly increasing"),
+        ({"indices": (-1, 1, 7)}, "out of range: they go from -1 to 7, in a tensor of 80000 entries"),
+        ({"indices": (0, 1, 80_000)}, "out of range: they go from 0 to 80000"),
+        ({"values": (1.0, math.nan, math.inf)}, "2 of 3 values are not finite"),
+        ({"values": (1.0, 2.0)}, r"indices have shape \(3,\) and values \(2,\)"),
+        ({"indices": (), "values": ()}, "at least one entry"),
+        ({"kind": "scale"}, "kind is 'scale', expected one of replace, add"),
+        ({"dtype": torch.int32, "values": (1, 2, 3)}, "dtype is torch.int32, expected one of torch.float64"),
+    ],
+)
+def test_entries_that_make_no_sense_cannot_be_built(change, message):
+    with pytest.raises(SparsifyError, match=message):
+        entries(**change)
+
+
+def test_replacements_have_the_bases_dtype_and_differences_need_not():
+    parts = (torch.tensor([0]), torch.tensor([1.0]), (2,), torch.bfloat16)
+    assert TensorDelta(*parts, "add", SHA).values.dtype == torch.float32
+    with pytest.raises(SparsifyError, match=r"values are torch.float32, expected the base's torch.bfloat16"):
+        TensorDelta(*parts, "replace", SHA)
+
+
+# Damaged files
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cut short within its header"),
+        (b"abc", "its header claims|cut short"),
+        (b"PK\x03\x04 and so on, as a pickled checkpoint starts", "its header claims"),
+        (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
+        (struct.pack("<Q", 2**63) + b"{}", "its header claims"),
+        (join({}, b""), "no metadata `sparse_delta`"),
+        (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
+        (join({"__metadata__": {"sparse_delta": 3}}, b""), "header"),
+        (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
+        (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "recursion"),
+        (join({"__metadata__": {"sparse_delta": "[" * 100_000}}, b""), "opens 100,002 objects and lists, more than"),
+        (join({"__metadata__": {"sparse_delta": "[]"}}, b""), "format version is None"),
+        (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
+    ],
+)
+def test_files_that_are_something_else_are_refused(path, data, message):
+    with pytest.raises(DeltaFormatError, match=f"`.*delta.safetensors` is no delta that can be used: .*{message}"):
+        read_bytes(path, data)
+
+
+def test_a_header_beyond_the_bound_is_refused_before_it_is_parsed(path, good, monkeypatch):
+    monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 200)
+    monkeypatch.setattr(delta_format, "safe_open", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(DeltaFormatError, match=r"its header claims .* bytes, more than 200"):
+        read(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", "/dev/zero"):
+        for refuses in (read, delta_format.payload_hash):
+            with pytest.raises(DeltaFormatError, match="is no regular file, so it is not read: copy what it gives"):
+                refuses(path)
+
+
+def test_a_missing_file_is_the_systems_own_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "nothing")
+
+
+def nested(depth, leaf=()):
+    """Lists in lists, the innermost of which is ``leaf``."""
+    return list(leaf) if depth == 1 else [nested(depth - 1, leaf)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
+        (set_in("format_version", to=0), "format version is 0"),
+        (
+            set_in("format_version", to=1),
+            "metadata: expected a JSON object with exactly the keys config, format_version",
+        ),
+        (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
+        (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
+        (set_in("payload_sha256", to="A" * 64), "`payload_sha256` is 'AAA.*, expected 64 lower-case hex digits"),
+        (set_in("payload_sha256", to=None), "`payload_sha256` is None"),
+        (set_in("format_version", to="1"), "format version is '1'"),
+        (set_in("format_version", to=True), "format version is True"),
+        (set_in("format_version", to=1.0), "format version is 1.0"),
+        (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*\.\.\., this sparsify reads 1"),
+        (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
+        (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
+        (set_in("config", "steps", to=10**1000), "a number has 1,001 characters, at most 1,000"),
+        (set_in("config", "steps", to=-(10**309)), "the number -1000.* is beyond what a float holds"),
+        (
+            set_in("whole", to=["a\x1b[31m"]),
+            r"name is 'a\\x1b\[31m' \(6 characters\), expected at most 1,000, and no control",
+        ),
+        (set_in("whole", to=["a\nb"]), r"name is 'a\\nb'"),
+        (set_in("whole", to=["a\0"]), r"name is 'a\\x00'"),
+        (set_in("whole", to=["a\u202eb"]), r"name is 'a\\u202eb'"),
+        (set_in("whole", to=["\udc80"]), "surrogates not allowed"),
+        (set_in("whole", to=["n" * 1001]), r"name is 'nnn.*\.\.\. \(1,001 characters\)"),
+        (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
+        (lambda d: d.pop("whole") and None, "metadata: expected a JSON object with exactly the keys"),
+        (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
+        (set_in("config", "steps", to=math.nan), "NaN is not JSON"),
+        (set_in("tensors", to=[]), "`tensors` and `config` have to be objects"),
+        (set_in("whole", to={}), "`whole` a list"),
+        (set_in("whole", to=[7]), "name is 7"),
+        (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
+        (set_in("whole", to=["a", "head.weight"]), "tensor `a` is there twice"),
+        (set_in("whole", to=[]), "`head.weight.whole` is in it .* does not name it"),
+        (set_in("whole", to=["head.weight", "other"]), "`other.whole` is missing"),
+        (lambda d: d["tensors"].pop("a") and None, "`a.indices` is in it"),
+        (set_in("tensors", "", to={}), "name is ''"),
+        (set_in("tensors", "a", to=None), "tensor `a`: expected a JSON object"),
+        (set_in("tensors", "a", "more", to=1), "tensor `a`: expected a JSON object with exactly the keys base_sha256"),
+        (set_in("tensors", "a", "shape", to="80000"), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[2, -1]), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[2, 4e4]), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[True, 80_000]), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[1] * 65), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "more than 2.63 entries"),
+        (set_in("tensors", "a", "shape", to=[2, 35_000]), "tensor `a`: indices are out of range"),
+        (set_in("tensors", "a", "dtype", to="I8"), "tensor `a`: `dtype` is 'I8'"),
+        (set_in("tensors", "a", "dtype", to=[]), "tensor `a`: `dtype` is "),
+        (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are BF16, expected F16"),
+        (set_in("tensors", "a", "kind", to="scale"), "tensor `a`: `kind` is 'scale'"),
+        (set_in("tensors", "a", "kind", to={}), "tensor `a`: `kind`"),
+        (set_in("tensors", "a", "count", to=0), "tensor `a`: `count` is 0, expected a number from 1 to"),
+        (set_in("tensors", "a", "count", to=80_001), "tensor `a`: `count` is 80001"),
+        (set_in("tensors", "a", "count", to=3.0), "tensor `a`: `count` is 3.0"),
+        (set_in("tensors", "a", "count", to=2), r"tensor `a`: values have shape \[3\], expected \[2\]"),
+        (set_in("tensors", "a", "base_sha256", to="0" * 63), "tensor `a`: base_sha256 is"),
+        (set_in("tensors", "a", "quantization", to=""), "tensor `a`: `quantization` is '', expected a short string"),
+        (set_in("tensors", "a", "quantization", to="x" * 101), "tensor `a`: `quantization` is"),
+        (set_in("tensors", "a", "quantization", to="nf4\n"), "tensor `a`: `quantization` is 'nf4"),
+        (set_in("tensors", "a", "quantization", to=None), "tensor `a`: `quantization` is None"),
+        (set_in("tensors", "a", "base_sha256", to=0), "tensor `a`: base_sha256 is 0"),
+        (set_in("tensors", "b.values", "base_sha256", to="G" * 64), "tensor `b.values`: base_sha256"),
+    ],
+)
+def test_metadata_that_is_wrong_is_refused_by_name(path, good, change, message):
+    with pytest.raises(DeltaFormatError, match=message):
+        read_bytes(path, edited(good, change))
+
+
+def test_a_number_beyond_floats_is_refused(path, good):
+    text = good.replace(b'\\"steps\\":3', b'\\"s\\":1e999')
+    assert len(text) == len(good)
+    with pytest.raises(DeltaFormatError, match="the number 1e999 is beyond what a float holds"):
+        read_bytes(path, text)
+
+
+def test_the_largest_integer_that_a_float_holds_is_read_exactly(path):
+    largest = int(sys.float_info.max)
+    write(path, {}, {}, {"a": largest, "b": 2**53 + 1})
+    assert read(path).config == {"a": largest, "b": 2**53 + 1}
+
+
+@pytest.mark.parametrize(("before", "after"), [(b" ", b""), (b"\n", b""), (b"\t\r", b""), (b"", b"\n"), (b"", b" \t")])
+def test_a_header_is_an_object_with_nothing_but_spaces_after_it(path, good, before, after):
+    header, payload = split(good)
+    text = json.dumps(header).encode()
+    assert read_bytes(path, join(text + b"   ", payload))
+    with pytest.raises(DeltaFormatError, match="its header is more than a JSON object with spaces after it"):
+        read_bytes(path, join(before + text + after, payload))
+
+
+@pytest.mark.parametrize("string", ['a":0,"b', "\\", '\\"', '\\\\":', "a:b", "é:\\é"])
+def test_what_looks_like_a_key_within_a_string_is_none(path, string):
+    config = {string: [string, {string: string}], "twice": [{string: 1}, {string: 2}]}
+    write(path, {}, {}, config)
+    assert read(path).config == config
+
+
+def test_a_key_twice_in_the_header_is_refused(path, good):
+    header, payload = split(good)
+    entry = json.dumps(header["a.values"]).encode()
+    text = json.dumps(header).encode()[:-1] + b', "a.values": ' + entry + b"}"
+    with pytest.raises(DeltaFormatError, match="an object has a key twice"):
+        read_bytes(path, join(text, payload))
+
+
+def test_nothing_unprintable_from_a_file_gets_into_a_message(path, good):
+    header, payload = split(good)
+    for key in ("\x1b[2J\u202e", "k" * 10_000):
+        with pytest.raises(DeltaFormatError) as caught:
+            read_bytes(path, join({**header, key: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}, payload))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+        assert caught.value.__suppress_context__  # a traceback does not show the library's own words
+
+
+@pytest.mark.parametrize("leaf", [[], [3], ["a"], [{}]])
+def test_a_config_is_as_deep_as_is_allowed_whatever_is_in_it(path, leaf):
+    depth = 61 if leaf == [{}] else 62
+    write(path, {}, {}, {"a": nested(depth, leaf)})
+    assert read(path).config == {"a": nested(depth, leaf)}
+    with pytest.raises(SparsifyError, match="more than 64 deep in each other"):
+        write(path, {}, {}, {"a": nested(depth + 1, leaf)})
+
+
+def test_a_config_as_deep_as_is_allowed_is_written_and_read(path):
+    config = {"a": nested(62)}  # with the document and the config itself: 64
+    write(path, {}, {}, config, sidecar=path.with_name("c.json"))
+    assert read(path).config == config
+    with pytest.raises(SparsifyError, match="more than 64 deep in each other"):
+        write(path, {}, {}, {"a": nested(63)})
+    endless = {}
+    endless["a"] = endless
+    with pytest.raises(SparsifyError, match="config does not go into JSON"):
+        write(path, {}, {}, endless)
+    assert read(path).config == config
+
+
+def test_a_config_of_very_many_lists_is_refused_both_ways(path, good):
+    write(path, {}, {}, {"log": [[0, 1]] * 4000})
+    with pytest.raises(SparsifyError, match=r"opens 50,\d+ objects and lists, more than the .* shorten `config`"):
+        write(path, {}, {}, {"log": [[]] * 50_000})
+    assert len(read(path).config["log"]) == 4000
+    with pytest.raises(DeltaFormatError, match=r"opens 50,\d+ objects and lists"):
+        read_bytes(path, edited(good, set_in("config", "log", to=[[]] * 50_000)))
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b"])
+def test_names_that_a_reader_refuses_are_not_written(path, name):
+    with pytest.raises(SparsifyError, match=r"a tensor's name is|surrogates not allowed"):
+        write(path, {}, {name: torch.zeros(1)}, {})
+    assert not path.exists()
+
+
+def test_names_are_not_paths_and_any_script_will_do(tmp_path, path):
+    names = ["../../outside", "/etc/x", "C:\\x", "слой.вес", "层.😀", "a b", "CON", "~", "%s{}"]
+    write(path, {}, {name: torch.zeros(1) for name in names}, {})
+    assert list(read(path).whole) == names
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("shape", ["[0,9223372036854775808]", "[0,18446744073709551615]"])
+def test_sizes_beyond_what_torch_counts_are_refused(path, shape):
+    write(path, {}, {"x": torch.zeros(0, 1)}, {})
+    header, payload = split(path.read_bytes())
+    text = json.dumps(header).replace("[0, 1]", shape)
+    with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
+        read_bytes(path, join(text.encode(), payload))
+
+
+def test_a_tensor_named_twice_in_the_metadata_is_refused(path, good):
+    header, payload = split(good)
+    text = header["__metadata__"]["sparse_delta"]
+    header["__metadata__"]["sparse_delta"] = text.replace('"b.values":', '"a":')
+    with pytest.raises(DeltaFormatError, match="an object has a key twice"):
+        read_bytes(path, join(header, payload))
+
+
+def u16(*numbers):
+    return torch.tensor(numbers).to(torch.uint16)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"a__values": None}, "`a.values` is missing"),
+        ({"other": torch.zeros(1)}, "`other` is in it"),
+        ({"a__values": torch.ones(4, dtype=torch.bfloat16)}, r"tensor `a`: values have shape \[4\], expected \[3\]"),
+        ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: values have shape \[3, 1\]"),
+        ({"a__values": torch.ones(3)}, "tensor `a`: values are F32, expected BF16"),
+        ({"a__values": torch.tensor([1, math.inf, 2]).bfloat16()}, "tensor `a`: 1 of 3 values are not finite"),
+        ({"b__values__values": torch.ones(2).long()}, "tensor `b.values`: values are I64, expected F64 or F32"),
+        ({"b__values__values": torch.tensor([1, math.nan])}, "tensor `b.values`: 1 of 2 values are not finite"),
+        ({"a__indices": torch.tensor([1, 2, 3])}, "tensor `a`: indices are I64, expected U16, U32 or U64"),
+        ({"a__indices": u16(1, 2)}, r"tensor `a`: indices have shape \[2\], expected one dimension of 3 to 4"),
+        ({"a__indices": u16(1, 2, 3, 4, 5)}, r"tensor `a`: indices have shape \[5\]"),
+        ({"a__indices": u16(1, 2, 3, 4)}, "tensor `a`: indices hold 4 entries, expected 3"),
+        ({"a__indices": u16(1, 2, ESCAPE)}, "tensor `a`: indices end in the escape 0xFFFF"),
+        ({"a__indices": u16(1, ESCAPE, 9, 0)[:, None]}, r"tensor `a`: indices have shape \[4, 1\]"),
+        ({"a__indices": u16(1, 20_000, ESCAPE, 0)}, "tensor `a`: indices are out of range: they go from 1 to 85538"),
+        ({"a__indices": u16(60_000, 20_000, 0)}, "tensor `a`: indices are out of range: they go from 60000 to 80002"),
+        ({"a__indices": torch.tensor([1, 4, 4]).to(torch.uint32)}, "tensor `a`: indices are not strictly increasing"),
+        ({"a__indices": torch.tensor([4, 1, 7]).to(torch.uint64)}, "tensor `a`: indices are not strictly increasing"),
+        ({"a__indices": torch.tensor([1, 4, 80_000]).to(torch.uint32)}, "tensor `a`: indices are out of range"),
+        ({"a__indices": torch.tensor([1, 4]).to(torch.uint32)}, r"tensor `a`: indices have shape \[2\]"),
+        ({"a__indices": torch.tensor([-3, -2, -1]).to(torch.uint64)}, "tensor `a`: indices are out of range"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(path, good, tensors, message):
+    with pytest.raises(DeltaFormatError, match=message):
+        read_bytes(path, rewritten(good, **tensors))
+
+
+@pytest.mark.parametrize("indices", [u16(1, ESCAPE, 9, 0), torch.tensor([1, 65_546, 65_547]).to(torch.uint64)])
+def test_any_encoding_is_read_not_only_the_smallest(path, good, indices):
+    assert read_bytes(path, rewritten(good, a__indices=indices)).tensors["a"].indices.tolist() == [1, 65_546, 65_547]
+
+
+def test_sizes_are_checked_before_any_tensor_is_loaded(path, good, monkeypatch):
+    monkeypatch.setattr(delta_format, "_load_tensor", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(DeltaFormatError, match=r"tensor `b.values`: values have shape"):
+        read_bytes(path, rewritten(good, b__values__values=torch.ones(3)))
+
+
+def test_a_file_cut_short_anywhere_is_refused(path, good):
+    payload_bytes = len(split(good)[1])
+    for length in [*range(0, len(good) - payload_bytes, 5), *range(len(good) - payload_bytes - 9, len(good))]:
+        with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
+            read_bytes(path, good[:length])
+
+
+def test_bytes_after_the_end_are_refused(path, good):
+    with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
+        read_bytes(path, good + b"\0")
+
+
+@PROPERTY
+@given(data=st.data())
+def test_flipped_bytes_give_an_error_or_a_valid_delta(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flipped", numbered=True)
+    path = folder / "delta.safetensors"
+    write(path, {"a": entries()}, {"h": torch.ones(2)}, {"steps": 3})
+    damaged = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        result = read_bytes(path, bytes(damaged))
+    except DeltaFormatError:
+        return
+    for tensor in result.tensors.values():  # what is read, can be written
+        write(path, {"again": tensor}, result.whole, result.config)
+        assert torch.equal(read(path).tensors["again"].indices, tensor.indices)
+
+
+def test_a_flipped_bit_anywhere_in_the_header_gives_an_error_or_a_valid_delta(path):
+    write(path, {"a": entries()}, {}, {})
+    good = path.read_bytes()
+    header_end = len(good) - len(split(good)[1])
+    for at in range(header_end):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << at % 7
+        try:
+            result = read_bytes(path, bytes(damaged))
+        except DeltaFormatError:
+            continue
+        assert [tensor.count for tensor in result.tensors.values()] == [3]

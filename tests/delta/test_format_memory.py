@@ -1,0 +1,181 @@
+"""Reading a file takes at most 16 MiB + 32 x its header + 6 x its payload, as ``format.md`` promises, whatever it is.
+
+Each file is one that costs much for its size. It is read under an address-space limit, so that mapped files count too,
+and where the C library gives freed memory back: how much of it glibc keeps otherwise differs from run to run.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from delta_bytes import join, rehashed, split
+
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.format import write
+
+ROOT = Path(__file__).parents[2]
+MEGABYTE = 2**20
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
+READ = """
+import os, resource, sys
+from pathlib import Path
+import torch
+from sparsify.delta.entries import TensorDelta
+from sparsify.errors import DeltaFormatError
+from sparsify.delta.format import read, write
+
+torch.set_num_threads(1)
+
+
+def read_within_bounds(path):
+    data = Path(path).stat().st_size
+    header = 8 + int.from_bytes(open(path, "rb").read(8), "little")
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = taken + 16 * 2**20 + 32 * header + 6 * max(data - header, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        read(path)
+        return "valid"
+    except DeltaFormatError as error:
+        print(Path(path).name, "is refused:", error, file=sys.stderr, flush=True)
+        return "refused"
+
+
+small = Path(sys.argv[1]) / "small"
+write(small, {"a": TensorDelta(torch.tensor([1, 2]), torch.ones(2), (9,), torch.float32, "add", "0" * 64)}, {}, {})
+read(small)  # whatever is set up on first use is no part of a file's cost
+for path in sys.argv[2:]:
+    if (child := os.fork()) == 0:
+        print(Path(path).name, "is", read_within_bounds(path), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, path
+"""
+
+
+def with_metadata(config="{}", tensors="{}", whole="[]"):
+    """A file with such texts in its metadata, and no tensors."""
+    text = f'{{"format_version":1,"config":{config},"tensors":{tensors},"whole":{whole}}}'
+    return join(json.dumps({"__metadata__": {"sparse_delta": text}}, ensure_ascii=False).encode(), b"")
+
+
+def with_config(text):
+    return with_metadata(config=f'{{"a":{text}}}')
+
+
+def repeated(item, n_bytes=MEGABYTE):
+    """A JSON list of one item, of about that many bytes."""
+    return "[" + ",".join([item] * (n_bytes // (len(item) + 1))) + "]"
+
+
+def numbered(count):
+    return "[" + ",".join(f'"{i}"' for i in range(count)) + "]"
+
+
+def keys(count):
+    """Two-letter keys with 0 each, and wide characters, so that every text takes four bytes a character.
+
+    After as many keys as are asked for here, Python has just made a dict's table four times as large.
+    """
+    letters = [chr(code) for code in range(0x80, 0x800)]
+    pairs = itertools.islice(itertools.product(letters, letters), count)
+    return ",".join(f'"{first}{second}":0' for first, second in pairs) + ',"\U0001f600":0'
+
+
+def empty_whole_tensors(count=30_000):
+    header = {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+    text = f'{{"format_version":1,"config":{{}},"tensors":{{}},"whole":{numbered(count)}}}'
+    return join({**header, "__metadata__": {"sparse_delta": text}}, b"")
+
+
+def long_shape():
+    return join({"x": {"dtype": "U8", "shape": [0] * MEGABYTE, "data_offsets": [0, 0]}}, b"")
+
+
+LONG_DTYPE = '{"a":{"shape":[1],"dtype":"' + "\\u0001" * (MEGABYTE // 2) + '","count":1,"base_sha256":""}}'
+HOSTILE_HEADERS = {
+    "lists as many as are allowed": lambda: with_config(repeated('[],"aaaaaaaaaaaaa"', 4 * MEGABYTE)),
+    "objects as many as are allowed": lambda: with_config(repeated('{"a":0},"aaaaaaaa"', 4 * MEGABYTE)),
+    "far too many lists": lambda: with_config(repeated("[]")),
+    "far too deep": lambda: with_config("[" * MEGABYTE),
+    "small numbers": lambda: with_config(repeated("0")),
+    "floats": lambda: with_config(repeated("1e1")),
+    "short strings": lambda: with_config(repeated('"ab"')),
+    "a text of wide characters": lambda: with_config('"\U0001f600' + "a" * 4 * MEGABYTE + '"'),  # four bytes each
+    "an object of very many keys": lambda: with_config("{" + keys(699_053) + "}"),
+    "very many keys outside the metadata": lambda: join(f'{{"x":{{{keys(1_398_105)}}}}}'.encode(), b""),
+    "a number of a million digits": lambda: with_config("1" * MEGABYTE),
+    "names of tensors that are not there": lambda: with_metadata(whole=numbered(200_000)),
+    "very many empty tensors": empty_whole_tensors,
+    "a shape of a million sizes": long_shape,
+    "a dtype that is a long text": lambda: with_metadata(tensors=LONG_DTYPE),
+}
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and an address-space limit")
+
+
+def part(count, stride, dtype):
+    return TensorDelta(
+        torch.arange(count) * stride, torch.ones(count, dtype=dtype), (count * stride,), dtype, "replace", "0" * 64
+    )
+
+
+def write_storm_of_escapes(path, count=4_000_000):
+    """One entry, and a stream that has come to it through millions of escapes."""
+    write(path, {"a": part(1, 2**62, torch.float32)}, {}, {})
+    header, payload = split(path.read_bytes())
+    assert header["a.indices"] == {"dtype": "U16", "shape": [1], "data_offsets": [4, 6]}
+    header["a.indices"] = {"dtype": "U16", "shape": [count], "data_offsets": [4, 4 + 2 * count]}
+    path.write_bytes(rehashed(join(header, payload[:4] + b"\xff\xff" * (count - 1) + b"\0\0")))
+
+
+@pytest.fixture
+def outcomes():
+    """Reads files within the promised bounds, each in a process of its own, and says what became of them."""
+
+    def read_all(folder, paths):
+        run = subprocess.run(
+            [sys.executable, "-c", READ, folder, *paths], capture_output=True, text=True, timeout=400, cwd=ROOT,
+            env={**os.environ, **GIVE_BACK},
+        )  # fmt: skip
+        assert run.returncode == 0, f"{run.stdout[-300:]}: {run.stderr[-1000:]}"
+        sys.stderr.write(run.stderr)  # why files were refused, for the report of a test that fails
+        return dict(line.rsplit(" is ", 1) for line in run.stdout.splitlines())
+
+    return read_all
+
+
+def test_hostile_headers_take_little(tmp_path, outcomes):
+    paths = [tmp_path / sort for sort in HOSTILE_HEADERS]
+    for path in paths:
+        path.write_bytes(HOSTILE_HEADERS[path.name]())
+    found = outcomes(tmp_path, paths)
+    assert list(found) == list(HOSTILE_HEADERS)
+    assert {sort for sort, outcome in found.items() if outcome == "valid"} == {
+        "lists as many as are allowed",
+        "objects as many as are allowed",
+        "small numbers",
+        "floats",
+        "short strings",
+        "a text of wide characters",
+        "an object of very many keys",
+        "very many empty tensors",
+    }
+
+
+def test_large_payloads_take_little(tmp_path, outcomes):
+    strides = {"U16": 3, "U32": 2000, "U64": 2**34}
+    paths = []
+    for (encoding, stride), dtype in itertools.product(strides.items(), (torch.bfloat16, torch.float64)):
+        paths.append(tmp_path / f"{encoding} and {dtype}")
+        write(paths[-1], {"a": part(1_000_000, stride, dtype)}, {}, {})
+    write(tmp_path / "whole", {}, {"a": torch.zeros(5_000_000)}, {})
+    write_storm_of_escapes(tmp_path / "storm")
+    found = outcomes(tmp_path, [*paths, tmp_path / "whole", tmp_path / "storm"])
+    assert len(found) == 8
+    assert set(found.values()) == {"valid"}

@@ -1,0 +1,279 @@
+"""Deltas on the hub: pushed and loaded with the hub's own client, against a server that speaks the hub's endpoints."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import OWNER, TOKEN, Repo, client_environment, hub_server
+from models import build, train
+from transformers import BertForSequenceClassification
+
+from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
+from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.hub import is_repo_id
+
+ROOT = Path(__file__).parents[2]
+REPO = f"{OWNER}/my-delta"
+FILES = {"README.md", "sparse_delta.safetensors", "sparse_delta_config.json"}
+BASE = "google-bert/bert-base-uncased"
+
+CLIENT = """
+import sys
+from sparsify import SparseDelta, SparsifyError
+
+first, second = SparseDelta.load("first"), SparseDelta.load("second")
+for block in sys.argv[1:]:
+    try:
+        exec(block)
+    except SparsifyError as error:  # any other error fails the test
+        print(type(error).__name__, "from", type(error.__cause__).__name__, "-", error)
+"""
+
+
+@pytest.fixture
+def hub():
+    with hub_server() as hub:
+        yield hub
+
+
+def make_delta(value=2.0, base=BASE):
+    """One entry of one tensor."""
+    entry = TensorDelta(
+        torch.tensor([3]), torch.tensor([value]), (2, 4), torch.float32, "replace", digest(torch.zeros(1))
+    )
+    strategy = {"importance": {"name": "d3", "exp": 2, "eps": 1}, "selection": {"name": "increment"}}
+    return SparseDelta(
+        {"encoder.layer.0.query.weight": entry}, config={"base_model_name_or_path": base, "strategy": strategy}
+    )
+
+
+@pytest.fixture
+def client(hub, tmp_path):
+    """Runs blocks of code in a process that has this hub for the hub; gives what it prints."""
+    make_delta().save(tmp_path / "first")
+    make_delta(value=7.0).save(tmp_path / "second")
+    make_delta(base=str(tmp_path / "private" / "bert")).save(tmp_path / "homemade")
+
+    def run(*blocks, token=TOKEN, **environment):
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT, *blocks], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            env={**client_environment(hub, tmp_path / "hf", token), **environment},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def value_of(delta):
+    return delta.tensors["encoder.layer.0.query.weight"].values.item()
+
+
+# Push and load
+
+
+def test_a_pushed_delta_is_loaded_by_id_and_by_revision(hub, client):
+    printed = client(f"""
+one = first.push_to_hub("my-delta", private=True)
+two = second.push_to_hub("{REPO}", commit_message="Trained longer")
+print(type(two).__name__, [SparseDelta.load("{REPO}", revision=r).tensors.popitem()[1].values.item()
+    for r in (None, "main", one.oid, two.oid)])
+print(SparseDelta.load("{REPO}", revision=one.oid, local_files_only=True))
+""")
+    assert "CommitInfo [7.0, 7.0, 2.0, 7.0]" in printed
+    assert "SparseDelta(1 entry in 1 tensor" in printed
+    repo = hub.repos[REPO]
+    assert repo.private
+    assert repo.messages == ["initial commit", "Upload a sparse delta", "Trained longer"]
+    assert set(repo.files()) == FILES
+    assert sum(request.startswith("PUT /lfs/") for request in hub.requests) == 2
+    card = repo.files()["README.md"].decode()
+    assert f"base_model: {BASE}" in card
+    assert f'load_model("{BASE}", "{REPO}")' in card
+
+
+def test_a_branch_is_made_and_a_pull_request_leaves_main_alone(hub, client):
+    printed = client(f"""
+first.push_to_hub("{REPO}", revision="longer")
+info = second.push_to_hub("{REPO}", create_pr=True)
+print(info.pr_revision, SparseDelta.load("{REPO}", revision="longer"))
+print(SparseDelta.load("{REPO}", revision=info.pr_revision))
+SparseDelta.load("{REPO}")
+""")
+    assert printed.startswith("refs/pr/1 SparseDelta(1 entry")
+    assert set(hub.repos[REPO].files("longer")) == set(hub.repos[REPO].files("refs/pr/1")) == FILES
+    assert hub.repos[REPO].files() == {}
+    assert "there is no `sparse_delta.safetensors` of" in printed
+
+
+def test_a_card_that_a_person_wrote_is_kept(hub, client):
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit("main", {"README.md": b"# Mine\n\nBy hand.\n"}, "card")
+    client(f'first.push_to_hub("{REPO}")')
+    assert hub.repos[REPO].files()["README.md"] == b"# Mine\n\nBy hand.\n"
+    assert set(hub.repos[REPO].files()) == FILES
+
+
+def test_a_second_push_renews_the_generated_part_only(hub, client):
+    client(f'first.push_to_hub("{REPO}")')
+    repo = hub.repos[REPO]
+    card = repo.files()["README.md"].decode()
+    assert "the next push" in card
+    card = card.replace("---\n", "---\nlicense: mit\n", 1).replace("1 changed entries", "no entries")
+    repo.commit("main", {"README.md": f"{card}\n## Limits\n\nSmall.\n".encode()}, "by hand")
+    client(f'second.push_to_hub("{REPO}")')
+    card = repo.files()["README.md"].decode()
+    assert "license: mit" in card
+    assert card.endswith("## Limits\n\nSmall.\n")
+    assert "1 changed entries" in card
+    assert "no entries" not in card
+
+
+def test_the_path_of_a_base_is_not_published(hub, client, tmp_path):
+    printed = client(f'SparseDelta.load("homemade").push_to_hub("{REPO}")')
+    assert "the base is recorded as a path of this machine, which is left out of what is published" in printed
+    assert all(str(tmp_path).encode() not in content for content in hub.repos[REPO].files().values())
+    card = hub.repos[REPO].files()["README.md"].decode()
+    assert "base_model:" not in card
+    assert f'load_model("path/to/the/base", "{REPO}")' in card
+
+
+def test_base_and_delta_from_the_hub_make_the_trained_model(hub, client, tmp_path):
+    model, batches = build("bert")
+    model.bert.save_pretrained(tmp_path / "base")
+    base = hub.repos["a/base"] = Repo()
+    trained_on = base.commit("main", {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}, "weights")
+    build("bert", seed=1)[0].bert.save_pretrained(tmp_path / "later")
+    base.commit("main", {f.name: f.read_bytes() for f in (tmp_path / "later").iterdir()}, "other weights")
+
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=5).train()
+    train(sparsify(model, 40, steps=1, modules_to_save=["classifier"]), batches[:1])
+    delta = SparseDelta.from_model(model)
+    delta.config |= {"base_model_name_or_path": "a/base", "base_model_revision": trained_on}
+    delta.save(tmp_path / "tuned")
+    model = desparsify(model).eval()
+    torch.save((batches[-1]["input_ids"], model(batches[-1]["input_ids"]).logits), tmp_path / "expected.pt")
+    printed = client(f"""
+import torch
+from sparsify import load_model
+
+SparseDelta.load("tuned").push_to_hub("{REPO}")
+tokens, expected = torch.load("expected.pt")
+for base in (None, "a/base"):
+    print(torch.equal(load_model(base, "{REPO}")(tokens).logits, expected))
+load_model("a/base", "{REPO}", revision="main")
+""")
+    assert printed.startswith("True\nTrue\nBaseMismatchError")
+
+
+# What goes wrong
+
+
+def load(repo, arguments=""):
+    return f'print("loaded", SparseDelta.load("{repo}"{arguments}))'
+
+
+def test_a_damaged_file_from_the_hub_is_refused(hub, client, tmp_path):
+    whole = (tmp_path / "first" / "sparse_delta.safetensors").read_bytes()
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit("main", {"sparse_delta.safetensors": whole[:-3]}, "cut")
+    printed = client(load(REPO))
+    assert printed.startswith("DeltaFormatError")
+    assert "is no delta that can be used" in printed
+
+
+def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
+    hub.repos |= {"a/private": Repo(private=True), "a/gated": Repo(gated=True), "a/empty": Repo()}
+    printed = client(
+        load("a/nothing"),
+        load("a/private", ", token=False"),
+        load("a/gated", ", token=False"),
+        load("a/empty", ", revision='v9'"),
+        load("a/empty"),
+        load("a/cached", ", local_files_only=True"),
+    ).splitlines()
+    expected = [
+        r"RepositoryNotFoundError - `a/nothing` is neither a path here nor a repository at http\S+ that you may see",
+        r"RepositoryNotFoundError - `a/private` is .*if it is private, log in with `hf auth login` or pass `token=",
+        r"GatedRepoError - `a/gated` is gated: ask for access on its page at http\S+/a/gated, then log in",
+        r"RevisionNotFoundError - `a/empty` has no revision 'v9': give one of its branches or tags",
+        r"EntryNotFoundError - there is no `sparse_delta.safetensors` of `a/empty` at revision 'main': give a",
+        r"LocalEntryNotFoundError - .* of `a/cached` is not in the local cache, and http\S+ was not asked or is",
+    ]
+    assert len(printed) == len(expected)
+    for line, pattern in zip(printed, expected, strict=True):
+        assert re.match(rf"SparsifyError from \w*{pattern}", line), line
+
+
+def test_offline_mode_is_said_to_be_the_reason(hub, client):
+    assert "not in the local cache, and HF_HUB_OFFLINE is set: get online" in client(load(REPO), HF_HUB_OFFLINE="1")
+    assert hub.requests == []
+
+
+def test_a_push_that_may_not_be_says_so_and_changes_nothing(hub, client):
+    hub.repos["a/theirs"] = Repo()
+    printed = client('first.push_to_hub("a/theirs", token="hf_reader")', 'first.push_to_hub("a/b/c")')
+    assert "did not serve a delta in `a/theirs` (" in printed
+    assert "'a/b/c' is no repository's id: expected one such as 'user/name'" in printed
+    assert hub.repos["a/theirs"].messages == ["initial commit"]
+
+
+def test_a_push_to_no_repository_is_refused_before_the_hub_is_asked(hub, client):
+    repos = [
+        "a/b/c",
+        "",
+        "a/",
+        "/a",
+        "./first",
+        "me/na me",
+        "me/x.git",
+        "https://huggingface.co/me/x",
+        5,
+        None,
+        Path("a/b"),
+    ]
+    printed = client(
+        'import warnings; warnings.simplefilter("error"); from pathlib import Path, PosixPath',
+        *(f'SparseDelta.load("homemade").push_to_hub({repo!r})' for repo in repos),
+        *(f'first.push_to_hub("{REPO}", revision={name!r})' for name in ("", "a b", "../x", 5)),
+    ).splitlines()
+    assert len(printed) == len(repos) + 4
+    for line, repo in zip(printed, repos, strict=False):
+        assert f"{repo!r} is no repository's id: expected one such as 'user/name'" in line
+    assert all("expected the name of a branch to push to, or None for `main`" in line for line in printed[len(repos) :])
+    assert hub.requests == []
+    assert hub.repos == {}
+
+
+def test_a_push_to_a_hub_that_is_not_there_says_so(client):
+    printed = client(f'first.push_to_hub("{REPO}")', HF_ENDPOINT="http://127.0.0.1:9")
+    assert printed.startswith("SparsifyError from Connect")
+    assert "the hub at http://127.0.0.1:9 did not serve" in printed
+
+
+def test_a_path_that_exists_is_not_asked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_delta().save("user/name")
+    assert value_of(SparseDelta.load("user/name")) == 2.0
+    with pytest.raises(SparsifyError, match=r"revision='v1' of `user/name`, which is taken for a path"):
+        SparseDelta.load("user/name", revision="v1")
+    Path("user/empty").mkdir()
+    with pytest.raises(SparsifyError, match="does not exist, so there is no delta to load"):
+        SparseDelta.load("user/empty")
+
+
+@pytest.mark.parametrize("path", ["my-delta", "out/a.safetensors", "a/b/c", "/a/b", "./a", "a/..", "-a/b"])
+def test_what_looks_like_a_path_is_one(path):
+    with pytest.raises(SparsifyError, match="does not exist, so there is no delta to load"):
+        SparseDelta.load(path)
+
+
+def test_a_path_object_is_never_a_repository():
+    assert is_repo_id("user/name")
+    assert not is_repo_id(Path("user/name"))
+    with pytest.raises(SparsifyError, match="does not exist"):
+        SparseDelta.load(Path("user/name"))

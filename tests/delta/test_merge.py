@@ -1,0 +1,468 @@
+"""A merged checkpoint loads as the model that `apply` makes, bit for bit; or nothing is written at all."""
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
+from limits import needs_limits, within_limits
+from requirements import fuses_at_load, needs_transformers_5
+from safetensors.torch import load_file, save_file
+
+from sparsify.common.initializers import Draw
+from sparsify.delta import merge as merging
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+
+@pytest.fixture
+def model():
+    return bert()
+
+
+@pytest.fixture
+def base(model, tmp_path):
+    """The folder of a sharded checkpoint, which the test must leave as it is."""
+    folder = save(model, tmp_path / "base")
+    before = files(folder)
+    yield folder
+    assert files(folder) == before
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "merged"
+
+
+@pytest.fixture
+def nothing_written(base, tmp_path):
+    """Fails the test if there is anything beside the base in the end."""
+    yield
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def load(like, folder, **options):
+    return type(like).from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_merged_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, out, architecture, dtype, shards):
+    model = MODELS[architecture]().to(dtype)
+    delta = make_delta(model)
+    base = save(model, tmp_path / "base", shards)
+    before = files(base)
+    assert delta.merge(base, out) == out
+    assert files(base) == before
+    assert files(out).keys() == before.keys()
+    assert bits(load(model, out, dtype=dtype)) == bits(delta.apply(load(model, base, dtype=dtype)))
+    assert os.access(next(out.glob("*.safetensors")), os.W_OK)
+
+
+def test_untouched_tensors_keep_their_bytes(model, base, out):
+    name = "bert.pooler.dense.bias"
+    delta = make_delta(model)
+    SparseDelta({name: delta.tensors[name]}).merge(base, out)
+    old, new = files(base), files(out)
+    (changed,) = [file for file in old if old[file] != new[file]]
+    before, after = load_file(base / changed), load_file(out / changed)
+    assert [key for key in before if not torch.equal(before[key], after[key])] == [name]
+
+
+def test_differences_are_merged(model, base, out):
+    delta = (0.5 * make_delta(model)).on(model, kind="add")
+    delta.merge(base, out)
+    assert bits(load(model, out)) == bits(delta.apply(model))
+
+
+def test_a_checkpoint_with_another_prefix_is_merged(model, tmp_path, out):
+    base = save(model.bert, tmp_path / "base")
+    delta = make_delta(model)
+    for name in ("classifier.weight", "classifier.bias"):
+        del delta.tensors[name]
+    delta.merge(base, out)
+    assert bits(load(model.bert, out)) == bits(delta.apply(model).bert)
+
+
+def test_both_stored_copies_of_a_tied_tensor_are_changed(tmp_path, out):
+    model = gpt2()
+    base = save(model, tmp_path / "base", shards=False)
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, file, metadata={"format": "pt"})
+    delta = make_delta(model)
+    delta.merge(base, out)
+    merged = load(model, out)
+    assert merged.lm_head.weight is merged.transformer.wte.weight
+    assert bits(merged) == bits(delta.apply(model))
+
+
+@needs_transformers_5("4 ties whatever the config ties")
+def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
+    """The config ties them, but the stored ones differ in the last entry: `from_pretrained` does not tie such."""
+    base = save(gpt2(), tmp_path / "base", shards=False)
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["transformer.wte.weight"].clone()
+    head.view(-1)[-1] += 1
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    model = load(gpt2(), base)
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    name = "transformer.wte.weight"
+    delta = SparseDelta({name: make_delta(model).tensors[name]})
+    delta.merge(base, out)
+    merged = load_file(out / "model.safetensors")
+    assert torch.equal(merged["lm_head.weight"], head)
+    assert not torch.equal(merged[name], tensors[name])
+    assert [patch.name for patch in delta.patches(base)] == [name]
+
+
+@fuses_at_load
+def test_a_fused_projection_is_changed_in_its_part(tmp_path, out):
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(0)
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, use_swiglu_ffn=True)
+    model = Dinov2Model(config)
+    delta = make_delta(model)
+    name = next(key for key in delta.tensors if key.endswith("mlp.gate_proj.weight"))
+    delta.whole[name] = torch.randn(delta.tensors.pop(name).shape)
+    delta.merge(save(model, tmp_path / "base"), out)
+    assert bits(load(model, out)) == bits(delta.apply(model))
+
+
+@pytest.fixture
+def convert_at_load(monkeypatch):
+    """Lets transformers convert a tensor of BERT under one and the same name, with an operation."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    def convert(name, operation):
+        mapping = {"bert": [WeightConverter(name, name, [operation])], "legacy": []}
+        monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", mapping)
+
+    return convert
+
+
+@fuses_at_load
+def test_a_tensor_that_is_transposed_under_its_own_name_is_changed_where_it_lies(tmp_path, out, convert_at_load):
+    from transformers.core_model_loading import Transpose
+
+    convert_at_load("attention.output.dense.weight", Transpose(0, 1))
+    model = bert()
+    delta = make_delta(model)
+    base = save(model, tmp_path / "base")
+    stored = load_file(next(base.glob("model-00001*")))["bert.encoder.layer.0.attention.output.dense.weight"]
+    assert torch.equal(stored, model.bert.encoder.layer[0].attention.output.dense.weight.T)
+    delta.merge(base, out)
+    assert bits(load(model, out)) == bits(delta.apply(model))
+
+
+@fuses_at_load
+def test_a_tensor_whose_entries_move_under_its_own_name_is_refused(tmp_path, out, convert_at_load):
+    from transformers.core_model_loading import Interleave
+
+    convert_at_load("intermediate.dense.weight", Interleave(dim=0))
+    model = bert()
+    base = save(model, tmp_path / "base")
+    with pytest.raises(SparsifyError, match=r"intermediate.dense.weight` at load in a way .* \(Interleave\)"):
+        make_delta(model).merge(base, out)
+    assert not out.exists()
+
+
+def test_another_dtype_is_cast_with_one_warning(model, tmp_path, out):
+    base = save(copy.deepcopy(model).bfloat16(), tmp_path / "base")
+    delta = make_delta(model)
+    with pytest.warns(
+        UserWarning, match=r"the checkpoint holds torch.bfloat16 .*41 tensors in all\): whether"
+    ) as caught:
+        delta.merge(base, out)
+    assert caught[0].filename == __file__
+    half = load(model, base, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="cannot be checked"):
+        delta.apply(half)
+    assert bits(load(model, out, dtype=torch.bfloat16)) == bits(half)
+
+
+# Tensors stored whole
+
+
+@fuses_at_load
+def test_tensors_stored_whole_replace_the_bases(tmp_path, out):
+    model = mixtral()
+    delta = make_delta(model)
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.norm.weight"):
+        delta.whole[name] = torch.randn(delta.tensors.pop(name).shape)
+    delta.merge(save(model, tmp_path / "base"), out)
+    assert bits(load(model, out)) == bits(delta.apply(model))
+
+
+@needs_transformers_5("4 loads no head beside an encoder that is stored without its prefix")
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
+    trained = bert(num_labels=3)
+    base = save(trained.bert, tmp_path / "base", shards)
+    delta = make_delta(trained)
+    for name in ("classifier.weight", "classifier.bias"):
+        delta.whole[name] = torch.randn(delta.tensors.pop(name).shape)
+    delta.config |= {"architecture": "BertForSequenceClassification", "model_config": {"num_labels": 3}}
+    delta.merge(base, out)
+    number = len(list(base.glob("*.safetensors"))) + 1
+    assert sorted(path.name for path in out.glob("*.safetensors")) == [
+        f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)
+    ]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["classifier.weight"] == f"model-{number:05d}-of-{number:05d}.safetensors"
+    assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in trained.parameters())
+    merged, report = type(trained).from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert merged.config.num_labels == 3
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+    assert bits(merged) == bits(delta.apply(trained))
+
+
+def test_the_labels_names_come_along(model, tmp_path, out):
+    names = {"0": "no", "1": "yes"}
+    delta = SparseDelta(
+        {},
+        {"classifier.weight": torch.zeros(2, 16)},
+        {"model_config": {"id2label": names, "num_labels": 2, "problem_type": "single_label_classification"}},
+    )
+    delta.merge(save(model, tmp_path / "base"), out)
+    config = load(model, out).config
+    assert config.id2label == {0: "no", 1: "yes"}
+    assert config.label2id == {"no": 0, "yes": 1}
+    assert config.problem_type == "single_label_classification"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architecture": "a.b", "model_config": {"auto_map": {"AutoModel": "stranger/code--m.M"}, "hidden_size": 9}},
+        {"architecture": 3, "model_config": {"num_labels": 10**9}},
+        {"model_config": {"id2label": {"x": "a", "1": "b"}}},
+        {"model_config": {"id2label": {"0": "a", "1": []}}},
+        {"model_config": {"num_labels": [2]}},
+        {"model_config": [2]},
+    ],
+)
+def test_a_strangers_config_changes_nothing_but_labels(model, base, out, config):
+    SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, config).merge(base, out)
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+@needs_limits
+def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
+    """A name for each of 10^9 labels would take 60 GB, on the word of a file of less than 1 kB."""
+    whole = {"classifier.weight": torch.zeros(2, 16), "empty": torch.zeros(10**9, 0)}
+    delta = SparseDelta({}, whole, {"model_config": {"num_labels": 10**9}})
+    within_limits(lambda: delta.merge(base, out))
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, nothing_written):
+    with pytest.raises(SparsifyError, match="`__metadata__`, as the metadata of a safetensors file are: rename"):
+        SparseDelta({}, {"__metadata__": torch.zeros(2)}).merge(base, out)
+
+
+def test_a_drawn_tensor_is_no_change_of_the_bases_files(base, out, nothing_written):
+    drawn = Draw("constant", 0.0)
+    entry = TensorDelta(
+        torch.empty(0, dtype=torch.int64), torch.empty(0), (2, 16), torch.float32, "replace", "0" * 64, drawn
+    )
+    with pytest.raises(SparsifyError, match=r"a merge is about changes of a base, and tensor `classifier.weight`"):
+        SparseDelta({"classifier.weight": entry}).merge(base, out)
+
+
+BROKEN_CONFIGS = {
+    "": "is no JSON that can be used",
+    b"\xff\xfe": "is no JSON that can be used",
+    "[" * 100_000: "is no JSON that can be used",
+    "[]": "holds a list, expected a JSON object",
+    "null": "holds a NoneType, expected a JSON object",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_CONFIGS.items(), ids=range(len(BROKEN_CONFIGS)))
+def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path, out, text, message):
+    base = save(model, tmp_path / "base")
+    (base / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    delta = SparseDelta(
+        {}, {"classifier.weight": torch.zeros(2, 16)}, {"architecture": "BertForSequenceClassification"}
+    )
+    with pytest.raises(SparsifyError, match=f"config.json` {message}"):
+        delta.merge(base, out)
+    assert not out.exists()
+
+
+@needs_limits
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels", "vocab_size"])
+def test_a_config_of_a_billion_layers_is_not_built(model, tmp_path, out, key):
+    """What has the same name in the files needs no model."""
+    base = save(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, key: 10**9}))
+    delta = make_delta(model)
+    within_limits(lambda: delta.merge(base, out), seconds=10)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_numbers_of_less_than_a_byte_are_refused(tmp_path, out, dtype):
+    base = tmp_path / "base"
+    base.mkdir()
+    nbytes = {"F4": 2, "F6_E2M3": 3}[dtype]
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, nbytes]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    with pytest.raises(SparsifyError, match=f"`w` of .* is stored in {dtype}, several numbers to some bytes"):
+        SparseDelta({}, {"w": torch.zeros(4)}).merge(base, out)
+
+
+@pytest.mark.parametrize("metadata", [[1], "text", None, {"total_size": {"a": []}}])
+def test_odd_metadata_of_an_index_does_not_matter(model, tmp_path, out, metadata):
+    base = save(model, tmp_path / "base")
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    (base / "model.safetensors.index.json").write_text(json.dumps({**index, "metadata": metadata}))
+    delta = make_delta(model)
+    delta.whole["new.weight"] = torch.ones(3)
+    delta.merge(base, out)
+    merged = json.loads((out / "model.safetensors.index.json").read_text())
+    shard = load_file(out / merged["weight_map"]["new.weight"])
+    assert torch.equal(shard["new.weight"], torch.ones(3))
+    assert merged["metadata"]["total_parameters"] == sum(t.numel() for t in model.state_dict().values()) + 3
+
+
+def test_without_whole_tensors_the_config_stays_as_it_is(model, base, out):
+    delta = make_delta(model)
+    delta.config |= {"architecture": "BertModel", "model_config": {"num_labels": 16}}
+    delta.merge(base, out)
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+# What comes along
+
+
+def test_what_describes_the_model_comes_along_and_nothing_else(model, tmp_path, out):
+    base = save(model, tmp_path / "base", shards=False)
+    kept = ["tokenizer.json", "vocab.txt", "LICENSE", "modeling_mine.py", "1_Pooling/config.json"]
+    left = [
+        "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "optimizer.pt",
+        "rng_state.pth", "trainer_state.json", "training_args.bin", ".gitattributes", ".cache/huggingface/x.lock",
+        "checkpoint-5/config.json", "checkpoint-5/trainer_state.json", "onnx/model.onnx", "tf_model.h5",
+        "flax_model.msgpack", "consolidated.safetensors", "model.fp16.safetensors",
+    ]  # fmt: skip
+    for name in [*kept, *left]:
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text("{}")
+    make_delta(model).merge(base, out)
+    assert files(out).keys() == {"config.json", "model.safetensors", *kept}
+
+
+def test_links_of_a_download_cache_are_followed(model, base, tmp_path, out):
+    cache = tmp_path / "snapshot"
+    cache.mkdir()
+    for path in base.iterdir():
+        (cache / path.name).symlink_to(path)
+    make_delta(model).merge(cache, out)
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert bits(load(model, out)) == bits(make_delta(model).apply(model))
+
+
+def test_links_to_folders_and_pipes_are_left_out(model, base, tmp_path, out):
+    """A folder of a stranger's may link to itself, or to the whole disk."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("mine")
+    source = tmp_path / "downloaded"
+    (source / "extra").mkdir(parents=True)
+    for path in base.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (source / "extra" / "kept.json").write_text("{}")
+    (source / "extra" / "back").symlink_to("..")
+    (source / "extra" / "nowhere").symlink_to("nothing")
+    (source / "elsewhere").symlink_to(tmp_path / "secret")
+    os.mkfifo(source / "extra" / "pipe")
+    os.mkfifo(source / "pipe")
+    make_delta(model).merge(source, out)
+    assert files(out).keys() == files(base).keys() | {"extra/kept.json"}
+
+
+def test_a_checkpoint_of_no_transformers_model_is_merged(tmp_path, out):
+    model = torch.nn.Linear(3, 2)
+    (tmp_path / "base").mkdir()
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
+    delta = make_delta(model)
+    delta.merge(tmp_path / "base", out)
+    delta.apply(model)
+    assert all(
+        torch.equal(tensor, model.state_dict()[name]) for name, tensor in load_file(out / "model.safetensors").items()
+    )
+
+
+# All or nothing
+
+
+def test_the_wrong_base_is_refused_before_anything_is_written(base, out, nothing_written):
+    other = bert()
+    with torch.no_grad():
+        other.classifier.bias += 1  # the last tensor
+    with pytest.raises(BaseMismatchError, match=r"`classifier.bias` does not hold the values"):
+        make_delta(other).merge(base, out)
+
+
+def test_a_failure_midway_leaves_nothing_behind(model, base, out, nothing_written, monkeypatch):
+    copyfile, copied = merging.shutil.copyfile, []
+
+    def fail_at_the_second_shard(source, target, **options):
+        copied.extend([source] if source.suffix == ".safetensors" else [])
+        if len(copied) == 2:
+            raise OSError("no space left on device")
+        return copyfile(source, target, **options)
+
+    monkeypatch.setattr(merging.shutil, "copyfile", fail_at_the_second_shard)
+    with pytest.raises(OSError, match="no space left"):
+        make_delta(model).merge(base, out)
+
+
+def test_a_folder_that_holds_something_is_not_written_to(model, base, out):
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(SparsifyError, match="is there already and is not an empty folder: delete it, or give another"):
+        make_delta(model).merge(base, out)
+    assert files(out) == {"notes.txt": b"mine"}
+
+
+def test_an_empty_folder_is_filled(model, base, out):
+    out.mkdir()
+    make_delta(model).merge(base, out)
+    assert (out / "config.json").exists()
+
+
+def test_the_folder_may_be_a_link_or_the_one_that_we_are_in(model, base, tmp_path, monkeypatch):
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    delta = make_delta(model)
+    delta.merge(base, tmp_path / "link")
+    monkeypatch.chdir(tmp_path / "here")
+    delta.merge(base, ".")
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "link").is_symlink()
+    assert files(tmp_path / "real") == files(tmp_path / "here") != {}
+
+
+def test_the_base_itself_is_not_written_to(model, base):
+    with pytest.raises(SparsifyError, match="is the base itself, which a merge leaves as it is"):
+        make_delta(model).merge(base, base / ".." / "base")
+
+
+def test_a_base_has_to_be_a_folder(model, base, out, nothing_written):
+    with pytest.raises(
+        SparsifyError, match=r"`merge` works on files, and got a BertFor.*`apply` the delta to the model"
+    ):
+        make_delta(model).merge(model, out)
+    with pytest.raises(SparsifyError, match=r"is not a folder: give the one with the base's `config.json`"):
+        make_delta(model).merge(base / "model.safetensors", out)

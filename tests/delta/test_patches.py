@@ -1,0 +1,164 @@
+"""Patches in a checkpoint's coordinates: put into its raw tensors and loaded, they are the model that `apply` makes."""
+
+import pytest
+import torch
+from checkpoints import MODELS, bert, bits, gpt2, make_delta, mixtral, save
+from requirements import fuses_at_load
+from safetensors.torch import load_file, save_file
+
+from sparsify.common.initializers import Draw
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.patches import WeightPatch
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+
+def patched(folder, patches):
+    """Puts patches into the files of a checkpoint, as plainly as it can be done."""
+    patches = list(patches)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for patch in patches:
+            if patch.name in tensors:
+                tensor = tensors[patch.name]
+                assert (patch.shape, patch.dtype) == (tuple(tensor.shape), tensor.dtype)
+                if patch.indices is None:
+                    tensor.copy_(patch.values.view(patch.shape))
+                else:
+                    tensor.view(-1)[patch.indices] = patch.values
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_patched_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, architecture, dtype):
+    model = MODELS[architecture]().to(dtype)
+    delta = make_delta(model)
+    save(model, tmp_path)
+    patches = list(delta.patches(tmp_path))
+    assert sum(patch.values.numel() for patch in patches) == delta.num_entries
+    loaded = type(model).from_pretrained(patched(tmp_path, patches), dtype=dtype)
+    assert bits(loaded) == bits(delta.apply(model))
+
+
+def test_a_checkpoint_with_another_prefix_is_patched_under_its_names(tmp_path):
+    model = bert()
+    delta = make_delta(model)
+    for name in ("classifier.weight", "classifier.bias"):
+        del delta.tensors[name]
+    save(model.bert, tmp_path)
+    patches = list(delta.patches(tmp_path))
+    assert not any(patch.name.startswith("bert.") for patch in patches)
+    delta.apply(model)
+    assert bits(type(model.bert).from_pretrained(patched(tmp_path, patches))) == bits(model.bert)
+
+
+@fuses_at_load
+def test_experts_are_patched_one_by_one(tmp_path):
+    delta = make_delta(mixtral())
+    names = {patch.name for patch in delta.patches(save(mixtral(), tmp_path))}
+    assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in names
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in names
+    assert "model.layers.0.mlp.experts.gate_up_proj" in {patch.name for patch in delta.patches()}
+
+
+def test_both_stored_copies_of_a_tied_tensor_are_patched(tmp_path):
+    model = gpt2()
+    save(model, tmp_path, shards=False)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, file, metadata={"format": "pt"})
+    delta = make_delta(model)
+    patched(tmp_path, delta.patches(tmp_path))
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert bits(loaded) == bits(delta.apply(model))
+
+
+def test_the_fields_are_those_of_vllm():
+    """CheckpointWeightPatch(name, shape, dtype, values, indices=None); positions are int64, values one-dimensional."""
+    assert WeightPatch._fields == ("name", "shape", "dtype", "values", "indices")
+    assert WeightPatch._field_defaults == {"indices": None}
+    model = bert()
+    delta = make_delta(model)
+    delta.whole["bert.pooler.dense.weight"] = torch.ones(16, 16)
+    del delta.tensors["bert.pooler.dense.weight"]
+    patches = list(delta.patches())
+    for patch in patches:
+        assert patch.values.dtype == patch.dtype
+        assert patch.values.dim() == 1
+        assert patch.indices is None or patch.indices.dtype == torch.int64
+    dense = [patch.indices is None for patch in patches]
+    assert dense == sorted(dense), "the sparse ones first, since an engine takes them in calls of their own"
+    assert sum(dense) == 1
+
+
+@fuses_at_load
+def test_tensors_stored_whole_are_patched_whole(tmp_path):
+    model = mixtral()
+    whole = {
+        "model.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 48, 16),
+        "model.norm.weight": torch.randn(16),
+        "score.weight": torch.randn(2, 16),
+    }
+    delta = SparseDelta({}, whole)
+    patches = list(delta.patches(save(model, tmp_path)))
+    assert {patch.name for patch in patches if patch.shape == (24, 16)} == {
+        f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
+        for expert in range(3)
+        for part in ("w1", "w3")
+    }
+    assert patches[-1].name == "score.weight"
+    loaded = type(model).from_pretrained(patched(tmp_path, patches))
+    del delta.whole["score.weight"]
+    assert bits(loaded) == bits(delta.apply(model))
+
+
+@fuses_at_load
+def test_a_part_of_a_stored_tensor_cannot_be_replaced_whole(tmp_path):
+    from transformers import Dinov2Config, Dinov2Model
+
+    model = Dinov2Model(
+        Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, use_swiglu_ffn=True)
+    )
+    name = next(key for key in model.state_dict() if key.endswith("mlp.up_proj.weight"))
+    delta = SparseDelta({}, {name: torch.zeros_like(model.state_dict()[name])})
+    with pytest.raises(
+        BaseMismatchError, match=rf"`{name}` is stored whole in the delta and is a part of .*use `merge`"
+    ):
+        list(delta.patches(save(model, tmp_path)))
+
+
+def test_differences_need_the_base(tmp_path):
+    model = bert()
+    delta = (0.5 * make_delta(model)).on(model, kind="add")
+    with pytest.raises(
+        SparsifyError, match=r"is stored as differences, .* give the base's checkpoint, `patches\(check"
+    ):
+        delta.patches()
+    patches = delta.patches(save(model, tmp_path))
+    assert bits(type(model).from_pretrained(patched(tmp_path, patches))) == bits(delta.apply(model))
+
+
+def test_values_come_in_the_dtype_on_disk(tmp_path):
+    model = bert()
+    delta = make_delta(model)
+    patches = list(delta.patches(save(bert().bfloat16(), tmp_path)))
+    assert {(patch.dtype, patch.values.dtype) for patch in patches} == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_everything_is_checked_before_the_first_patch(tmp_path):
+    delta = make_delta(bert())
+    other = bert()
+    with torch.no_grad():
+        other.classifier.bias += 1  # the last tensor
+    with pytest.raises(BaseMismatchError, match=r"`classifier.bias` does not hold the values"):
+        delta.patches(save(other, tmp_path))
+
+
+def test_a_drawn_tensor_is_no_patch_of_a_base():
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+    with pytest.raises(SparsifyError, match=r"a stream of patches is about changes of a base, and tensor `lora_A`"):
+        SparseDelta({"lora_A": drawn}).patches()

@@ -1,0 +1,797 @@
+"""Taking a delta from a model, saving, loading, applying and reverting it: exact, or not at all."""
+
+import copy
+import json
+import os
+import pickle
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sparsify.common.initializers import Draw
+from sparsify.common.raw_bits import digest
+from sparsify.delta.format import FILE_NAME
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
+from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+CONFIG = {"base_model": "openai-community/gpt2", "revision": "main", "strategy": "id3", "budget": 9436, "steps": 1000}
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight, listed in either order."""
+
+    def __init__(self, first="embed", second="head"):
+        super().__init__()
+        weight = nn.Parameter(torch.randn(6, 4))
+        for name in (first, second):
+            setattr(self, name, nn.ParameterDict({"weight": weight}))
+
+
+class FakeEngine:
+    """What training leaves behind: some entries of some tensors, in order of unmasking."""
+
+    def __init__(self, tensors, whole=None, config=CONFIG):
+        self.tensors, self.whole, self.config = tensors, whole or {}, config
+
+    def export(self, budget, model):
+        kept = [self._first(item, budget) for item in self.tensors]
+        return SimpleNamespace(tensors=kept, whole=self.whole, config=self.config)
+
+    @staticmethod
+    def _first(item, budget):
+        parts = {key: getattr(item, key)[:budget] for key in ("indices", "values", "base_values")}
+        return SimpleNamespace(name=item.name, shape=item.shape, drawn=None, quantization=None, **parts)
+
+
+def trained_entries(name, tensor, indices):
+    """Entries of a tensor, each moved by a fixed amount."""
+    indices = torch.tensor(indices)
+    base = tensor.detach().take(indices)
+    return SimpleNamespace(
+        name=name,
+        shape=tensor.shape,
+        indices=indices,
+        values=base + torch.ones_like(base),
+        base_values=base,
+        drawn=None,
+        quantization=None,
+    )
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(dtype)
+
+
+def make_delta(model, whole=None):
+    """A delta of three entries in two tensors of ``make_model``."""
+    trained = copy.deepcopy(model)
+    entries = [
+        trained_entries("0.weight", model[0].weight, [0, 7, 19]),
+        trained_entries("2.bias", model[2].bias, [1]),
+        trained_entries("2.weight", model[2].weight, [11]),
+    ]
+    trained._sparsify_engine = FakeEngine(entries, whole)
+    return SparseDelta.from_model(trained)
+
+
+def added(tensor, differences, indices=(0,)):
+    """A delta's part of kind ``add`` for a tensor."""
+    indices = torch.tensor(indices)
+    base = tensor.detach().take(indices)
+    values = torch.tensor(differences)
+    return TensorDelta(indices, values, tuple(tensor.shape), tensor.dtype, "add", digest(base))
+
+
+def as_in_ddp(model):
+    return nn.ModuleDict({"module": model})
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def delta(model):
+    return make_delta(model)
+
+
+def bits(model):
+    """Everything a model holds, to the bit."""
+    return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
+def unchanged(model):
+    """Fails the test if the model is not, in the end, bit for bit what it was."""
+    before = bits(model)
+    yield
+    assert bits(model) == before
+
+
+# From a model
+
+
+def test_a_delta_holds_what_the_engine_exports(model, delta):
+    assert list(delta.tensors) == ["0.weight", "2.bias", "2.weight"]
+    part = delta.tensors["0.weight"]
+    base = model[0].weight.detach().take(torch.tensor([0, 7, 19]))
+    assert part.indices.tolist() == [0, 7, 19]
+    assert torch.equal(part.values, base + 1)
+    assert (part.shape, part.dtype, part.kind, part.base_sha256) == ((4, 5), torch.float32, "replace", digest(base))
+    assert delta.num_entries == 5
+    assert repr(delta) == "SparseDelta(5 entries in 3 tensors, 0 tensors stored whole)"
+    assert CONFIG.items() <= delta.config.items()
+    assert delta.config["versions"]["torch"] == torch.__version__
+
+
+def test_tensors_without_entries_are_not_stored(model):
+    model._sparsify_engine = FakeEngine([trained_entries("0.bias", model[0].bias, [2])])
+    assert SparseDelta.from_model(model, budget=0).tensors == {}
+
+
+def test_the_budget_goes_to_the_engine(model):
+    model._sparsify_engine = FakeEngine([trained_entries("0.weight", model[0].weight, [3, 4, 5])])
+    assert SparseDelta.from_model(model, budget=2).tensors["0.weight"].indices.tolist() == [3, 4]
+
+
+def test_training_on_does_not_change_a_delta(model):
+    entries = trained_entries("0.bias", model[0].bias, [2])
+    model._sparsify_engine = FakeEngine([entries], {"2.bias": model[2].bias}, config := {"nested": {"a": 1}})
+    delta = SparseDelta.from_model(model)
+    value, whole = delta.tensors["0.bias"].values.item(), delta.whole["2.bias"].clone()
+    entries.values.add_(1)
+    config["nested"]["a"] = 2
+    with torch.no_grad():
+        model[2].bias.add_(1)
+    assert delta.tensors["0.bias"].values.item() == value
+    assert torch.equal(delta.whole["2.bias"], whole)
+    assert not delta.whole["2.bias"].requires_grad
+    assert delta.config["nested"] == {"a": 1}
+
+
+@pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile, lambda m: as_in_ddp(as_in_ddp(torch.compile(m)))])
+def test_the_engine_is_found_within_wrappers(model, wrap):
+    model._sparsify_engine = FakeEngine([trained_entries("0.bias", model[0].bias, [2])])
+    assert SparseDelta.from_model(wrap(model)).num_entries == 1
+
+
+def test_a_model_that_is_not_sparsified_has_no_delta(model):
+    with pytest.raises(SparsifyError, match=r"this Sequential is not sparsified.*pass the model that `sparsify\(model"):
+        SparseDelta.from_model(model)
+
+
+def test_values_that_diverged_are_refused_by_name(model):
+    entries = trained_entries("0.bias", model[0].bias, [1, 2])
+    entries.values[1] = torch.nan
+    model._sparsify_engine = FakeEngine([entries])
+    with pytest.raises(SparsifyError, match=r"tensor `0.bias` cannot go into a delta: 1 of 2 values are not finite"):
+        SparseDelta.from_model(model)
+
+
+def test_two_trained_tensors_with_one_name_are_an_error(model):
+    model._sparsify_engine = FakeEngine([trained_entries("x", model[0].bias, [i]) for i in (1, 2)])
+    with pytest.raises(SparsifyError, match="two trained tensors are called `x`"):
+        SparseDelta.from_model(model)
+
+
+# Save and load
+
+
+def assert_same(left, right):
+    assert list(left.tensors) == list(right.tensors)
+    for name, part in left.tensors.items():
+        other = right.tensors[name]
+        assert torch.equal(part.indices, other.indices)
+        assert (part.values.dtype, digest(part.values)) == (other.values.dtype, digest(other.values))
+        assert (part.shape, part.dtype, part.kind) == (other.shape, other.dtype, other.kind)
+        assert part.base_sha256 == other.base_sha256
+    assert {name: digest(t) for name, t in left.whole.items()} == {name: digest(t) for name, t in right.whole.items()}
+    assert left.config == right.config
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_folder_round_trip_keeps_everything(tmp_path, dtype):
+    model = make_model(dtype)
+    delta = make_delta(model, {"1.running_mean": torch.ones(4, dtype=dtype)})
+    delta.tensors["0.bias"] = added(model[0].bias, [0.5])
+    delta.save(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert {file.name for file in folder.iterdir()} == {"sparse_delta.safetensors", "sparse_delta_config.json"}
+    assert_same(SparseDelta.load(folder), delta)
+    assert_same(SparseDelta.load(str(folder / "sparse_delta.safetensors")), delta)
+    assert json.loads((folder / "sparse_delta_config.json").read_text())["config"] == delta.config
+
+
+def test_a_path_to_a_file_is_that_file_alone(tmp_path, delta):
+    delta.save(tmp_path / "sub" / "a.safetensors")
+    assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.safetensors"]
+    assert_same(SparseDelta.load(tmp_path / "sub" / "a.safetensors"), delta)
+
+
+def test_what_cannot_be_saved_leaves_no_folder_and_no_file_behind(tmp_path, delta):
+    (tmp_path / "notes").write_text("precious")
+    with pytest.raises(SparsifyError, match=r"`.*notes` is a file, and a delta is saved into a folder"):
+        delta.save(tmp_path / "notes")
+    delta.config = {"when": object()}
+    for path in (tmp_path / "a" / "b", tmp_path / "c" / "delta.safetensors"):
+        with pytest.raises(SparsifyError, match="config does not go into JSON"):
+            delta.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_complex_buffer_is_put_back_and_one_without_a_file_dtype_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    delta = SparseDelta({}, {"phases": torch.full((3,), 1j, dtype=torch.complex128)})
+    with delta.applied(model):
+        assert model.phases[0] == 1j
+    assert not model.phases.any()
+    with pytest.raises(SparsifyError, match=r"safetensors has no dtype torch.complex128"):
+        delta.save(tmp_path / "new")
+    assert not any(tmp_path.iterdir())
+
+
+def test_saving_again_replaces_the_delta(tmp_path, delta):
+    SparseDelta({}).save(tmp_path)
+    delta.save(tmp_path)
+    assert_same(SparseDelta.load(tmp_path), delta)
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_loading_what_is_not_there_says_so(tmp_path, name):
+    with pytest.raises(SparsifyError, match="does not exist, so there is no delta to load: give the folder"):
+        SparseDelta.load(tmp_path / name)
+
+
+def test_loading_a_broken_file_says_so(tmp_path, delta):
+    delta.save(tmp_path)
+    file = tmp_path / "sparse_delta.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
+        SparseDelta.load(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_value"), [(torch.bfloat16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize(("shape", "more"), [((768, 3072), 0.2), ((2048, 2048), 0.102), ((4096, 4096), 0.03)], ids=str)
+def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_path, shape, more, dtype, bytes_per_value):
+    generator, numel, layers = torch.Generator().manual_seed(0), shape[0] * shape[1], 12
+    n_entries = numel // 1000
+    tensors = {}
+    for layer in range(layers):
+        drawn = torch.randint(numel, (2 * n_entries,), generator=generator).unique()
+        indices = drawn[torch.randperm(drawn.numel(), generator=generator)[:n_entries]].sort().values
+        values = torch.randn(n_entries, generator=generator).to(dtype)
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        tensors[name] = TensorDelta(indices, values, shape, dtype, "replace", digest(values))
+    versions = {"sparsify": "0.1.0", "torch": "2.13.0+cpu", "safetensors": "0.8.0", "transformers": "5.23.0"}
+    # Header and metadata are some 400 bytes per tensor; a longer config and the payload's hash count once per file.
+    SparseDelta(tensors, config={**CONFIG, "versions": versions}).save(tmp_path)
+    size = (tmp_path / "sparse_delta.safetensors").stat().st_size
+    assert size / SparseDelta.load(tmp_path).num_entries <= 2 + bytes_per_value + more
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_does_not_matter(tmp_path, device):
+    model = make_model()
+    delta = make_delta(model, {"1.running_mean": torch.ones(4)})
+    draw = Draw("normal", 0.5, seed=1)
+    initial = draw.values("0.bias", (4,), torch.float32)
+    sha = digest(initial)
+    delta.tensors["0.bias"] = TensorDelta(
+        torch.tensor([1]), initial[1:2] + 1, (4,), torch.float32, "replace", sha, draw
+    )
+    delta.save(tmp_path / "one")
+    with delta.applied(copy.deepcopy(model)) as expected:
+        pass
+    torch.set_default_device(device)
+    try:
+        loaded = SparseDelta.load(tmp_path / "one")
+        assert loaded == delta
+        loaded.save(tmp_path / "two")
+        loaded.apply(model)
+        applied = model[0].weight.detach().clone()
+        loaded.revert(model)
+        loaded.check(model)
+    finally:
+        torch.set_default_device(None)
+    assert (tmp_path / "one" / FILE_NAME).read_bytes() == (tmp_path / "two" / FILE_NAME).read_bytes()
+    assert applied.flatten()[[0, 7, 19]].tolist() == delta.tensors["0.weight"].values.tolist()
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_folder_with_a_pipe_in_it_is_refused(tmp_path):
+    os.mkfifo(tmp_path / FILE_NAME)
+    with pytest.raises(DeltaFormatError, match="is no regular file"):
+        SparseDelta.load(tmp_path)
+
+
+# Comparing, and leaving out what is stored whole
+
+
+def test_deltas_are_equal_where_they_do_the_same_to_the_same_base(tmp_path):
+    model, whole = make_model(), {"1.running_mean": torch.tensor([1.0, float("nan"), -0.0, 2.0])}
+    delta = make_delta(model, whole)
+    delta.save(tmp_path)
+    loaded = SparseDelta.load(tmp_path)
+    assert loaded == delta
+    loaded.config = {}
+    loaded.tensors = dict(reversed(loaded.tensors.items()))
+    assert loaded == delta
+    assert copy.deepcopy(delta) == pickle.loads(pickle.dumps(delta)) == delta
+    assert delta != "a delta"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda delta: delta.tensors.pop("2.bias"),
+        lambda delta: delta.whole.clear(),
+        lambda delta: delta.whole["1.running_mean"].neg_(),  # -0.0 is no 0.0
+        lambda delta: delta.whole.update({"1.running_mean": delta.whole["1.running_mean"].double()}),
+        lambda delta: delta.tensors["0.weight"].values[1].add_(1),
+        lambda delta: delta.tensors["0.weight"].indices[1].add_(1),
+        lambda delta: rename(delta.tensors, "2.bias", "0.bias"),
+        lambda delta: with_changed(delta, "2.bias", base_sha256="0" * 64),
+        lambda delta: with_changed(delta, "2.bias", kind="add"),
+        lambda delta: with_changed(delta, "0.weight", shape=(5, 4)),
+        lambda delta: with_changed(delta, "2.bias", quantization="nf4"),
+    ],
+)
+def test_deltas_that_differ_in_anything_that_they_do_are_not_equal(change):
+    delta = make_delta(make_model(), {"1.running_mean": torch.zeros(4)})
+    other = copy.deepcopy(delta)
+    change(other)
+    assert delta != other
+
+
+def rename(tensors, old, new):
+    tensors[new] = tensors.pop(old)
+
+
+def with_changed(delta, name, **fields):
+    delta.tensors[name] = replace(delta.tensors[name], **fields)
+
+
+def test_a_delta_that_may_change_has_no_hash():
+    with pytest.raises(TypeError, match="unhashable type: 'SparseDelta'"):
+        {make_delta(make_model())}
+
+
+def test_entries_alone_leave_out_what_is_stored_whole():
+    delta = make_delta(make_model(), {"1.running_mean": torch.ones(4)})
+    alone = delta.entries_only()
+    assert (alone.whole, alone.tensors, alone.config) == ({}, delta.tensors, delta.config)
+    assert list(delta.whole) == ["1.running_mean"]
+
+
+def test_what_was_trained_in_tensors_stored_whole_is_said():
+    whole = {"a": torch.ones(4), "b": torch.ones(8)}
+    alone = SparseDelta({}, whole, {"entries_in_whole": 9})
+    assert repr(alone) == "SparseDelta(2 tensors stored whole, with 9 trained entries)"
+    both = SparseDelta(make_delta(make_model()).tensors, whole, {"entries_in_whole": 1})
+    assert repr(both) == "SparseDelta(5 entries in 3 tensors, 2 tensors stored whole, with 1 trained entry)"
+    for nonsense in (0, -1, 13, True, "9", None, 2.0):
+        found = SparseDelta({}, whole, {"entries_in_whole": nonsense})
+        assert found.entries_in_whole == 0
+        assert repr(found) == "SparseDelta(0 entries in 0 tensors, 2 tensors stored whole)"
+
+
+# Apply and revert
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_apply_writes_the_trained_values_and_revert_restores_every_bit(dtype):
+    model = make_model(dtype)
+    with torch.no_grad():
+        model[0].weight.view(-1)[:8] = torch.tensor([-0.0, 0.0, 1e-7, -1e-7, 1.5, 2.5, 3.5, -0.0]).to(dtype)
+    delta = make_delta(model)
+    before, expected = bits(model), copy.deepcopy(model.state_dict())
+    for name, part in delta.tensors.items():
+        expected[name].view(-1)[part.indices] = part.values
+    assert delta.apply(model) is model
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert bits(model) != before
+    assert delta.revert(model) is model
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_differences_are_added_in_float32_at_least_and_reverted_exactly(dtype):
+    model = make_model(dtype)
+    start = model[0].weight.detach().flatten()[3].clone()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    delta = SparseDelta({"0.weight": added(model[0].weight, [0.3333], [3])})
+    before = bits(model)
+    delta.apply(model)
+    assert torch.equal(model[0].weight.flatten()[3], (start.to(wide) + torch.tensor(0.3333).to(wide)).to(dtype))
+    delta.revert(model)
+    assert bits(model) == before
+
+
+def test_parameters_of_any_layout_are_written_in_row_major_order(model):
+    delta, plain = make_delta(model), copy.deepcopy(model)
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+    model[2].weight = nn.Parameter(torch.zeros(3, 9)[:, ::2][:, :4].copy_(model[2].weight.detach()))
+    assert not model[0].weight.is_contiguous()
+    assert not model[2].weight.is_contiguous()
+    before, storage = bits(model), model[0].weight.data_ptr()
+    delta.apply(model)
+    assert bits(model) == bits(delta.apply(plain))
+    assert model[0].weight.data_ptr() == storage
+    delta.revert(model)
+    assert bits(model) == before
+
+
+def test_tensors_stored_whole_are_replaced_and_restored(model):
+    before = bits(model)
+    whole = {"2.weight": torch.randn(3, 4), "1.running_var": torch.rand(4), "1.num_batches_tracked": torch.tensor(9)}
+    delta = SparseDelta({}, whole)
+    with delta.applied(model):
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.items())
+        assert isinstance(model[2].weight, nn.Parameter)
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("order", [("embed", "head"), ("head", "embed")])
+def test_a_tied_tensor_is_found_under_any_of_its_names(order):
+    model = Tied(*order)
+    before = bits(model)
+    weight = model.embed["weight"]
+    delta = SparseDelta({"embed.weight": added(weight, [1.0], [5])})
+    value = weight.flatten()[5].item()
+    delta.apply(model)
+    assert model.head["weight"] is model.embed["weight"] is weight
+    assert model.head["weight"].flatten()[5].item() == pytest.approx(value + 1)
+    delta.revert(model)
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("tie", ["one parameter", "one storage"])
+def test_two_tensors_of_the_delta_that_are_one_in_the_model_are_an_error(tie):
+    model = Tied()
+    if tie == "one storage":
+        model.head["weight"] = nn.Parameter(model.embed["weight"].detach())
+    part = added(model.embed["weight"], [1.0])
+    before = bits(model)
+    with pytest.raises(
+        BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in this model and two"
+    ):
+        SparseDelta({"embed.weight": part, "head.weight": part}).apply(model)
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile])
+def test_a_wrapped_base_is_as_good_as_a_plain_one(model, delta, wrap):
+    before, wrapped = bits(model), wrap(model)
+    delta.apply(wrapped)
+    assert bits(model) == bits(delta.apply(make_model()))
+    delta.revert(wrapped)
+    assert bits(model) == before
+
+
+def test_writing_is_seen_by_autograd(model, delta):
+    output = model[2](torch.ones(1, 4, requires_grad=True))
+    delta.apply(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_models_gradients_and_flags_stay(model, delta):
+    model[2].weight.requires_grad_(False)
+    model[0].weight.grad = torch.ones(4, 5)
+    delta.apply(model)
+    assert [model[i].weight.requires_grad for i in (0, 2)] == [True, False]
+    assert model[0].weight.is_leaf
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 5))
+
+
+def test_applied_reverts_after_an_exception(model, delta, unchanged):
+    def fail(applied):
+        assert applied is model
+        raise KeyError
+
+    with pytest.raises(KeyError), delta.applied(model) as applied:
+        fail(applied)
+
+
+def test_one_delta_serves_many_models(delta):
+    models = [make_model(), make_model()]
+    before = bits(models[0])
+    for model in models:
+        delta.apply(model)
+    delta.revert(models[0])
+    assert bits(models[0]) == before != bits(models[1])
+
+
+def test_a_delta_does_not_keep_models_alive(delta):
+    delta.apply(make_model())
+    assert len(delta._applied) == 0
+
+
+# The model moves on between apply and revert
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_that_was_cast_is_reverted_to_the_cast_base(model, delta, dtype):
+    expected = bits(make_model().to(dtype))
+    delta.apply(model)
+    model.to(dtype)
+    delta.revert(model)
+    assert bits(model) == expected
+
+
+def test_parameters_that_were_replaced_are_found_by_name(model, delta):
+    expected = bits(model)
+    delta.apply(model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    delta.revert(model)
+    assert bits(model) == expected
+
+
+def test_deltas_are_reverted_in_reverse_order(model):
+    before, first = bits(model), make_delta(model)
+    first.apply(model)
+    second = make_delta(model)
+    second.apply(model)
+    both = bits(model)
+    with pytest.raises(SparsifyError, match=r"tensor `0.weight` no longer holds .* revert deltas in the reverse order"):
+        first.revert(model)
+    assert bits(model) == both
+    second.revert(model)
+    first.revert(model)
+    assert bits(model) == before
+
+
+def test_disjoint_deltas_are_reverted_in_any_order(model):
+    before = bits(model)
+    deltas = [SparseDelta({"0.weight": added(model[0].weight, [1.0], [i])}) for i in (2, 4)]
+    for delta in deltas:
+        delta.apply(model)
+    for delta in deltas:
+        delta.revert(model)
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("name", ["2.bias", "1.running_mean"])
+def test_revert_refuses_to_undo_what_came_after_and_changes_nothing(model, name):
+    delta = make_delta(model, {"1.running_mean": torch.ones(4)})
+    delta.apply(model)
+    with torch.no_grad():
+        model.state_dict()[name].add_(1)
+    now = bits(model)
+    with pytest.raises(SparsifyError, match=f"tensor `{name}` no longer holds the delta's values"):
+        delta.revert(model)
+    assert bits(model) == now
+
+
+def test_revert_sees_a_zeros_sign(model):
+    delta = SparseDelta({}, {"0.bias": torch.zeros(4)})
+    delta.apply(model)
+    with torch.no_grad():
+        model[0].bias.neg_()
+    with pytest.raises(SparsifyError, match="no longer holds"):
+        delta.revert(model)
+
+
+def test_swap_leaves_what_applying_the_other_alone_would(model, delta):
+    other = SparseDelta({"0.weight": added(model[0].weight, [1.0, 2.0], [7, 8])}, {"1.running_mean": torch.ones(4)})
+    base = bits(model)
+    with other.applied(model):
+        expected = bits(model)
+    delta.apply(model)
+    assert delta.swap(model, other) is model
+    assert bits(model) == expected
+    other.swap(model, delta)
+    delta.revert(model)
+    assert bits(model) == base
+
+
+def test_a_swap_that_fails_leaves_the_first_delta_on(model, delta):
+    base = bits(model)
+    wrong = SparseDelta({"2.bias": added(torch.randn(3), [1.0])})
+    delta.apply(model)
+    before = bits(model)
+    with pytest.raises(BaseMismatchError, match=r"tensor `2.bias` does not hold the values"):
+        delta.swap(model, wrong)
+    assert bits(model) == before
+    delta.revert(model)
+    assert bits(model) == base
+
+
+def test_swapping_what_is_not_applied_is_an_error(model, delta, unchanged):
+    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
+        delta.swap(model, make_delta(model))
+
+
+def test_reverting_what_is_not_applied_is_an_error(model, delta, unchanged):
+    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
+        delta.revert(model)
+    delta.apply(model)
+    with pytest.raises(SparsifyError, match="pass the object that `apply` got, not a copy"):
+        delta.revert(copy.deepcopy(model))
+    delta.revert(model)
+    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
+        delta.revert(model)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, copy.copy, lambda delta: pickle.loads(pickle.dumps(delta))])
+def test_a_copy_of_a_delta_is_applied_to_nothing(model, delta, clone):
+    delta.apply(model)
+    same = clone(delta)
+    assert_same(same, delta)
+    with pytest.raises(SparsifyError, match="not applied to this model"):
+        same.revert(model)
+    assert bits(same.apply(make_model())) == bits(model)
+    delta.revert(model)
+
+
+# The wrong model: an error, and not a bit changed
+
+
+def test_another_base_is_refused_by_tensor(model, delta, unchanged):
+    delta.tensors["2.weight"] = TensorDelta(
+        **{**vars(delta.tensors["2.weight"]), "base_sha256": digest(torch.zeros(1))}
+    )
+    with pytest.raises(
+        BaseMismatchError, match=r"tensor `2.weight` does not hold the values that the delta was trained"
+    ):
+        delta.apply(model)
+
+
+def test_a_base_that_differs_elsewhere_only_is_accepted(model, delta):
+    with torch.no_grad():
+        model[0].weight.view(-1)[1] += 1
+    before = bits(model)
+    delta.apply(model)
+    assert bits(model) != before
+
+
+def test_applying_twice_is_refused(model, delta):
+    delta.apply(model)
+    now = bits(model)
+    with pytest.raises(SparsifyError, match=r"already applied to this model.*`revert\(model\)` first"):
+        delta.apply(model)
+    assert bits(model) == now
+    with pytest.raises(BaseMismatchError, match="revert any other delta first"):
+        copy.deepcopy(delta).apply(model)
+    assert bits(model) == now
+
+
+def test_a_name_that_is_not_there_lists_near_ones(model, delta, unchanged):
+    delta.tensors["2.wieght"] = delta.tensors.pop("2.weight")
+    delta.tensors["other"] = delta.tensors.pop("2.bias")
+    message = r"no tensor `2.wieght` \(near: `2.weight`.*\); 2 names missing in all. Load the base"
+    with pytest.raises(BaseMismatchError, match=message):
+        delta.apply(model)
+
+
+def test_a_head_that_is_not_there_is_to_be_built_first(model, unchanged):
+    delta = make_delta(model, {"classifier.weight": torch.zeros(2, 2)})
+    with pytest.raises(BaseMismatchError, match=r"no tensor `classifier.weight`; .*: build the model with that head"):
+        delta.apply(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (
+            "2.bias",
+            torch.zeros(7),
+            r"`2.bias` has shape \(3,\) in the model, \(7,\) in the delta.*build the model with",
+        ),
+        ("2.bias", torch.zeros(3).int(), "`2.bias` is torch.float32 in the model, torch.int32 in the delta"),
+    ],
+)
+def test_a_head_of_another_kind_is_refused(model, unchanged, name, tensor, message):
+    with pytest.raises(BaseMismatchError, match=message):
+        SparseDelta({"0.bias": added(model[0].bias, [1.0])}, {name: tensor}).apply(model)
+
+
+def test_another_shape_is_refused(model, delta, unchanged):
+    delta.tensors["2.bias"] = added(torch.zeros(9), [1.0])
+    with pytest.raises(BaseMismatchError, match=r"tensor `2.bias` has shape \(3,\) in the model, \(9,\) in the delta"):
+        delta.apply(model)
+
+
+def test_a_quantized_tensor_is_refused(model, delta, unchanged):
+    model[2].weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.int8), requires_grad=False)
+    before = bits(model)
+    with pytest.raises(
+        BaseMismatchError, match=r"tensor `2.weight` is torch.int8 in the model.*load the base unquantized"
+    ):
+        delta.apply(model)
+    assert bits(model) == before
+    model[2].weight = make_model()[2].weight
+
+
+def test_a_name_that_is_both_sparse_and_whole_is_refused(model, delta, unchanged):
+    delta.whole["2.bias"] = torch.zeros(3)
+    with pytest.raises(SparsifyError, match=r"`2.bias` is there twice"):
+        delta.apply(model)
+
+
+def test_meta_tensors_are_refused(delta):
+    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
+        delta.apply(make_model().to("meta"))
+
+
+def test_a_sparsified_model_is_refused_both_ways(model, delta):
+    delta.apply(model)
+    now = bits(model)
+    model[0]._sparsify_engine = FakeEngine([])
+    for call in (delta.revert, copy.deepcopy(delta).apply):
+        with pytest.raises(SparsifyError, match=r"this model is sparsified: .*Call `desparsify\(model\)` first"):
+            call(model)
+    assert bits(model) == now
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_write_that_fails_midway_is_rolled_back(model, delta, unchanged, monkeypatch, written):
+    put, calls = torch.Tensor.index_put_, []
+
+    def fail_once(tensor, *args):
+        calls.append(tensor)
+        if len(calls) != 2 or written:
+            put(tensor, *args)
+        if len(calls) == 2:
+            raise RuntimeError("device lost")
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "index_put_", fail_once)
+    with pytest.raises(RuntimeError, match="device lost"):
+        delta.apply(model)
+    with pytest.raises(SparsifyError, match="not applied"):
+        delta.revert(model)
+
+
+def test_a_model_made_in_inference_mode_is_written_and_reverted(delta):
+    with torch.inference_mode():
+        model = make_model()
+    before = bits(model)
+    delta.apply(model)
+    assert bits(model) == bits(delta.apply(make_model()))
+    delta.revert(model)
+    assert bits(model) == before
+
+
+# A base in another dtype
+
+
+def test_another_dtype_is_cast_with_one_warning(delta):
+    model = make_model(torch.bfloat16)
+    before = bits(model)
+    delta.whole["2.bias"] = delta.tensors.pop("2.bias").values.expand(3).clone()
+    with pytest.warns(
+        UserWarning, match=r"holds torch.bfloat16 where the delta was trained on torch.float32"
+    ) as caught:
+        delta.apply(model)
+    assert len(caught) == 1
+    assert "3 tensors in all): whether it is the right base cannot be checked" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    part = delta.tensors["0.weight"]
+    assert torch.equal(model[0].weight.detach().take(part.indices), part.values.bfloat16())
+    delta.revert(model)
+    assert bits(model) == before
+
+
+def test_the_same_dtype_gives_no_warning(model, delta):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        delta.apply(model)
+
+
+def test_values_that_another_dtype_cannot_hold_are_refused():
+    model = make_model(torch.float16)
+    before = bits(model)
+    delta = SparseDelta({"0.bias": added(torch.zeros(4), [1e6])})
+    with pytest.raises(BaseMismatchError, match=r"1 of 1 trained values are not finite in the model's torch.float16"):
+        delta.apply(model)
+    assert bits(model) == before

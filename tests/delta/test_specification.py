@@ -1,0 +1,221 @@
+"""The written specification is executed: its example to the byte, and its reader against files that sparsify writes."""
+
+import json
+import re
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsify.common.initializers import Draw
+from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import DTYPES
+from sparsify.delta.format import MAX_HEADER_BYTES, payload_hash
+from sparsify.delta.metadata import MAX_DEPTH, MAX_NAME_CHARACTERS, MAX_NUMBER_CHARACTERS
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
+
+SPECIFICATION = files("sparsify").joinpath("delta/format.md").read_text(encoding="utf-8")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLAT = re.sub(r"\s+", " ", SPECIFICATION)
+PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def block(language):
+    """The one fenced block in a language."""
+    found = re.findall(rf"```{language}\n(.*?)\n```", SPECIFICATION, flags=re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def golden():
+    """The bytes of the hex dump, each line of which is an offset, bytes, and the same bytes as text."""
+    data = b""
+    for line in block("hex").splitlines():
+        offset, as_hex, as_text = re.fullmatch(r"([0-9a-f]{6})  ([0-9a-f ]+?) +\|(.*)\|", line).groups()
+        row = bytes.fromhex(as_hex)
+        assert int(offset, 16) == len(data)
+        assert as_text == "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        data += row
+    return data
+
+
+def described():
+    """The delta that the text describes."""
+    w = TensorDelta(
+        indices=torch.tensor([2, 65_538, 65_539]),
+        values=torch.tensor([1.0, -2.0, 0.5]),
+        shape=(2, 50_000),
+        dtype=torch.float32,
+        kind="replace",
+        base_sha256=digest(torch.full((3,), 0.25)),
+    )
+    b = TensorDelta(
+        indices=torch.tensor([1]),
+        values=torch.tensor([0.5], dtype=torch.bfloat16),
+        shape=(3,),
+        dtype=torch.bfloat16,
+        kind="add",
+        base_sha256=digest(torch.ones(1, dtype=torch.bfloat16)),
+    )
+    return SparseDelta({"w": w, "b": b}, {"n": torch.tensor(7)}, {"strategy": "id3"})
+
+
+@pytest.fixture(scope="module")
+def reader():
+    names = {}
+    exec(block("python"), names)
+    return names
+
+
+def test_the_described_delta_is_written_as_exactly_these_bytes(tmp_path):
+    described().save(tmp_path / "x.safetensors")
+    assert (tmp_path / "x.safetensors").read_bytes() == golden()
+
+
+def test_these_bytes_are_read_as_the_described_delta(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(golden())
+    read, expected = SparseDelta.load(tmp_path / "x.safetensors"), described()
+    assert list(read.tensors) == list(expected.tensors)
+    for name, part in expected.tensors.items():
+        assert torch.equal(read.tensors[name].indices, part.indices)
+        assert torch.equal(read.tensors[name].values, part.values)
+        for field in ("shape", "dtype", "kind", "base_sha256"):
+            assert getattr(read.tensors[name], field) == getattr(part, field)
+    assert {name: tensor.tolist() for name, tensor in read.whole.items()} == {"n": 7}
+    assert read.whole["n"].dtype == torch.int64
+    assert read.config == {"strategy": "id3"}
+
+
+def test_the_same_delta_in_a_file_of_version_1_is_still_read(tmp_path, reader):
+    data = (Path(__file__).parent / "golden" / "format_1.safetensors").read_bytes()
+    assert b'\\"format_version\\":1' in data
+    (tmp_path / "x.safetensors").write_bytes(data)
+    assert SparseDelta.load(tmp_path / "x.safetensors") == described()
+    assert payload_hash(tmp_path / "x.safetensors") is None
+    assert reader["read_delta"](data)[0].keys() == {"w", "b"}
+
+
+def test_the_reader_notices_a_changed_bit_in_the_payload(reader):
+    data = golden()
+    payload_start = 8 + int.from_bytes(data[:8], "little")
+    with pytest.raises(AssertionError):
+        reader["read_delta"](flipped(data, payload_start + 8))  # the first bit of w's first value
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_the_metadata_is_the_one_that_is_shown():
+    data = golden()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert json.loads(header["__metadata__"]["sparse_delta"]) == json.loads(block("json"))
+
+
+def test_the_example_goes_onto_its_base_and_onto_no_other():
+    base = torch.nn.Module()
+    base.w = torch.nn.Parameter(torch.full((2, 50_000), 0.25))
+    base.b = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    base.register_buffer("n", torch.tensor(0))
+    described().apply(base)
+    assert base.w.flatten()[[1, 2, 65_538, 65_539]].tolist() == [0.25, 1.0, -2.0, 0.5]
+    assert (base.b.tolist(), base.n.item()) == ([1.0, 1.5, 1.0], 7)
+
+
+def test_the_limits_are_those_of_the_code():
+    for number in (MAX_HEADER_BYTES, MAX_NAME_CHARACTERS, MAX_NUMBER_CHARACTERS):
+        assert f"{number:,} " in SPECIFICATION
+    assert f"more than {MAX_DEPTH} deep in each other" in FLAT
+
+
+def test_the_reader_takes_the_example(reader):
+    entries, whole, config = reader["read_delta"](golden())
+    assert {name: part[:2] for name, part in entries.items()} == {
+        "w": ([2, 65_538, 65_539], [1.0, -2.0, 0.5]),
+        "b": ([1], [0.5]),
+    }
+    assert reader["fits_base"](entries["w"][2], bytes.fromhex("0000803e") * 3)
+    assert not reader["fits_base"](entries["w"][2], bytes.fromhex("0000803f") * 3)
+    assert whole == {"n": ("I64", [], bytes([7, 0, 0, 0, 0, 0, 0, 0]))}
+    assert config == {"strategy": "id3"}
+
+
+GAPS = {  # by the encoding that is smallest
+    "U16": st.one_of(st.integers(0, 300), st.sampled_from([65_534, 65_535, 65_536])),
+    "U32": st.integers(200_000, 2**26),
+    "U64": st.integers(2**34, 2**50),
+}
+NAMES = st.one_of(st.sampled_from(["w", "w.values", "w.indices", "a.whole", "вес"]), st.text("ab./ é😀", min_size=1))
+
+
+@st.composite
+def tensor_deltas(draw):
+    dtype, kind = draw(st.sampled_from(list(DTYPES.values()))), draw(st.sampled_from(["replace", "add"]))
+    stored_in = dtype if kind == "replace" else draw(st.sampled_from(list(DTYPES.values())))
+    gaps = draw(st.lists(GAPS[draw(st.sampled_from(list(GAPS)))], min_size=1, max_size=30))
+    indices = (torch.tensor(gaps) + 1).cumsum(0) - 1
+    number = st.floats(-60_000, 60_000, width=16)
+    values = torch.tensor(draw(st.lists(number, min_size=len(gaps), max_size=len(gaps)))).to(stored_in)
+    shape = (int(indices[-1]) + draw(st.integers(1, 9)),)
+    return TensorDelta(indices, values, shape, dtype, kind, digest(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize(("distribution", "scale"), [("constant", -0.3), ("uniform", 0.1), ("normal", 2.5)])
+def test_the_reader_draws_what_sparsify_draws(reader, tmp_path, distribution, scale, dtype):
+    draw = Draw(distribution, scale, seed=2**63 - 1)
+    values = draw.values("вес.w", (7, 3), dtype)
+    none = torch.empty(0, dtype=torch.int64)
+    part = TensorDelta(none, values.flatten()[:0], (7, 3), dtype, "replace", digest(values), draw)
+    SparseDelta({"вес.w": part}).save(tmp_path / "x.safetensors")
+    entries, _, _ = reader["read_delta"]((tmp_path / "x.safetensors").read_bytes())
+    indices, _, record = entries["вес.w"]
+    assert indices == []
+    exact = torch.tensor(reader["drawn"]("вес.w", record), dtype=torch.float64)
+    rounded = exact if dtype == torch.float64 else exact.float().to(dtype)
+    assert torch.equal(rounded, values.flatten())
+    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].drawn == draw
+
+
+WHOLE = st.sampled_from(
+    [torch.tensor(True), torch.zeros(0, 3), torch.tensor([[1.5, float("nan")]]), torch.arange(3), torch.ones(2).half()]
+)
+
+
+@PROPERTY
+@given(
+    tensors=st.dictionaries(NAMES, tensor_deltas(), max_size=4),
+    whole=st.dictionaries(NAMES, WHOLE, max_size=3),
+    config=st.dictionaries(st.text("ab"), st.one_of(st.integers(), st.booleans(), st.text(max_size=3)), max_size=3),
+)
+def test_the_reader_agrees_with_sparsify_on_every_entry(reader, tensors, whole, config):
+    whole = {name: tensor for name, tensor in whole.items() if name not in tensors}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        SparseDelta(tensors, whole, config).save(path)
+        entries, read_whole, read_config = reader["read_delta"](path.read_bytes())
+        again = SparseDelta.load(path)
+    assert list(entries) == list(tensors) == list(again.tensors)
+    for name, part in tensors.items():
+        indices, values, record = entries[name]
+        assert indices == part.indices.tolist() == again.tensors[name].indices.tolist()
+        assert values == part.values.tolist() == again.tensors[name].values.tolist()
+        assert (tuple(record["shape"]), record["dtype"]) == (part.shape, DTYPE_NAMES[part.dtype])
+        assert (record.get("kind", "replace"), record["base_sha256"]) == (part.kind, part.base_sha256)
+    assert {name: (tuple(shape), data) for name, (_, shape, data) in read_whole.items()} == {
+        name: (tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in whole.items()
+    }
+    assert read_config == config == again.config
+
+
+@pytest.mark.parametrize("dtype", ["U16", "U32", "U64"])
+def test_the_generated_gaps_cover_every_encoding(dtype, tmp_path):
+    gap = {"U16": 1, "U32": 2**20, "U64": 2**40}[dtype]
+    part = TensorDelta(torch.tensor([gap]), torch.ones(1), (2**41,), torch.float32, "replace", "0" * 64)
+    SparseDelta({"w": part}).save(tmp_path / "x.safetensors")
+    assert f'"dtype":"{dtype}"'.encode() in (tmp_path / "x.safetensors").read_bytes()

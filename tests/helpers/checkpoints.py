@@ -1,0 +1,80 @@
+"""Tiny real models saved as checkpoints in the layouts that transformers writes, and deltas for them."""
+
+import copy
+
+import torch
+
+from sparsify.common.names import named_tensors
+from sparsify.common.raw_bits import digest
+from sparsify.delta.sparse_delta import SparseDelta
+
+_SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def bert(head="ForSequenceClassification", **options):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**_SIZES, intermediate_size=24, max_position_embeddings=12, **options)
+    return getattr(transformers, f"Bert{head}")(config)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, **_TOKENS))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24}
+    return MixtralForCausalLM(MixtralConfig(**_SIZES, **_TOKENS, **experts, num_key_value_heads=1))
+
+
+def qwen2_moe():
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    shared = {"shared_expert_intermediate_size": 8, "intermediate_size": 24, "num_key_value_heads": 1}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_TOKENS, **experts, **shared))
+
+
+MODELS = {"bert": bert, "gpt2": gpt2, "mixtral": mixtral, "qwen2_moe": qwen2_moe}
+
+
+def save(model, folder, shards=True):
+    """Saves as transformers does, in several files or in one."""
+    model.save_pretrained(folder, max_shard_size="15KB" if shards else "1GB")
+    return folder
+
+
+def tuned(model, every=3, seed=1):
+    """A copy of which some entries of every weight have changed."""
+    torch.manual_seed(seed)
+    result = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            changed = torch.rand(parameter.shape) < 1 / every
+            changed.view(-1)[0] = True
+            parameter[changed] += 0.5
+    return result
+
+
+def make_delta(model, **options):
+    """A delta that changes some entries of every weight."""
+    return SparseDelta.diff(model, tuned(model, **options), progress=False)
+
+
+def bits(model):
+    """Everything a model holds, by name and to the bit."""
+    return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in named_tensors(model).items()}
+
+
+def files(folder):
+    """Everything a folder holds, to the byte."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,220 @@
+"""A small hub on loopback: those endpoints of the Hugging Face Hub that its client uses to push and to load.
+
+Repositories are kept in memory: commits are dicts of files, branches are names of commits. Large files (safetensors) go
+through the LFS endpoints, the others within the commit, as on the hub. The client is huggingface_hub itself, in a
+process of its own with ``HF_ENDPOINT`` set.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+OWNER, TOKEN = "owner", "hf_write"
+
+
+@dataclass
+class Repo:
+    private: bool = False
+    gated: bool = False
+    commits: dict = field(default_factory=dict)  # id -> {path: bytes}
+    branches: dict = field(default_factory=dict)  # name -> commit id
+    messages: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.commit("main", {}, "initial commit")
+
+    def commit(self, branch, files, message):
+        """A commit of files beside those already there; its id."""
+        tree = {**self.files(branch), **files} if branch in self.branches else files
+        oid = hashlib.sha1(f"{len(self.commits)}{sorted(tree)}{message}".encode()).hexdigest()
+        self.commits[oid], self.branches[branch] = tree, oid
+        self.messages.append(message)
+        return oid
+
+    def resolve(self, revision):
+        return self.branches.get(revision, revision if revision in self.commits else None)
+
+    def files(self, revision="main"):
+        return self.commits[self.resolve(revision)]
+
+
+class RefusalError(Exception):
+    """An answer that is an error, with the hub's code for it."""
+
+    def __init__(self, status, code=None, **headers):
+        self.status, self.headers = status, headers
+        if code:
+            self.headers["X-Error-Code"] = code
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self):
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        self.server.hub.requests.append(f"{self.command} {unquote(url.path)}")
+        try:
+            for method, pattern, action in ROUTES:
+                if method == self.command and (match := re.fullmatch(pattern, url.path)):
+                    return action(self, *map(unquote, match.groups()))
+            raise RefusalError(404)
+        except RefusalError as refusal:
+            self.send(refusal.status, b'{"error": "refused"}', **refusal.headers)
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
+
+    def send(self, status, content=b"", **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(content), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def send_json(self, value, status=200):
+        self.send(status, json.dumps(value).encode(), Content_Type="application/json")
+
+    def log_message(self, *args):
+        pass
+
+    @property
+    def is_owner(self):
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def repo(self, repo_id, revision="main", *, write=False):
+        """The repository and the commit; raises where it is not there, or not for this client."""
+        repo = self.server.hub.repos.get(repo_id)
+        if repo is None or (repo.private and not self.is_owner):
+            raise RefusalError(404 if self.is_owner else 401, "RepoNotFound")
+        if repo.gated and not self.is_owner:
+            raise RefusalError(403, "GatedRepo")
+        if write and not self.is_owner:
+            raise RefusalError(403, **{"X-Error-Message": "You have no right to write here"})
+        if (commit := repo.resolve(revision)) is None:
+            raise RefusalError(404, "RevisionNotFound")
+        return repo, commit
+
+    def create(self):
+        asked = json.loads(self.body)
+        if not self.is_owner:
+            raise RefusalError(401, **{"X-Error-Message": "Invalid username or password."})
+        repo_id = f"{asked.get('organization') or OWNER}/{asked['name']}"
+        known = repo_id in self.server.hub.repos
+        if not known:
+            private = asked.get("private") or asked.get("visibility") == "private"
+            self.server.hub.repos[repo_id] = Repo(private=bool(private))
+        self.send_json({"url": f"{self.server.hub.endpoint}/{repo_id}"}, 409 if known else 200)
+
+    def validate_card(self):
+        self.send_json({"errors": [], "warnings": []})
+
+    def branch(self, repo_id, name):
+        repo, commit = self.repo(repo_id, write=True)
+        known = name in repo.branches
+        repo.branches.setdefault(name, commit)
+        self.send_json({}, 409 if known else 200)
+
+    def preupload(self, repo_id, revision):
+        self.repo(repo_id, revision, write=True)
+        files = [
+            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
+            for f in json.loads(self.body)["files"]
+        ]
+        self.send_json({"files": [{**file, "shouldIgnore": False} for file in files]})
+
+    def lfs_batch(self, repo_id):
+        self.repo(repo_id, write=True)
+        objects = json.loads(self.body)["objects"]
+        for wanted in objects:
+            wanted["actions"] = {"upload": {"href": f"{self.server.hub.endpoint}/lfs/{wanted['oid']}"}}
+        self.send_json({"transfer": "basic", "objects": objects})
+
+    def lfs_put(self, oid):
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise RefusalError(400)
+        self.server.hub.large_files[oid] = self.body
+        self.send(200)
+
+    def commit(self, repo_id, revision):
+        repo, _ = self.repo(repo_id, revision, write=True)
+        files, message, pull_request = {}, "", None
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                message = value["summary"]
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.hub.large_files[value["oid"]]
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+        branch, endpoint = revision, self.server.hub.endpoint
+        if self.query.get("create_pr") == ["1"]:
+            number = 1 + sum(name.startswith("refs/pr/") for name in repo.branches)
+            branch, pull_request = f"refs/pr/{number}", f"{endpoint}/{repo_id}/discussions/{number}"
+            repo.branches[branch] = repo.resolve(revision)
+        oid = repo.commit(branch, files, message)
+        url = f"{endpoint}/{repo_id}/commit/{oid}"
+        self.send_json({"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": pull_request})
+
+    def resolve(self, repo_id, revision, path):
+        repo, commit = self.repo(repo_id, revision)
+        if path not in repo.commits[commit]:
+            raise RefusalError(404, "EntryNotFound", **{"X-Repo-Commit": commit})
+        content = repo.commits[commit][path]
+        etag = hashlib.sha256(content).hexdigest()
+        self.send(200, content, X_Repo_Commit=commit, ETag=f'"{etag}"')
+
+
+NAME, PART = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
+ROUTES = [
+    ("POST", "/api/repos/create", Handler.create),
+    ("POST", "/api/validate-yaml", Handler.validate_card),
+    ("POST", f"/api/models/{NAME}/branch/{PART}", Handler.branch),
+    ("POST", f"/api/models/{NAME}/preupload/{PART}", Handler.preupload),
+    ("POST", f"/api/models/{NAME}/commit/{PART}", Handler.commit),
+    ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", Handler.lfs_batch),
+    ("PUT", f"/lfs/{PART}", Handler.lfs_put),
+    ("HEAD", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
+    ("GET", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
+]
+
+
+class Hub:
+    """What the server keeps: repositories by id, large files by hash, and what was asked."""
+
+    def __init__(self, endpoint):
+        self.endpoint, self.repos, self.large_files, self.requests = endpoint, {}, {}, []
+
+
+def client_environment(hub, home, token=TOKEN):
+    """The environment of a process that has this hub for the hub."""
+    inherited = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
+    return {
+        **inherited, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token,
+        "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # fmt: skip
+
+
+@contextmanager
+def hub_server():
+    """A hub that serves for the length of a ``with`` block."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.hub = Hub(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,199 @@
+"""Trainer runs that are killed (-9) at random moments and resumed: each must end as the run that nobody killed.
+
+    python tests/helpers/kill_trainer.py --kills 20 --seed 0
+
+A run writes a checkpoint after every step and keeps two. Half of the kills come at any time of the run, the others
+within the writing of a checkpoint, at one of the file operations that it is made of, the deletion of older checkpoints
+included. A run is killed one to three times in a row; then it is left alone. The promise: `resume_from_checkpoint=True`
+takes a complete checkpoint wherever there is one, and losses, unmasked entries, weights and the optimizer's state are
+in the end those of the uninterrupted run, bit for bit. The first that are not are kept: exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+from trainers import assert_same, make_model, make_trainer, outcome
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from sparsify import SparsifyCallback
+from sparsify.integrations.checkpoints import problem_with
+
+STEPS, RESULT = 10, "result.pt"
+WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events of a checkpoint's writing
+MOST_WRITES = 20  # of one checkpoint: mkdir, the weights in a folder of their own, the other files, an old one deleted
+PRELOADED = ["transformers.trainer", "transformers.models.bert.modeling_bert", "sparsify.integrations.transformers"]
+SECONDS = 300  # of one run; far more than it takes
+
+
+class DiesWriting(TrainerCallback):
+    """Kills its process while a checkpoint is written, at a file operation of a given number.
+
+    Args:
+        step: which checkpoint, counted from where the run goes on.
+        operation: which file operation of its writing.
+    """
+
+    def __init__(self, step: int, operation: int) -> None:
+        self.step, self.left, self.writing = step, operation, False
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, arguments: object) -> None:
+        if self.writing and event in WRITES:
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, args, state, control, **_):
+        self.step -= 1
+        self.writing = self.step < 0
+
+    def on_save(self, args, state, control, **_):
+        self.writing = False
+
+
+class Begins(TrainerCallback):
+    """Remembers at which step the run began."""
+
+    def on_train_begin(self, args, state, control, **_):
+        self.step = state.global_step
+
+
+def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
+    """A training run, from the last checkpoint if there is one; what came of it is saved beside the checkpoints."""
+    begun.send("imported")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    begins = Begins()
+    callbacks = [SparsifyCallback(), begins, *([DiesWriting(*doom)] if doom else [])]
+    trainer = make_trainer(
+        make_model(modules_to_save=["classifier"]), folder, callbacks=callbacks, max_steps=STEPS, save_steps=1,
+        save_total_limit=2,
+    )  # fmt: skip
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) is not None)
+    logs, *rest = outcome(trainer)
+    logs.pop(STEPS + 1, None)  # the Trainer's idle step, where the run was killed when all steps were done
+    torch.save((begins.step, (logs, *rest)), folder / RESULT)
+
+
+def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
+    """Starts a run in a process of its own; comes back when all is imported."""
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    begun, begins = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(folder, doom, begins))
+    process.start()
+    begins.close()
+    begun.recv()
+    return process
+
+
+def result(folder: Path) -> tuple:
+    """At which step the run in a folder began, and what came of it."""
+    return torch.load(folder / RESULT, weights_only=True)
+
+
+def kill_once(folder: Path, seconds: float, draw: random.Random, *, writing: bool) -> bool:
+    """Starts a run, or goes on with it, and kills it; whether it was alive until then."""
+    process = start(folder, (draw.randrange(STEPS), draw.randrange(MOST_WRITES)) if writing else None)
+    if not writing:
+        process.join(draw.uniform(0, seconds))
+        process.kill()
+    process.join(SECONDS)
+    return process.exitcode == -signal.SIGKILL
+
+
+def found(folder: Path) -> str:
+    """What a kill left behind."""
+    last = get_last_checkpoint(folder)
+    if last is None:
+        return "no checkpoint"
+    return "complete" if problem_with(Path(last)) is None else "incomplete"
+
+
+def last_complete(folder: Path) -> int:
+    """The step of the last checkpoint that is complete; 0 if there is none."""
+    folders = [path for path in folder.glob("checkpoint-*") if problem_with(path) is None]
+    return max((int(path.name.rpartition("-")[2]) for path in folders), default=0)
+
+
+def finish(folder: Path, expected: tuple) -> str | None:
+    """Goes on with a run to its end; how it differs from the expected one, if it does."""
+    last = last_complete(folder)
+    process = start(folder)
+    process.join(SECONDS)
+    if process.exitcode != 0:
+        return f"the resumed run ended with {process.exitcode}"
+    begun_at, ending = result(folder)
+    if begun_at != last:
+        return f"the run was resumed at step {begun_at}, and there was a complete checkpoint of step {last}"
+    try:
+        assert_same(ending, expected)
+    except AssertionError as error:
+        return f"the resumed run ended elsewhere: {error}"
+    return None
+
+
+def kill(kills: int, seed: int, base: Path) -> tuple[dict[str, Counter], str | None]:
+    """Kills runs that many times: what was found by kind of kill, and the first failure if there is one."""
+    draw, counts = random.Random(seed), {"any time": Counter(), "writing": Counter()}
+    process = start(base / "straight")
+    begin = time.monotonic()
+    process.join(SECONDS)
+    seconds = time.monotonic() - begin
+    _, expected = result(base / "straight")
+    done = 0
+    while done < kills:
+        folder = base / f"run-{done}"
+        for _ in range(draw.randint(1, 3)):
+            kind = ("any time", "writing")[done % 2]
+            if done == kills or not kill_once(folder, seconds, draw, writing=kind == "writing"):
+                break  # it was faster
+            counts[kind][found(folder)] += 1
+            done += 1
+        if not (folder / RESULT).exists() and (failure := finish(folder, expected)):
+            return counts, f"{folder}: {failure}"
+        shutil.rmtree(folder)
+    return counts, None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    base, begin = Path(tempfile.mkdtemp(prefix="kill_trainer_")), time.monotonic()
+    counts, failure = kill(arguments.kills, arguments.seed, base)
+    columns = ["no checkpoint", "complete", "incomplete"]
+    print(f"{'killed, last checkpoint':<24}" + "".join(f"{column:>15}" for column in columns))
+    for kind, counter in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+        print(f"{kind:<24}" + "".join(f"{counter[column]:>15}" for column in columns))
+    print(f"{sum(map(sum, (c.values() for c in counts.values())))} kills in {time.monotonic() - begin:.0f} seconds")
+    if failure:
+        print(f"{failure}; kept")
+        return 1
+    shutil.rmtree(base)
+    print("every resumed run ended as the uninterrupted one, bit for bit")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Trains small BERTs on fake CUDA devices and on the CPU, and prints what each run did: a line of JSON a run.
+
+    PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_fake_cuda.py plain|other
+
+It needs a process of its own: the folder's ``fake_cuda.py`` takes the place of torch's CUDA for good.
+"""
+
+import contextlib
+import copy
+import gc
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+
+import fake_cuda
+import torch
+from models import build, loss_of
+from oracle import unmasked_sets
+
+from sparsify import base_weights, sparsify
+
+BUDGET, STEPS, LR = 60, 4, 1e-2
+SIDE, OTHER = 7, 5  # streams that are not the default ones
+CUDA = [torch.device("cuda", index) for index in range(2)]
+
+
+def to(device, value):
+    """A value with all its tensors on another device; what autograd moves, it moves back."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(to(device, item) for item in value)
+    return {key: to(device, item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+class Place:
+    """Where a run is: which devices, and which of their streams."""
+
+    devices, streams = [], ()
+
+    def put(self, model):
+        for device in self.devices[:1]:
+            model.to(device)
+        if len(self.devices) == 2:
+            for module in (model.bert.encoder.layer[1], model.bert.pooler, model.classifier):
+                module.to(self.devices[1])
+                module.register_forward_pre_hook(self.bring, with_kwargs=True)
+        return model
+
+    def bring(self, module, args, kwargs):
+        return to(self.devices[1], args), to(self.devices[1], kwargs)
+
+    def batch(self, batch):
+        if not self.devices:
+            return batch
+        labels = batch["labels"].to(self.devices[-1])
+        return {**to(self.devices[0], batch), "labels": labels}
+
+    @contextlib.contextmanager
+    def current(self):
+        """The run's own streams, after the default ones."""
+        with contextlib.ExitStack() as stack:
+            for index, number in enumerate(self.streams):
+                fake_cuda.wait_stream(number, 0, index)
+                stack.enter_context(fake_cuda.stream(number, index))
+            yield
+
+
+class Default(Place):
+    devices = CUDA[:1]
+
+
+class Side(Default):
+    streams = (SIDE,)
+
+
+class TwoDevices(Place):
+    devices = CUDA
+
+
+class SideOnTwoDevices(TwoDevices):
+    streams = (SIDE, OTHER)
+
+
+class TwoStreams(Side):
+    """The second layer on a stream of its own, which the first one's waits for."""
+
+    def put(self, model):
+        layer, before = super().put(model).bert.encoder.layer[1], []
+
+        def enter(module, args):
+            before.append(torch.ops.fake_cuda.stream(0, OTHER))
+            fake_cuda.wait_stream(OTHER, before[-1])
+
+        def leave(module, args, output):
+            torch.ops.fake_cuda.stream(0, before[-1])
+            fake_cuda.wait_stream(before.pop(), OTHER)
+
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+        return model
+
+
+PLACES = {"cpu": Place(), "default": Default(), "side": Side(), "two streams": TwoStreams(),
+          "two devices": TwoDevices(), "side on two devices": SideOnTwoDevices()}  # fmt: skip
+
+
+def prepared(strategy, place, seed=0):
+    model, batches = build("bert", seed)
+    place.put(model)
+    if strategy != "full":
+        sparsify(model, BUDGET, strategy, steps=STEPS if strategy == "id3" else None)
+    return model, [place.batch(batch) for batch in batches]
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+
+
+def copied(model, optimizer, place):
+    copy_of_model = copy.deepcopy(model)
+    copy_of_optimizer = optimizer_of(copy_of_model)
+    copy_of_optimizer.load_state_dict(optimizer.state_dict())
+    return copy_of_model, copy_of_optimizer
+
+
+def resumed(model, optimizer, place):
+    fresh, _ = prepared("id3", place, seed=1)
+    fresh.load_state_dict(model.state_dict())
+    fresh_optimizer = optimizer_of(fresh)
+    fresh_optimizer.load_state_dict(optimizer.state_dict())
+    return fresh, fresh_optimizer
+
+
+CHANGES = {"deepcopy": copied, "state dict": resumed}  # of model and optimizer, half way
+
+
+def run(strategy, place, way):
+    model, batches = prepared(strategy, place)
+    optimizer, losses = optimizer_of(model), []
+    if way == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    per_step = 2 if way == "accumulation" else 1
+    with place.current(), fake_cuda.Counted() as seen:
+        for step in range(STEPS):
+            if step == STEPS // 2 and way in CHANGES:
+                model, optimizer = CHANGES[way](model, optimizer, place)
+            if way == "base weights":
+                with base_weights(model), torch.no_grad():
+                    losses.append(loss_of(model, batches[step]))
+            optimizer.zero_grad()
+            for batch in batches[step * per_step : (step + 1) * per_step]:
+                loss = loss_of(model, batch)
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+    for device in place.devices:
+        torch.accelerator.synchronize(device)
+    sets = {} if strategy == "full" else unmasked_sets(model)
+    return {
+        "losses": [loss.item() for loss in losses],
+        "sets": sets,
+        "races": seen.races,
+        "waits": sum(seen.waits.values()),
+    }
+
+
+def plain_runs():
+    """Each strategy at each place."""
+    return [(strategy, place, "plain") for place in PLACES for strategy in ("full", "id3", "pafi")]
+
+
+def other_runs():
+    """Other ways to train, and what they are compared with."""
+    places, ways = ("cpu", "side", "two devices"), ("accumulation", "checkpointing", "base weights", *CHANGES)
+    return [("id3", place, way) for place in places for way in ways] + [("full", p, "plain") for p in places]
+
+
+def bytes_on_devices():
+    return torch.ops.fake_cuda.memory()[0]
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    fake_cuda.install()
+    for strategy, place, way in {"plain": plain_runs, "other": other_runs}[sys.argv[1]]():
+        before = bytes_on_devices()
+        try:
+            result = run(strategy, PLACES[place], way)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        gc.collect()
+        result["left"] = bytes_on_devices() - before
+        print(json.dumps({"run": [strategy, place, way], **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # autograd's threads for the fake devices cannot be joined

@@ -1,0 +1,266 @@
+"""FSDP2 (``fully_shard``) trains as one process with all batches would: gloo processes, many checks a spawn."""
+
+import re
+
+import pytest
+import torch
+from oracle import unmasked_sets
+from rank_models import BUDGET, STEPS, error_of, mean_over_ranks, mlp, own_part, words
+from rank_processes import on_ranks
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from sparsify import SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify.common.ranks import num_ranks
+from sparsify.integrations.distributed import check_ranks, keep_whole
+
+
+def shard(model, **options):
+    """Block by block, then the model itself, as the documentation says; nothing where there is one process."""
+    if num_ranks() > 1:
+        for block in model.children():
+            if getattr(block, "weight", None) is not getattr(getattr(model, "table", None), "weight", nn):
+                fully_shard(block, **options)
+        fully_shard(model, ignored_params={model.sparse_values}, **options)
+    return model
+
+
+def train(rank, model, batches, *, micro=1, steps=STEPS):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in trained], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(micro):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(part + 1 == micro)
+            batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
+            loss = model(**batch) / micro
+            loss.backward()
+            losses.append(mean_over_ranks(loss))
+        optimizer.step()
+    engine = get_unmasker(model)
+    return {
+        "losses": losses,
+        "sets": unmasked_sets(model),
+        "delta": engine.values.detach().clone(),
+        "base": engine.buffers.all_base.clone(),
+    }
+
+
+# ------------------------------------------------------------------- scenarios that one process can be compared with
+
+
+def tied_and_twice_used(rank):
+    model, batches = words()
+    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches)
+
+
+def rows_that_do_not_divide(rank):
+    model, batches = mlp()
+    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches)
+
+
+def static_beside_a_dense_head(rank):
+    model, batches = mlp()
+    sparsify(model, BUDGET, "pafi", modules_to_save=["head"])
+    result = train(rank, shard(model), batches)
+    delta = SparseDelta.from_model(model)
+    return result | {"head": delta.whole["head.weight"], "entries": delta.num_entries}
+
+
+def accumulating(rank):
+    model, batches = words()
+    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches, micro=2)
+
+
+def checkpointed(rank):
+    model, batches = words()
+    shard(sparsify(model, BUDGET, steps=STEPS))
+    wide = model.wide.forward
+    model.wide.forward = lambda hidden: checkpoint(wide, hidden, use_reentrant=False)
+    return train(rank, model, batches)
+
+
+LIKE_ONE_PROCESS = [
+    tied_and_twice_used,
+    rows_that_do_not_divide,
+    static_beside_a_dense_head,
+    accumulating,
+    checkpointed,
+]
+
+# ------------------------------------------------------------------- scenarios of their own
+
+
+def whole_weights(model):
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {name: value.clone() for name, value in state.items()}
+
+
+def rounded_in_forward(rank):
+    """bfloat16 in forward and backward, the weights and the delta in float32 all along."""
+    model, batches = words(torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sparsify(model, BUDGET, steps=STEPS)
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    result = train(rank, model, batches)
+    with torch.no_grad():
+        model(**own_part(batches[0], rank))  # leaves the root's weights gathered, in bfloat16
+    after, engine = whole_weights(model), get_unmasker(model)
+    exact = all(
+        torch.equal(after[tensor.name].take(tensor.indices), tensor.base + tensor.delta)
+        and torch.equal(before[tensor.name].take(tensor.indices), tensor.base)
+        for tensor in engine.tensors
+    )
+    return exact, engine.values.dtype, engine.values.grad.dtype, result["sets"], engine.unmasked
+
+
+def written_behind_its_back(rank):
+    """An evaluation leaves the root's weights gathered; what is written then has to reach the next forward."""
+    model, batches = words()
+    shard(sparsify(model, BUDGET, steps=STEPS))
+    train(rank, model, batches, steps=2)
+    plain, _ = words()
+    with torch.no_grad():
+        trained = model(**batches[0])
+        with base_weights(model):
+            base = model(**batches[0])
+        again = model(**batches[0])
+        engine = get_unmasker(model)
+        engine.values.data.zero_()
+        through_forward = model(**batches[0])
+        engine.values.data.fill_(0.1)
+        engine.refresh()
+        synced = model(**batches[0])
+        expected = plain(**batches[0])
+    same = torch.equal(trained, again), torch.equal(base, expected), torch.equal(through_forward, expected)
+    return same, torch.equal(synced, expected)
+
+
+def state(rank):
+    """A full state dict goes into one process and back onto shards; the delta too."""
+    model, batches = words()
+    shard(sparsify(model, BUDGET, steps=STEPS))
+    train(rank, model, batches, steps=3)
+    check_ranks(model)
+    verified = summary(model, verify=True).verification.ok
+    full = whole_weights(model)
+    delta = SparseDelta.from_model(model)
+    alone, _ = words()
+    sparsify(alone, BUDGET, steps=STEPS).load_state_dict(full)
+    base, _ = words()
+    delta.apply(base)
+    applied = all(torch.equal(parameter, full[name]) for name, parameter in base.named_parameters())
+    other, _ = words()
+    shard(sparsify(other, BUDGET, steps=STEPS))
+    set_model_state_dict(other, full, options=StateDictOptions(full_state_dict=True))
+    resumed = train(rank, other, batches[3:], steps=3)
+    return verified, applied, unmasked_sets(alone) == unmasked_sets(model), resumed
+
+
+def refused(rank):
+    messages = {}
+    model, batches = mlp()
+    fully_shard(sparsify(model, BUDGET, steps=STEPS))
+    messages["flat delta"] = error_of(lambda: model(**own_part(batches[0], rank)))
+
+    model, _ = mlp()
+    sparsify(model, BUDGET, steps=STEPS)
+    mesh = init_device_mesh("cpu", (num_ranks(), 1), mesh_dim_names=("replicate", "shard"))
+    shard(model, mesh=mesh)
+    messages["hybrid"] = error_of(lambda: model(**own_part(batches[0], rank)))
+
+    model, _ = mlp()
+    fully_shard(sparsify(model, BUDGET, steps=STEPS).second)
+    messages["blocks only"] = error_of(train, rank, model, batches)
+
+    model, _ = mlp()
+    fully_shard(model)
+    messages["too late"] = error_of(sparsify, model, BUDGET)
+
+    model, _ = mlp()
+    shard(sparsify(model, BUDGET, steps=STEPS))
+    messages["desparsify"] = error_of(desparsify, model)
+
+    model, _ = mlp()
+    sparsify(model, BUDGET, steps=STEPS)
+    older = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    messages["fsdp1"] = error_of(train, rank, older, batches)
+    return messages
+
+
+OWN = [rounded_in_forward, written_behind_its_back, state, refused]
+
+
+def all_scenarios(rank):
+    return {scenario.__name__: scenario(rank) for scenario in LIKE_ONE_PROCESS + OWN}
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What every scenario gave on each of two ranks."""
+    return on_ranks(2, all_scenarios)
+
+
+def on_each(results, scenario):
+    return [result[scenario.__name__] for result in results]
+
+
+@pytest.mark.parametrize("scenario", LIKE_ONE_PROCESS, ids=lambda scenario: scenario.__name__)
+def test_two_shards_train_like_one_process_with_both_batches(two, scenario):
+    alone = scenario(0)
+    for own in on_each(two, scenario):
+        assert own["sets"] == alone["sets"]
+        assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        for name in own.keys() - {"sets", "losses"}:
+            torch.testing.assert_close(own[name], alone[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mixed_precision_policy_rounds_neither_the_delta_nor_the_base(two):
+    first, second = on_each(two, rounded_in_forward)
+    assert first == second
+    exact, dtype, grad_dtype, _, unmasked = first
+    assert exact
+    assert (dtype, grad_dtype, unmasked) == (torch.float32, torch.float32, BUDGET)
+
+
+def test_what_is_written_after_an_evaluation_reaches_the_next_forward(two):
+    assert on_each(two, written_behind_its_back) == [((True, True, True), False)] * 2
+
+
+def test_states_and_deltas_leave_the_shards_and_come_back(two):
+    uninterrupted = on_each(two, tied_and_twice_used)[0]
+    for verified, applied, same, resumed in on_each(two, state):
+        assert verified
+        assert applied
+        assert same
+        assert resumed["sets"].keys() == uninterrupted["sets"].keys()
+        assert sum(map(len, resumed["sets"].values())) == BUDGET
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("flat delta", r"ignored_params=\{model.sparse_values\}"),
+        ("hybrid", r"not hybrid \(HSDP\)"),
+        ("blocks only", r"`second(.weight)?` is sharded, but not the model that was sparsified"),
+        ("too late", r"sharded over ranks already; call sparsify\(\) on the plain model"),
+        ("desparsify", r"cannot be turned back; save SparseDelta.from_model"),
+        ("fsdp1", r"FullyShardedDataParallel \(FSDP1\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(two, what, text):
+    for messages in on_each(two, refused):
+        assert re.search(text, messages[what]), messages[what]
+
+
+def test_accelerates_plugin_is_given_the_flat_delta_to_leave_alone():
+    model = sparsify(nn.Linear(4, 4), 3, steps=1)
+    (holder,) = keep_whole(model)
+    assert [id(parameter) for parameter in holder.parameters()] == [id(model.sparse_values)]
+    assert not dist.is_initialized()

@@ -1,0 +1,93 @@
+"""A Trainer that pushes to the hub: what is there while it trains and at the end, and a run that goes on from it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hub_server import OWNER, Repo, client_environment, hub_server
+from safetensors.torch import load
+
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+REPO = f"{OWNER}/my-model"
+PUSHES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, TESTS)
+import torch
+from trainers import assert_same, make_model, make_trainer, outcome
+from sparsify import SparseDelta
+
+from models import build
+build("bert")[0].save_pretrained("base")
+
+def run(folder, strategy, checkpoint=None):
+    trainer = make_trainer(
+        make_model(base="base", modules_to_save=["classifier"]), folder, push_to_hub=True, hub_model_id="my-model",
+        hub_always_push=True, hub_strategy=strategy, max_steps=4,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+"""
+
+
+@pytest.fixture
+def hub():
+    with hub_server() as hub:
+        hub.repos[REPO] = Repo()
+        yield hub
+
+
+@pytest.fixture
+def client(hub, tmp_path, request):
+    """Runs code in a process that has this hub for the hub."""
+
+    def run(code):
+        code = PUSHES.replace("TESTS", repr(str(request.path.parents[1] / "helpers"))) + code
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path,
+            env=client_environment(hub, tmp_path / "hf"),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return run
+
+
+def test_the_hub_has_the_delta_while_training_goes_on_and_an_ordinary_model_at_the_end(hub, client):
+    client("""
+trainer = run("out", "every_save")
+trainer.push_to_hub()
+SparseDelta.from_model(trainer.model).save("expected")
+from sparsify import desparsify
+torch.save(desparsify(trainer.model).state_dict(), "weights.pt")
+
+base = build("bert")[0]
+delta = SparseDelta.load("owner/my-model")
+assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in delta.apply(base).state_dict().items())
+again = type(base).from_pretrained("owner/my-model")
+assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in again.state_dict().items())
+""")
+    _, *training, last = hub.repos[REPO].commits.values()  # but for the repository's first
+    assert training  # two, unless the first upload was slow and took the second one's files
+    for files in training:
+        assert "sparse_delta.safetensors" in files
+        assert "config.json" not in files
+        assert json.loads(files["sparse_delta_config.json"])["config"]["base_model_name_or_path"] is None  # a folder
+        weights = load(files["model.safetensors"])
+        assert [name for name, value in weights.items() if not value.numel()]  # not to be taken for a model
+        assert not any(name.startswith("checkpoint") for name in files)
+    assert "sparse_values" not in load(last["model.safetensors"])
+
+
+def test_a_run_goes_on_from_the_checkpoint_on_the_hub(hub, client):
+    client("""
+from huggingface_hub import hf_hub_download
+straight = run("straight", "all_checkpoints")
+for path in Path("straight/checkpoint-2").iterdir():
+    hf_hub_download("owner/my-model", f"checkpoint-2/{path.name}", local_dir="downloaded")
+longer = run("longer", "end", "downloaded/checkpoint-2")
+assert_same(outcome(longer), outcome(straight))
+""")
+    assert "checkpoint-4/trainer_state.json" in hub.repos[REPO].files()

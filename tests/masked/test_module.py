@@ -1,0 +1,160 @@
+"""What no masked module can do is refused by name, and leaves the model as it was."""
+
+import io
+
+import pytest
+import torch
+from quantized_models import quantize
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sparsify import SparsifyError, desparsify, sparsify
+
+TWICE = r"create_graph=True reached a sparsified model, .*double backward.* train the plain model: desparsify\(model\)"
+EXPORTED = r"cannot be exported or traced \(torch.export, torch.jit.trace, .*in place: desparsify\(model\)"
+REFERENCE_CYCLE = pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph")
+
+LAYERS = {
+    "linear": lambda: nn.Linear(4, 4),
+    "transposed": lambda: Conv1D(4, 4),
+    "norm": lambda: nn.LayerNorm(4),
+    "embedding": lambda: nn.Embedding(5, 4),
+    "quantized": lambda: quantize(nn.Sequential(nn.Linear(4, 4)), "torchao-int8")[0],
+}
+
+
+def build(kind):
+    """A sparsified model with one kind of layer, and its input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LAYERS[kind](), nn.Tanh())
+    candidates = ["0"] if kind == "quantized" else None
+    model = sparsify(model, 8, steps=4, target_modules=candidates)
+    return model, torch.tensor([0, 3, 3]) if kind == "embedding" else torch.randn(3, 4)
+
+
+def loss_of(model, x):
+    return model(x).square().sum()
+
+
+def train_a_step(model, x):
+    """The losses before and after a step, which shows that the model trains as ever."""
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    losses = [loss_of(model, x)]
+    losses[0].backward()
+    optimizer.step()
+    return [loss.item() for loss in (*losses, loss_of(model, x))]
+
+
+# -------------------------------------------------------------------------------- double backward
+
+
+def penalty_on_the_input(model, x):
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+
+
+def gradient_of_the_delta(model, x):
+    torch.autograd.grad(loss_of(model, x), model.sparse_values, create_graph=True)
+
+
+def backward_with_a_graph(model, x):
+    loss_of(model, x).backward(create_graph=True)
+
+
+@REFERENCE_CYCLE
+@pytest.mark.parametrize("differentiate", [gradient_of_the_delta, backward_with_a_graph])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_double_backward_is_refused_and_the_model_trains_on(kind, differentiate):
+    model, x = build(kind)
+    expected = train_a_step(*build(kind))
+    with pytest.raises(SparsifyError, match=TWICE):
+        differentiate(model, x)
+    assert model.sparse_values.grad is None
+    assert train_a_step(model, x) == expected
+
+
+@pytest.mark.parametrize("kind", ["linear", "transposed", "quantized"])
+def test_a_penalty_on_the_gradient_of_the_input_is_refused_as_it_is_asked_for(kind):
+    with pytest.raises(SparsifyError, match=TWICE):
+        penalty_on_the_input(*build(kind))
+
+
+def test_a_penalty_works_where_torchs_own_functions_use_the_weights():
+    """The generic form's nodes are passed once, in the second backward pass."""
+    x, gradients = torch.randn(3, 4, dtype=torch.float64), []
+    for is_sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.Conv1d(3, 3, 2)).double()
+        if is_sparse:
+            sparsify(model, 20, "pafi")
+        own = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(model, own), own, create_graph=True)
+        gradient.square().sum().backward()
+        gradients.append(model)
+    sparse, dense = gradients
+    for module, plain in zip(sparse, dense, strict=True):
+        for name, tensor in vars(module).get("_masked_tensors", {}).items():
+            expected = plain.get_parameter(name).grad.take(tensor.indices)
+            torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected)
+
+
+@REFERENCE_CYCLE
+def test_double_backward_through_a_compiled_model_is_refused():
+    model, x = build("linear")
+    loss = loss_of(torch.compile(model, backend="aot_eager"), x)
+    with pytest.raises(SparsifyError, match=TWICE):
+        loss.backward(create_graph=True)
+
+
+# -------------------------------------------------------------------------------- export
+
+
+def exported(model, x):
+    torch.export.export(model, (x,), strict=False)
+
+
+def exported_strictly(model, x):
+    torch.export.export(model, (x,), strict=True)
+
+
+def traced(model, x):
+    torch.jit.trace(model, (x,))
+
+
+def traced_without_gradients(model, x):
+    with torch.no_grad():
+        torch.jit.trace(model, (x,))
+
+
+def exported_to_onnx(model, x):
+    torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
+
+
+WAYS = [exported, exported_strictly, traced, traced_without_gradients, exported_to_onnx]
+
+
+@pytest.mark.parametrize("export", WAYS)
+@pytest.mark.parametrize("kind", ["linear", "norm", "embedding"])
+@pytest.mark.filterwarnings("ignore")
+def test_export_is_refused_and_the_model_trains_on(kind, export):
+    model, x = build(kind)
+    expected = train_a_step(*build(kind))
+    with pytest.raises(SparsifyError, match=EXPORTED):
+        export(model.eval(), x)
+    assert train_a_step(model.train(), x) == expected
+
+
+@pytest.mark.parametrize("export", [exported, exported_strictly, traced])
+@pytest.mark.filterwarnings("ignore")
+def test_export_of_a_part_is_refused(export):
+    model, x = build("linear")
+    with pytest.raises(SparsifyError, match=EXPORTED):
+        export(model[0], x)
+
+
+@pytest.mark.parametrize("export", [exported, traced])
+@pytest.mark.filterwarnings("ignore")
+def test_a_desparsified_model_is_exported(export):
+    model, x = build("linear")
+    train_a_step(model, x)
+    export(desparsify(model), x)

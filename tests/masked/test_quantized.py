@@ -1,0 +1,350 @@
+"""Linear layers over quantized weights: the oracle on the dequantized weights, and a base that is never written."""
+
+import copy
+
+import pytest
+import torch
+from models import build, loss_of, train
+from oracle import DenseOracle, unmasked_sets
+from quantized_models import SCHEMES, dequantized, quantize, quantized_build
+from torch import nn
+
+from sparsify import (
+    D3,
+    Increment,
+    Prune,
+    Random,
+    SparseDelta,
+    SparsifyError,
+    Strategy,
+    base_weights,
+    desparsify,
+    get_unmasker,
+    print_trainable_parameters,
+    sparsify,
+    summary,
+)  # fmt: skip
+from sparsify.common.quantized import is_quantized
+
+STEPS, BUDGET = 10, 97
+ALL = ".*"  # every module's parameters, so that the oracle's candidates and ours are the same
+TOLERANCE = 2e-6  # of losses and weights in float32, where the oracle's steps differ in rounding only
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gemm_4bit.*")
+
+
+def packed(model):
+    """The bytes of every quantized weight, and its scales."""
+    return {
+        key: value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+        for key, value in model.state_dict().items()
+        if "sparse" not in key and not key.endswith(("_indices", "_slots", "_base"))
+    }
+
+
+def masked_quantized(model):
+    return [tensor for tensor in get_unmasker(model).tensors if tensor.packed]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["mlp", "bert", "llama"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_quantized_base_trains_as_the_dense_oracle_does_on_the_dequantized_weights(scheme, name, optimizer):
+    sparse, batches = quantized_build(name, scheme)
+    dense = dequantized(sparse)
+    oracle = DenseOracle(dense, OPTIMIZERS[optimizer](dense.parameters()), BUDGET, STEPS, exp=1)
+    sparsify(sparse, BUDGET, Strategy(D3(exp=1), Increment()), steps=STEPS, target_modules=ALL)
+    own = OPTIMIZERS[optimizer]([sparse.sparse_values])
+    for batch in batches[:STEPS]:
+        losses = loss_of(dense, batch), loss_of(sparse, batch)
+        torch.testing.assert_close(losses[1], losses[0], rtol=TOLERANCE, atol=TOLERANCE)
+        oracle.step(losses[0])
+        own.zero_grad()
+        losses[1].backward()
+        own.step()
+    assert unmasked_sets(sparse) == oracle.unmasked_sets()
+    weights = dict(dense.named_parameters())
+    for tensor in get_unmasker(sparse).tensors:
+        torch.testing.assert_close(tensor.weight, weights[tensor.name].detach(), rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_packed_base_is_never_written(scheme):
+    model, batches = quantized_build("llama", scheme)
+    before = packed(model)
+    sparsify(model, 60, steps=len(batches), target_modules="all-linear")
+    train(model, batches)
+    model.eval()
+    with torch.no_grad():
+        model(**batches[0])
+    after = packed(model)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(*(v.dequantize() if hasattr(v, "dequantize") and type(v) is not torch.Tensor else v
+                             for v in (value, after[key]))), key  # fmt: skip
+    assert summary(model, verify=True).verification.ok
+    assert all(not p.requires_grad and p.grad is None for p in model.parameters() if p is not model.sparse_values)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "torchao-int8"])
+def test_verify_notices_a_base_that_was_changed(scheme):
+    model, batches = quantized_build("llama", scheme)
+    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4])
+    weight = masked_quantized(model)[0].parameter
+    scales = weight.quant_state.absmax if scheme == "nf4" else weight.scale
+    scales.mul_(2)
+    assert summary(model, verify=True).verification.changed == (masked_quantized(model)[0].name,)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_base_weights_runs_the_quantized_base_and_nothing_of_the_change(scheme):
+    model, batches = quantized_build("llama", scheme)
+    plain = dequantized(model)
+    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4])
+    with torch.no_grad():
+        trained = model(**batches[0]).logits
+        with base_weights(model):
+            base = model(**batches[0]).logits
+        assert torch.equal(model(**batches[0]).logits, trained)
+        torch.testing.assert_close(base, plain(**batches[0]).logits, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(base, trained)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_state_dict_carries_everything_into_a_freshly_sparsified_base(scheme):
+    model, batches = quantized_build("llama", scheme)
+    fresh = copy.deepcopy(model)
+    train(sparsify(model, 60, steps=8, target_modules="all-linear"), batches[:4])
+    sparsify(fresh, 60, steps=8, target_modules="all-linear").load_state_dict(model.state_dict())
+    assert torch.equal(fresh(**batches[5]).logits, model(**batches[5]).logits)
+    train(model, batches[4:8], lr=0.0)
+    train(fresh, batches[4:8], lr=0.0)
+    assert unmasked_sets(fresh) == unmasked_sets(model)
+
+
+def test_scales_of_another_base_are_refused_at_load():
+    model, _ = quantized_build("llama", "nf4")
+    other, _ = quantized_build("llama", "nf4", seed=1)
+    for one in (model, other):
+        sparsify(one, 60, steps=8, target_modules="all-linear")
+    with pytest.raises(RuntimeError, match="scales of a quantized base are not loaded"):
+        model.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_copy_computes_the_same_and_trains_apart(scheme):
+    model, batches = quantized_build("llama", scheme)
+    train(sparsify(model, 60, steps=6, target_modules="all-linear"), batches[:3])
+    twin, before = copy.deepcopy(model), model(**batches[0]).logits
+    assert torch.equal(twin(**batches[0]).logits, before)
+    train(twin, batches[3:6])
+    assert torch.equal(model(**batches[0]).logits, before)
+    assert not torch.equal(twin(**batches[0]).logits, before)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_desparsify_refuses_until_it_may_dequantize(scheme):
+    model, batches = quantized_build("llama", scheme)
+    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4])
+    trained, classes = model(**batches[0]).logits, [type(module) for module in model.modules()]
+    with pytest.raises(SparsifyError, match=r"quantized .*SparseDelta.from_model\(model\).*dequantize=True"):
+        desparsify(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(model(**batches[0]).logits, trained)
+    desparsify(model, dequantize=True)
+    assert not any(is_quantized(parameter) for parameter in model.parameters())
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    assert torch.equal(model(**batches[0]).logits, trained)
+    assert set(model.state_dict()) == set(build("llama")[0].state_dict())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_desparsify_gives_the_quantized_layers_back_where_nothing_was_trained(scheme):
+    model, _ = quantized_build("llama", scheme)
+    classes, before = [type(module) for module in model.modules()], list(model.state_dict())
+    desparsify(sparsify(model, 60, steps=4, target_modules="all-linear"))
+    assert [type(module) for module in model.modules()] == classes
+    assert list(model.state_dict()) == before
+
+
+def test_a_quantized_weight_is_a_candidate_only_where_it_is_named():
+    model, _ = quantized_build("llama", "nf4")
+    with pytest.warns(UserWarning, match=r"14 quantized weights cannot require grad.*all-linear"):
+        sparsify(model, 20, "random")
+    assert not masked_quantized(model)
+    model, _ = quantized_build("llama", "nf4")
+    sparsify(model, 20, "random", target_modules=["q_proj"])
+    assert [tensor.name.split(".")[-2] for tensor in get_unmasker(model).tensors] == ["q_proj", "q_proj"]
+    model, _ = quantized_build("llama", "nf4")
+    model.requires_grad_(False)
+    with pytest.raises(SparsifyError, match="quantized weights cannot; name the layers"):
+        sparsify(model, 20, "random")
+    sparsify(model, 20, "random", target_modules="all-linear", exclude_modules=["mlp"])
+    assert len(masked_quantized(model)) == 8
+
+
+def test_shapes_and_counts_are_those_of_the_weight_that_is_meant(capsys):
+    model, _ = quantized_build("llama", "nf4")
+    plain, _ = build("llama")
+    sparsify(model, 20, "pafi", target_modules="all-linear")
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    assert all(tensor.shape == shapes[tensor.name] for tensor in masked_quantized(model))
+    result = summary(model)
+    assert result.num_parameters == sum(p.numel() for p in plain.parameters())
+    assert result.num_candidates == sum(tensor.numel for tensor in masked_quantized(model))
+    print_trainable_parameters(model)
+    assert f"all params: {result.num_parameters:,}" in capsys.readouterr().out
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.density == layer.indices.numel() / (layer.in_features * layer.out_features)
+    assert layer.base_values.shape == layer.delta.shape == layer.indices.shape
+
+
+def test_pafi_takes_the_smallest_dequantized_weights():
+    model, _ = quantized_build("mlp", "int8")
+    values = torch.cat([p.detach().flatten() for n, p in dequantized(model).named_parameters() if n == "second.weight"])
+    sparsify(model, 9, "pafi", target_modules=["second"])
+    tensor = next(tensor for tensor in get_unmasker(model).tensors if tensor.packed)
+    expected = values.abs().argsort(stable=True)[: tensor.count]
+    assert sorted(tensor.indices.tolist()) == sorted(expected.tolist())
+
+
+def test_values_are_rounded_to_the_dtype_that_the_base_dequantizes_to():
+    model, batches = build("llama", dtype=torch.bfloat16)
+    quantize(model, "nf4", compute_dtype=torch.bfloat16)
+    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4], lr=0.1)
+    tensor = max(masked_quantized(model), key=lambda tensor: tensor.count)
+    assert tensor.base.dtype == tensor.weight.dtype == torch.bfloat16
+    assert tensor.delta.dtype == torch.float32
+    expected = (tensor.base.float() + tensor.delta).bfloat16()
+    assert torch.equal(tensor.weight.take(tensor.indices), expected)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao-int8"])
+def test_the_output_has_the_plain_layers_dtype_under_autocast(scheme):
+    model, batches = quantized_build("llama", scheme)
+    masked = sparsify(copy.deepcopy(model), 60, steps=4, target_modules="all-linear")
+    x = torch.randn(2, 16)
+    layer, plain = (m.model.layers[0].mlp.up_proj for m in (masked, model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == (torch.float32 if scheme == "nf4" else torch.bfloat16)
+        loss_of(masked, batches[0]).backward()
+    assert masked.sparse_values.grad.isfinite().all()
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    runs = []
+    for checkpointed in (False, True):
+        model, batches = quantized_build("llama", "nf4")
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        runs.append(train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4]))
+    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
+    assert torch.equal(runs[0].sparse_values, runs[1].sparse_values)
+
+
+def test_a_bias_is_trained_beside_a_quantized_weight():
+    model, batches = quantized_build("mlp", "nf4")
+    model.first.bias.requires_grad_(True)
+    before = model.first.bias.detach().clone()
+    train(sparsify(model, 40, steps=2, target_modules=["first"]), batches[:2])
+    assert not torch.equal(model.first.bias, before)
+
+
+def test_a_cast_that_would_round_base_values_is_refused():
+    model, batches = quantized_build("llama", "torchao-int8")
+    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:2])
+    model.to(torch.bfloat16)
+    with pytest.raises(
+        SparsifyError, match=r"cast to torch.bfloat16 after sparsify\(\).*cast a quantized model before"
+    ):
+        train(model, batches[2:4])
+    with pytest.raises(SparsifyError, match="rounded the base values"):
+        SparseDelta.from_model(model)
+
+
+def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values():
+    model, batches = quantized_build("llama", "nf4")
+    sparsify(model, 60, steps=4, target_modules="all-linear")
+    plain = model(**batches[0]).logits
+    loss_of(model, batches[0]).backward()  # unmasks, as before a step that GradScaler skips
+    assert get_unmasker(model).unmasked == 15
+    assert torch.equal(model(**batches[0]).logits, plain)
+
+
+def test_a_quantized_weight_is_not_trained_whole_nor_pruned():
+    model, _ = quantized_build("llama", "nf4")
+    with pytest.raises(SparsifyError, match="is quantized and cannot be trained whole"):
+        sparsify(model, None, "full", target_modules="all-linear")
+    with pytest.raises(SparsifyError, match="cannot be pruned: zeros cannot be written into it"):
+        sparsify(model, 100, Strategy(Random(), Prune()), target_modules="all-linear")
+
+
+def test_a_calibration_by_gradients_is_refused_before_anything_changes():
+    model, batches = quantized_build("llama", "nf4")
+    keys = list(model.state_dict())
+    with pytest.raises(SparsifyError, match=r"is quantized \(bitsandbytes nf4\).*calibrate by"):
+        sparsify(model, 10, "fish", calibration=batches[:1], target_modules="all-linear")
+    assert list(model.state_dict()) == keys
+
+
+def _repacked(layer):
+    layer.weight.quant_state.packing_format_for_cpu = True
+
+
+def _hooked(layer):
+    layer.forward = layer.forward
+
+
+def _fp16_8bit(model):
+    import bitsandbytes as bnb
+
+    model.first = bnb.nn.Linear8bitLt(6, 10, has_fp16_weights=True)
+
+
+def _not_yet_quantized(model):
+    import bitsandbytes as bnb
+
+    model.first = bnb.nn.Linear4bit(6, 10)
+
+
+def _dynamic(model):
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    quantize_(model, Int8DynamicActivationInt8WeightConfig(), lambda module, name: name == "first")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "spoil", "match"),
+    [
+        ("nf4", lambda model: _repacked(model.first), "repacked by bitsandbytes for evaluation.*load the model again"),
+        ("nf4", lambda model: _hooked(model.first), "forward of its own.*load the model on one device"),
+        (None, _not_yet_quantized, r"not quantized yet.*model\.to\(device\)"),
+        (None, _fp16_8bit, "has_fp16_weights=False"),
+        (None, _dynamic, "quantizes its input as well.*exclude_modules"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused_by_name(scheme, spoil, match):
+    for library in ("bitsandbytes", "torchao"):
+        pytest.importorskip(library, reason=f"{library} comes with the extra `quantized`")
+    model = build("mlp")[0] if scheme is None else quantized_build("mlp", scheme)[0]
+    spoil(model)
+    with pytest.raises(SparsifyError, match=rf"(?s)`first\.weight` cannot be masked: the module .*{match}"):
+        sparsify(model, 5, steps=1, target_modules=["first"])
+
+
+def test_nothing_is_imported_for_a_model_without_quantized_weights():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, sparsify; sparsify.sparsify(torch.nn.Linear(4, 4), 3, steps=1); "
+        "print(sorted({'bitsandbytes', 'torchao'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,217 @@
+"""The dense form of a step's selection agrees with the library's own, and tells when it does not."""
+
+import pytest
+import torch
+from models import build, loss_of
+from products import FREE
+from torch import nn
+
+from sparsify import (
+    D3,
+    SNIP,
+    Fisher,
+    Increment,
+    Repeat,
+    SparsifyError,
+    Strategy,
+    get_unmasker,
+    register_importance,
+    sparsify,
+    summary,
+)  # fmt: skip
+from sparsify.selection import screening as screen
+from sparsify.selection.topk import Pool, Winners
+
+
+@register_importance("against the weight")
+def against_the_weight(weight, grad):
+    return -weight * grad
+
+
+@pytest.fixture(autouse=True)
+def screened(monkeypatch):
+    """Any layer is worth a screen."""
+    monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
+    monkeypatch.setattr(screen, "costs_of", lambda *_: FREE)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 16)
+
+
+def checked(name, strategy="id3", dtype=torch.float32, **options):
+    model, batches = build(name, dtype=dtype)
+    sparsify(model, 60, strategy, steps=6, **options)
+    get_unmasker(model).check = True
+    return model, batches
+
+
+def train(model, batches, micro_batches=1):
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-3)
+    for step in range(6):
+        optimizer.zero_grad()
+        for batch in batches[step : step + micro_batches]:
+            loss_of(model, batch).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "gpt2"])
+def test_real_steps_agree(name):
+    model, batches = checked(name)
+    train(model, batches)
+    assert get_unmasker(model).unmasked == 60
+    assert summary(model).total_work.screened > 0, "the screen was checked too"
+
+
+@pytest.mark.parametrize(
+    "importance", [D3(exp=0), D3(exp=-1), SNIP(), Fisher(), against_the_weight], ids=lambda importance: importance.name
+)
+@pytest.mark.parametrize("selection", [Increment(), Repeat()], ids=lambda selection: selection.name)
+def test_any_importance_and_selection_agree(importance, selection):
+    train(*checked("mlp", Strategy(importance, selection)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_any_dtype_agrees(dtype):
+    train(*checked("mlp", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_which_single_entries_are_computed_agree(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 300, bias=False), nn.GELU(), nn.Linear(300, 200, bias=False)).to(dtype)
+    model[2].weight.data *= 3
+    sparsify(model, 40, steps=4)
+    get_unmasker(model).check = True
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(2 * torch.randn(500, 200, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    work = summary(model).total_work
+    assert 0 < work.verified < 4 * 200 * 300 / 70
+
+
+class OwnLinear(nn.Linear):
+    """Not a masked layer but a module of the generic form, whose gradient is not rounded to its dtype once more."""
+
+
+class TiedTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.own = nn.Embedding(300, 100), OwnLinear(100, 100)
+        self.head = nn.Linear(100, 300, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.head(x + self.own(x))
+
+
+@pytest.mark.parametrize(("tied", "seed"), [(False, 0), (False, 1), (True, 7)])
+def test_gradients_that_are_rounded_and_others_agree_where_they_meet_near_the_cut(monkeypatch, tied, seed):
+    monkeypatch.setattr("sparsify.selection.selectors.can_screen", lambda *_: False)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 1 << 14)
+    torch.manual_seed(seed)
+    if tied:
+        model, batch = TiedTable(), torch.randint(300, (6, 9))
+    else:
+        model = nn.Sequential(nn.Linear(150, 150), OwnLinear(150, 150), nn.Linear(150, 150))
+        batch = torch.randn(30, 150).bfloat16()
+    sparsify(model.bfloat16(), 9000, steps=3)
+    get_unmasker(model).check = True
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+
+
+def test_accumulation_agrees():
+    train(*checked("bert"), micro_batches=2)
+
+
+def test_an_overflow_is_no_difference():
+    model, batches = checked("mlp")
+    (loss_of(model, batches[0]) * torch.inf).backward()
+    assert model.sparse_values.grad.isnan().all()
+    assert get_unmasker(model).unmasked == 0
+
+
+def broken(change):
+    """A screen that changes what it was to find."""
+    original = screen.survey
+
+    def survey(*args, **options):
+        found = original(*args, **options)
+        return found and change(found)
+
+    return survey
+
+
+def test_a_screen_that_misses_entries_is_caught(monkeypatch):
+    monkeypatch.setattr(
+        "survey",
+        broken(
+            lambda found: found._replace(**{part: getattr(found, part)[:0] for part in ("indices", "values", "most")})
+        ),
+    )
+    with pytest.raises(SparsifyError, match=r"entry [\d,]+ of `.*weight`, found or not by the screen, was not"):
+        train(*checked("mlp"))
+
+
+def test_a_bound_that_is_too_low_is_caught(monkeypatch):
+    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(most=found.most * 0.5)))
+    with pytest.raises(SparsifyError, match="the screen, was not unmasked; by the dense form its score is"):
+        train(*checked("bert"))
+
+
+def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
+    nothing = {"indices": torch.empty(0, dtype=torch.int64), "values": torch.empty(0), "most": torch.empty(0)}
+    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(**nothing, multiplied=0)))
+    with pytest.raises(SparsifyError, match="found or not by the bound of the norms, was not unmasked"):
+        train(*checked("mlp"))
+
+
+def test_a_wrong_gradient_is_caught(monkeypatch):
+    sddmm = screen.sddmm
+    monkeypatch.setattr(screen, "sddmm", lambda *arguments: sddmm(*arguments) * 1.001)
+    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(values=found.values * 1.001)))
+    with pytest.raises(SparsifyError, match="the screen, was unmasked with a score of"):
+        train(*checked("mlp"))
+
+
+def test_too_few_winners_are_caught(monkeypatch):
+    winners = Pool.winners
+
+    def all_but_one(pool):
+        found = winners(pool)
+        return Winners(found.ids[:-1], found.grads[:-1])
+
+    monkeypatch.setattr(Pool, "winners", all_but_one)
+    with pytest.raises(SparsifyError, match="was not unmasked"):
+        train(*checked("mlp"))
+
+
+def test_an_entry_that_was_no_candidate_is_caught(monkeypatch):
+    winners = Pool.winners
+
+    def with_one_again(pool):
+        found = winners(pool)
+        ids = torch.cat([found.ids[:-1], get_unmasker(model).tensors[0].indices[:1]])
+        return Winners(ids, found.grads) if get_unmasker(model).tensors[0].count else found
+
+    model, batches = checked("mlp", Strategy(D3(exp=0), Increment()))
+    monkeypatch.setattr(Pool, "winners", with_one_again)
+    with pytest.raises(
+        SparsifyError, match=r"entry .* was unmasked with a score of .*; by the dense form its score is 0,"
+    ):
+        train(model, batches)
+
+
+def test_a_failed_check_leaves_the_model_as_it_was(monkeypatch):
+    model, batches = checked("mlp")
+    with monkeypatch.context() as patch:
+        patch.setattr(screen, "survey", broken(lambda found: found._replace(most=found.most * 0.01)))
+        with pytest.raises(SparsifyError, match="was not unmasked"):
+            loss_of(model, batches[0]).backward()
+    assert get_unmasker(model).unmasked == 0
+    train(model, batches)
+    assert get_unmasker(model).unmasked == 60

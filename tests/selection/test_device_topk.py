@@ -1,0 +1,238 @@
+"""Choosing on a GPU, forced upon the CPU: the same winners as ever, and a few waits a step however many tensors."""
+
+import copy
+
+import pytest
+import torch
+from device_waits import HostWaits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ARCHITECTURES, build, loss_of
+from oracle import DenseOracle, unmasked_sets
+from recorder import mask
+from torch import nn
+
+from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
+from sparsify.masked.tensor import Gradient
+from sparsify.selection import device_topk as device_pool
+from sparsify.selection.counters import Work
+from sparsify.selection.device_topk import DeviceChooser, DevicePool
+from sparsify.selection.topk import Pool, offer_gradient
+
+STEPS, BUDGET = 6, 61
+NUMBERS = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -4.0])  # few, so that there are ties
+
+
+@pytest.fixture(params=["plain", "triton"])
+def like_a_gpu(request, monkeypatch):
+    """The CPU is treated as a GPU is, by kernels in either form."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    else:
+        monkeypatch.setattr(kernels, "_is_installed", lambda: False)
+    monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Tensors of a few entries come in several parts, with cuts between them."""
+    monkeypatch.setattr(device_pool, "FEWEST_AT_ONCE", 8)
+    monkeypatch.setattr(device_pool, "MOST_AT_ONCE", 40)
+    monkeypatch.setattr(device_pool, "SMALLEST_CUT", 1)
+
+
+SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
+def check_winners(shapes, size, seed, random):
+    generator = torch.Generator().manual_seed(seed)
+    tensors, offset = [], 0
+    for shape in shapes:
+        pair = [NUMBERS[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2)]
+        tensors.append((*pair, None, offset))
+        offset += pair[0].numel()
+    random.shuffle(tensors)
+    expected = Pool(size, torch.float32, "cpu")
+    pool = DevicePool(size, offset, torch.float32, torch.device("cpu"))
+    for tensor in tensors:
+        offer_gradient(expected, D3(), *tensor)
+        pool.offer(D3(), *tensor)
+    chooser = DeviceChooser(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
+    chooser._pools[torch.device("cpu")] = pool
+    assert chooser.winners().ids.tolist() == expected.winners().ids.tolist()
+    assert chooser.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
+
+
+def test_the_winners_are_the_pools_in_any_number_of_parts(like_a_gpu, small_parts):
+    check_winners()
+
+
+def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
+    pool = DevicePool(10, 1000, torch.float32, torch.device("cpu"))
+    pool.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
+    assert sorted(pool.best()[0].tolist()) == list(range(990, 1000))
+
+
+def test_the_best_of_several_devices_are_chosen(like_a_gpu):
+    chooser = DeviceChooser(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
+    for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, 0.0])):
+        pool = chooser._pools[torch.device("cuda", number)] = DevicePool(3, 40, torch.float32, torch.device("cpu"))
+        pool.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
+    assert chooser.winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
+    assert len(chooser.finite()) == 2
+
+
+def test_nothing_seen_is_nothing_chosen():
+    chooser = DeviceChooser(3, 40, D3(), torch.zeros(1), Work(), masked_only=True)
+    assert chooser.winners().ids.shape == chooser.winners().grads.shape == (0,)
+    assert chooser.finite() == []
+
+
+def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_candidate_always(like_a_gpu):
+    for masked_only, expected in ((True, [4]), (False, [7])):
+        _, tensors = mask(nn.Linear(3, 4))
+        weight = tensors["weight"]
+        weight.frozen_row = 0
+        weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
+        grad = torch.zeros(4, 3)
+        grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
+        chooser = DeviceChooser(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
+        assert chooser.wants(weight)
+        assert chooser.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
+        chooser.skip(tensors["bias"])
+        assert chooser.winners().ids.tolist() == expected
+        assert all(chooser.finite())
+
+
+# ------------------------------------------------------------------------------------ in training
+
+
+def optimizer_of(model, parameters=None):
+    return torch.optim.SGD(parameters or [model.sparse_values], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
+    dense, batches = build(name, dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(dense), BUDGET, "id3", steps=STEPS)
+    oracle = DenseOracle(dense, optimizer_of(dense, list(dense.parameters())), BUDGET, STEPS)
+    optimizer = optimizer_of(sparse)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        loss = loss_of(sparse, batch)
+        loss.backward()
+        optimizer.step()
+        dense_loss = loss_of(dense, batch)
+        torch.testing.assert_close(loss, dense_loss, rtol=1e-9, atol=1e-9)
+        oracle.step(dense_loss)
+        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+    weights = dict(sparse.named_parameters())
+    for parameter_name, parameter in dense.named_parameters():
+        torch.testing.assert_close(weights[parameter_name], parameter, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, monkeypatch):
+    runs = []
+    for ahead in (("cpu",), ()):
+        monkeypatch.setattr("sparsify.common.devices.AHEAD", ahead)
+        model, batches = build("mlp", dtype=dtype)
+        sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for batch in batches[2 * step : 2 * step + 2]:
+                loss_of(model, batch).backward()
+            optimizer.step()
+        runs.append(model)
+    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
+    states = [run.state_dict() for run in runs]  # single entries are summed in another order
+    torch.testing.assert_close(states[0], states[1])
+
+
+def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
+    model, batches = build("mlp")
+    sparsify(model, BUDGET, "id3", steps=STEPS)
+    (loss_of(model, batches[0]) * torch.inf).backward()
+    assert not model.sparse_values.grad.isfinite().any()
+    assert get_unmasker(model).unmasked == 0
+
+
+def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
+    models, (batch, *_) = [build("mlp")[0] for _ in range(2)], build("mlp")[1]
+    for model in models:
+        sparsify(model, BUDGET, "id3", steps=STEPS)
+        step = optimizer_of(model).step
+        loss_of(model, batch).backward()
+        (torch.compile(step, backend="aot_eager") if model is models[0] else step)()
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+
+
+# ------------------------------------------------------------------------------------ waits
+
+
+class Deep(nn.Module):
+    """As many layers as it takes, of every kind of masked module."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8, padding_idx=0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(layers))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden).square().mean()
+
+
+def waits_of_a_step(layers, micro_batches=1, **options):
+    """What the third optimizer step of a model waits for."""
+    torch.manual_seed(0)
+    model = Deep(layers)
+    sparsify(model, 40, options.pop("strategy", "id3"), **{"steps": 10, **options})
+    optimizer = optimizer_of(model)
+    batches = [torch.randint(20, (2, 5)) for _ in range(3 * micro_batches)]
+    for step in range(3):
+        with HostWaits() as waits:
+            optimizer.zero_grad()
+            for batch in batches[step * micro_batches : (step + 1) * micro_batches]:
+                model(batch).backward()
+            optimizer.step()
+    return waits.counts
+
+
+# the flat delta is compared before a forward; commit reads how many winners there are, whether all was finite, and how
+# many winners each tensor has
+FORWARD, COMMIT = {"equal": 1}, {"_local_scalar_dense": 2, "tolist": 1}
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_a_step_waits_for_the_gpu_four_times_however_many_tensors(layers, like_a_gpu, small_parts):
+    assert waits_of_a_step(layers) == FORWARD | COMMIT
+
+
+def test_a_further_micro_batch_waits_once_more(like_a_gpu):
+    assert waits_of_a_step(3, micro_batches=3) == {"equal": 3} | COMMIT
+
+
+def test_a_further_use_of_an_embeddings_table_waits_once_more(like_a_gpu, monkeypatch):
+    def forward(model, ids):
+        return model.layers[0](model.embedding(ids) + model.embedding(19 - ids)).square().mean()
+
+    monkeypatch.setattr(Deep, "forward", forward)
+    assert waits_of_a_step(1) == FORWARD | COMMIT | {"_unique2": 1}
+
+
+def test_a_step_that_chooses_nothing_waits_in_its_forward_only(like_a_gpu):
+    assert waits_of_a_step(3, strategy="pafi", steps=None) == FORWARD
+
+
+def test_the_count_of_waits_sees_those_of_the_cpus_way(monkeypatch):
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 0)  # each tensor is looked at by itself
+    assert sum(waits_of_a_step(6).values()) > sum(waits_of_a_step(1).values()) > 4

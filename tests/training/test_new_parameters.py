@@ -1,0 +1,284 @@
+"""What the base does not have: it is found, stored whole or drawn again, and applied."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import loss_of
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+
+from sparsify import SparseDelta, get_unmasker, overlap, sparsify, summary
+from sparsify.adapters import add_adapters
+from sparsify.common.initializers import Draw
+from sparsify.common.raw_bits import digest
+from sparsify.delta.sparse_delta import TensorDelta
+from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.training.new_parameters import find_draws, find_fresh
+
+CONFIG = BertConfig(
+    vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+STEPS = 4
+IDS = torch.arange(24).view(4, 6)
+
+
+def bert(seed=0):
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(CONFIG)
+
+
+def lora(model, seed=1, **settings):
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 8, "target_modules": ["query", "value"], "task_type": "SEQ_CLS", **settings})
+    return get_peft_model(model, config)
+
+
+def pfeiffer(model, seed=1):
+    torch.manual_seed(seed)
+    return add_adapters(model, "pfeiffer", 2)
+
+
+def train(model):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, {"input_ids": IDS, "labels": torch.tensor([0, 1, 1, 0])}).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def quiet(call, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fresh", ["store", "seed"])
+@pytest.mark.parametrize("extend", [lora, pfeiffer])
+def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(extend, fresh, tmp_path):
+    model = quiet(sparsify, extend(bert()), 0.24, steps=STEPS, fresh=fresh, modules_to_save=["classifier"])
+    train(model)
+    SparseDelta.from_model(model).save(tmp_path)
+    delta = SparseDelta.load(tmp_path)
+    assert delta.num_entries + delta.entries_in_whole == get_unmasker(model).unmasked
+    base = extend(bert(), seed=2)
+    before = copy.deepcopy(base.state_dict())
+    assert torch.equal(logits(delta.apply(base)), logits(model))
+    delta.revert(base)
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+
+
+@pytest.mark.parametrize("fresh", ["store", "seed"])
+def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked(fresh, tmp_path):
+    model = train(quiet(sparsify, lora(bert()), 300, steps=STEPS, fresh=fresh))
+    delta = SparseDelta.from_model(model, budget=100)
+    applied = delta.apply(lora(bert(), seed=2))
+    changed = 0
+    for tensor in get_unmasker(model).tensors:
+        expected = tensor.parameter.detach().clone()
+        late = tensor.slots >= 100
+        expected.view(-1)[tensor.indices[late]] = tensor.base[late]
+        assert torch.equal(applied.get_parameter(tensor.name), expected)
+        changed += int((~late).sum())
+    assert changed == 100
+
+
+def test_what_is_drawn_is_stored_as_its_entries_alone(tmp_path):
+    stored, drawn = (
+        SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 500, steps=STEPS, fresh=fresh)))
+        for fresh in ("store", "seed")
+    )
+    of_lora = {name for name in drawn.tensors if "lora_" in name}
+    assert len(of_lora) == 2 * 2 * 2
+    assert of_lora <= set(stored.whole)
+    assert not of_lora & set(stored.tensors)
+    assert not of_lora & set(drawn.whole)
+    assert sum(drawn.tensors[name].count for name in of_lora) == 500
+    assert {drawn.tensors[name].drawn.distribution for name in of_lora} == {"uniform", "constant"}
+
+
+def test_frozen_new_tensors_are_part_of_the_delta_too(tmp_path):
+    model = lora(bert())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    for fresh in ("store", "seed"):
+        trained = train(sparsify(copy.deepcopy(model), 100, steps=STEPS, fresh=fresh))
+        delta = SparseDelta.from_model(trained)
+        assert torch.equal(logits(delta.apply(lora(bert(), seed=2))), logits(trained))
+
+
+def test_drawing_changes_the_fresh_tensors_only_and_the_same_seed_draws_the_same():
+    model = lora(bert())
+    before = copy.deepcopy(model.state_dict())
+    twice = [quiet(sparsify, lora(bert(), seed=seed), 100, steps=1, fresh="seed", seed=4) for seed in (1, 2)]
+    first, second = ({name: t for name, t in m.state_dict().items() if not name.startswith("sparse_")} for m in twice)
+    changed = {name for name in before if not torch.equal(before[name], first[name])}
+    assert changed == {name for name in before if "lora_A" in name}
+    assert all(torch.equal(first[name], second[name]) for name in first if "modules_to_save" not in name)
+    other = quiet(sparsify, lora(bert()), 100, steps=1, fresh="seed", seed=5).state_dict()
+    assert all(not torch.equal(other[name], first[name]) for name in changed)
+    assert summary(twice[0], verify=True).verification.ok
+
+
+def test_an_interrupted_run_goes_on_from_its_state_dict():
+    model = train(quiet(sparsify, lora(bert()), 100, steps=2 * STEPS, fresh="seed"))
+    resumed = quiet(sparsify, lora(bert(), seed=2), 100, steps=2 * STEPS, fresh="seed")
+    resumed.load_state_dict(model.state_dict())
+    assert SparseDelta.from_model(resumed).num_entries == SparseDelta.from_model(model).num_entries
+
+
+def test_other_weights_loaded_over_a_draw_are_stored_whole(tmp_path):
+    """Never a file that draws what was not there."""
+    model = quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")
+    other = quiet(sparsify, lora(bert(), seed=2), 100, steps=STEPS)
+    model.load_state_dict(train(other).state_dict())
+    delta = SparseDelta.from_model(model)
+    assert {name for name in delta.whole if "lora_A" in name} == {
+        f"bert.encoder.layer.{layer}.attention.self.{module}.lora_A.default.weight"
+        for layer in (0, 1)
+        for module in ("query", "value")
+    }
+    assert torch.equal(logits(delta.apply(lora(bert(), seed=3))), logits(model))
+
+
+def test_a_wrong_draw_is_an_error_and_changes_nothing():
+    model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
+    delta = SparseDelta.from_model(model)
+    name = next(name for name in delta.tensors if "lora_A" in name)
+    object.__setattr__(delta.tensors[name], "drawn", Draw("uniform", 32**-0.5, seed=1))
+    base = lora(bert(), seed=2)
+    before = copy.deepcopy(base.state_dict())
+    with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):
+        delta.apply(base)
+    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+
+
+def test_a_draw_beyond_its_dtype_is_refused():
+    draw = Draw("constant", 1e6)
+    none = torch.empty(0, dtype=torch.int64)
+    initial = draw.values("weight", (2, 2), torch.float16)
+    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), draw)
+    with pytest.raises(BaseMismatchError, match=r"`weight` is drawn with a scale of 1000000\.0, beyond"):
+        SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
+
+
+def test_what_is_drawn_is_no_change_of_a_base():
+    delta = SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")))
+    with pytest.raises(SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"):
+        (delta + delta).apply(lora(bert()))
+    with pytest.raises(SparsifyError, match="a comparison is about changes of a base"):
+        overlap(delta, delta)
+
+
+def test_a_failed_call_leaves_the_initial_values():
+    model = lora(bert())
+    before = copy.deepcopy(model.state_dict())
+
+    def fails(model):
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        quiet(sparsify, model, 100, "fish", calibration=fails, fresh="seed")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_trained_values_are_not_drawn_again():
+    trained = lora(bert())
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter += 1e-3 * torch.randn_like(parameter)
+    with pytest.warns(
+        UserWarning, match="fresh tensors have values that are no known initialiser's, and are stored whole"
+    ):
+        model = sparsify(trained, 100, steps=STEPS, fresh="seed")
+    kept = [name for name in get_unmasker(model).fresh_names if name not in get_unmasker(model).draws]
+    assert any("lora_B" in name for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (lambda: lora(bert(), use_dora=True), "lora_"),
+        (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
+        (lambda: pfeiffer(bert()), "adapters.default"),
+        (
+            lambda: get_peft_model(
+                LlamaForCausalLM(
+                    LlamaConfig(
+                        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+                    )
+                ),
+                PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+            ),
+            "prompt_encoder",
+        ),
+    ],
+    ids=["dora", "embedding", "adapters", "prefix"],
+)
+def test_what_peft_and_adapters_bring_is_found_and_nothing_else(make, pattern):
+    model = make()
+    names = [name for name, _ in model.named_parameters() if pattern in name or "modules_to_save" in name]
+    assert names
+    assert list(find_fresh(model)) == names
+
+
+def test_a_head_that_the_checkpoint_lacks_is_found(tmp_path):
+    torch.manual_seed(0)
+    BertModel(CONFIG).save_pretrained(tmp_path)
+    model = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert find_fresh(model) == ("classifier.weight", "classifier.bias")
+    assert find_fresh(model, saved=["classifier.weight"]) == ("classifier.bias",)
+    assert find_fresh(BertModel.from_pretrained(tmp_path)) == ()
+    delta = SparseDelta.from_model(train(sparsify(model, 500, steps=STEPS)))
+    assert set(delta.whole) == {"classifier.weight", "classifier.bias"}
+    again = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(logits(delta.apply(again)), logits(model))
+
+
+def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
+    assert find_fresh(bert()) == ()
+    model = bert()
+    model.config._name_or_path = str(tmp_path)
+    assert find_fresh(model) == ()
+    model.config._name_or_path = "somebody/something"
+    assert find_fresh(model) == ()
+
+
+def test_the_user_may_say_what_is_fresh():
+    model = sparsify(bert(), 500, steps=STEPS, fresh_modules=["pooler"])
+    assert get_unmasker(model).fresh_names == ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+    with pytest.raises(SparsifyError, match=r"fresh_modules: 'poler' matches no module"):
+        sparsify(bert(), 500, steps=STEPS, fresh_modules=["poler"])
+
+
+def test_modes_are_checked():
+    with pytest.raises(SparsifyError, match="fresh='sed'; expected one of 'store', 'seed'"):
+        sparsify(bert(), 500, steps=STEPS, fresh="sed")
+    with pytest.raises(SparsifyError, match="this model has nothing of that sort beside modules_to_save"):
+        sparsify(bert(), 500, steps=STEPS, fresh="seed")
+
+
+def test_draws_follow_the_models_initializer_range():
+    model = nn.Module()
+    model.config = BertConfig(initializer_range=0.05)
+    torch.manual_seed(0)
+    model.head = nn.Linear(100, 50)
+    nn.init.normal_(model.head.weight, std=0.05)
+    assert find_draws(model, ["head.weight"], "seed", 3) == {"head.weight": Draw("normal", 0.05, 3)}
+
+
+def test_a_saved_adapter_is_plain_whatever_was_drawn(tmp_path):
+    model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(bert(), tmp_path)
+    assert torch.equal(logits(again), logits(model))
