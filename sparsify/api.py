@@ -25,9 +25,9 @@ from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.strategies.targets import Candidate, Pattern, check_own_memory, find_targets
-from sparsify.training.engine import STATE, Unmasker
+from sparsify.training.engine import STATE, Engine
 from sparsify.training.install import freeze, mask_model, plan_engine, unmask_model, values_dtype
-from sparsify.training.new_parameters import find_draws, find_fresh, redrawn
+from sparsify.training.new_parameters import find_new, find_recipes, redrawn
 from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.state import engine_of
 from sparsify.training.summary import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
@@ -137,9 +137,9 @@ def sparsify(
         candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
         engine.budget = resolve_budget(budget, strategy, candidates)
         capacity = resolve_capacity(engine.budget, strategy, schedule, steps, candidates)
-    engine.fresh_names = find_fresh(model, fresh_modules, targets.saved)
+    engine.fresh_names = find_new(model, fresh_modules, targets.saved)
     check_new(engine.tensors, strategy, engine.fresh_names)
-    with redrawn(model, find_draws(model, engine.fresh_names, fresh, seed)) as engine.draws:
+    with redrawn(model, find_recipes(model, engine.fresh_names, fresh, seed)) as engine.draws:
         if not isinstance(strategy.selection, Given):
             selected = _select(engine, calibration, loss_fn)
 
@@ -203,7 +203,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     return model
 
 
-def get_unmasker(model: nn.Module) -> Unmasker:
+def get_unmasker(model: nn.Module) -> Engine:
     """The engine of a sparsified model, found through wrappers such as DDP's or ``torch.compile``'s.
 
     Args:
@@ -219,7 +219,7 @@ def get_unmasker(model: nn.Module) -> Unmasker:
         >>> get_unmasker(sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)).budget
         3
     """
-    engine: Unmasker | None = find_engine(model)
+    engine: Engine | None = find_engine(model)
     if engine is None:
         raise SparsifyError(
             f"this {type(model).__name__} is not sparsified; call sparsify(model, budget, strategy) first "
@@ -395,7 +395,7 @@ def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss
         )
 
 
-def _select(engine: Unmasker, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
+def _select(engine: Engine, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
     """Global ids of the entries that are chosen before training, best first; none for the other selections."""
     tensors = engine.tensors
     if not isinstance(engine.strategy.selection, Static):

@@ -19,7 +19,7 @@ from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patch_plan import check_not_drawn, find_targets, plan_entries
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.engine import Unmasker
+from sparsify.training.engine import Engine
 from sparsify.training.export import entries_of
 
 AMONG = ("either", "both")
@@ -143,7 +143,7 @@ def _changes(side: str, source: nn.Module | SparseDelta, base: nn.Module | None)
     return _Changes(_of_engine(engine), whole, shapes, has_all=True)
 
 
-def _of_engine(engine: Unmasker) -> dict[str, _Entries]:
+def _of_engine(engine: Engine) -> dict[str, _Entries]:
     """A sparsified model has its base values beside it."""
     engine.refresh()
     entries = [entries_of(plain_name(tensor.name), tensor) for tensor in engine.tensors if tensor.count]

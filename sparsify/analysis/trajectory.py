@@ -18,7 +18,7 @@ from sparsify.api import get_unmasker
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
-from sparsify.training.engine import Unmasker
+from sparsify.training.engine import Engine
 from sparsify.training.summary import selection_entropy, tensor_sparsity
 
 
@@ -92,7 +92,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
     return found
 
 
-def _unmasked_after(engine: Unmasker, step: int) -> int:
+def _unmasked_after(engine: Engine, step: int) -> int:
     """Number of entries unmasked once ``step`` optimizer steps were done, by the schedule."""
     if not isinstance(engine.strategy.selection, Increment):
         return engine.unmasked  # all from the start
@@ -106,7 +106,7 @@ def _unmasked_after(engine: Unmasker, step: int) -> int:
     return min(engine.unmasked, engine.schedule.target(step - 1, engine.steps, engine.budget))
 
 
-def _check_updates(engine: Unmasker) -> None:
+def _check_updates(engine: Engine) -> None:
     """Warns where the schedule does not account for the entry updates done.
 
     No step unmasks beyond the schedule's target, so that equal sums over the steps mean equal counts in each of them.

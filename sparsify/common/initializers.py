@@ -1,6 +1,6 @@
 """Initial values that can be made again from a seed, bit for bit, on any machine and with any version.
 
-In: a tensor's name, shape and dtype, and a :class:`Draw`. Out: its values. They come from the raw bits of a
+In: a tensor's name, shape and dtype, and a :class:`InitializerRecipe`. Out: its values. They come from the raw bits of a
 counter-based generator by integer arithmetic and correctly rounded products alone: no function of a mathematical
 library has a say. ``format.md`` says how, to the bit, since files hold such draws in place of values.
 """
@@ -26,7 +26,7 @@ _CHUNK = 2**20  # entries drawn at a time
 
 
 @dataclass(frozen=True)
-class Draw:
+class InitializerRecipe:
     """How a tensor's values are drawn.
 
     Args:
@@ -39,7 +39,7 @@ class Draw:
         SparsifyError: when one of them is none of these.
 
     Example:
-        >>> Draw("uniform", 0.5, seed=0).values("w", (2, 2), torch.float32)
+        >>> InitializerRecipe("uniform", 0.5, seed=0).values("w", (2, 2), torch.float32)
         tensor([[-0.1640, -0.3026],
                 [ 0.2695,  0.0022]])
     """
@@ -72,7 +72,7 @@ class Draw:
         return result.view(shape)
 
 
-def recognise(values: Tensor, normal_scales: tuple[float, ...], seed: int) -> Draw | None:
+def recognise(values: Tensor, normal_scales: tuple[float, ...], seed: int) -> InitializerRecipe | None:
     """The draw whose distribution some initial values have; ``None`` where that is not beyond doubt.
 
     Args:
@@ -84,7 +84,7 @@ def recognise(values: Tensor, normal_scales: tuple[float, ...], seed: int) -> Dr
     values = values.detach().double().flatten(1) if values.dim() > 1 else values.detach().double().reshape(1, -1)
     if values.numel() and bool((values == values[0, 0]).all()):
         first = float(values[0, 0])
-        return Draw("constant", first, seed) if math.isfinite(first) else None
+        return InitializerRecipe("constant", first, seed) if math.isfinite(first) else None
     if values.numel() < _MIN_SAMPLE:
         return None
     bound, size = values.shape[1] ** -0.5, values.numel()
@@ -97,11 +97,11 @@ def recognise(values: Tensor, normal_scales: tuple[float, ...], seed: int) -> Dr
         and abs(tails - 1.8) < error
         and abs(spread * 3**0.5 / bound - 1) < error
     ):
-        return Draw("uniform", bound, seed)
+        return InitializerRecipe("uniform", bound, seed)
     near = [scale for scale in normal_scales if abs(spread / scale - 1) < error]
     # the kurtosis is 3, that of our own draws 2.9, with a standard error of sqrt(24 / size)
     if centred and len(set(near)) == 1 and abs(tails - 2.95) < 0.05 + error * 24**0.5:
-        return Draw("normal", near[0], seed)
+        return InitializerRecipe("normal", near[0], seed)
     return None
 
 

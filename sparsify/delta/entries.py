@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import same_values
 from sparsify.errors import DeltaFormatError, SparsifyError
 
@@ -49,7 +49,7 @@ class TensorDelta:
     dtype: torch.dtype
     kind: str
     base_sha256: str
-    drawn: Draw | None = None
+    drawn: InitializerRecipe | None = None
     quantization: str | None = None
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.delta.entries import DTYPES, KINDS, TensorDelta, is_short_text
 from sparsify.errors import DeltaFormatError, SparsifyError
 
@@ -60,7 +60,7 @@ class Record:
     kind: str
     count: int
     base_sha256: str
-    drawn: Draw | None = None
+    drawn: InitializerRecipe | None = None
     quantization: str | None = None
 
 
@@ -278,10 +278,10 @@ def _parse_record(name: str, record: Any) -> Record:
     return Record(tuple(shape), dtype, kind, count, sha, drawn, record.get("quantization"))
 
 
-def _parse_draw(where: str, draw: Any) -> Draw:
-    _check_object(f"{where}, `drawn`", draw, {field.name for field in fields(Draw)})
+def _parse_draw(where: str, draw: Any) -> InitializerRecipe:
+    _check_object(f"{where}, `drawn`", draw, {field.name for field in fields(InitializerRecipe)})
     try:
-        return Draw(**draw)
+        return InitializerRecipe(**draw)
     except SparsifyError as error:
         raise DeltaFormatError(f"{where}, `drawn`: {error}") from error
 

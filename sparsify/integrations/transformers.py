@@ -40,7 +40,7 @@ from sparsify.integrations.checkpoints import (
     write_trained_state,
 )
 from sparsify.strategies.strategy import Increment
-from sparsify.training.engine import Unmasker
+from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held
 from sparsify.training.summary import find_full
@@ -184,7 +184,7 @@ def _move_to_front(callback: SparsifyCallback) -> None:
         frame = frame.f_back
 
 
-def _warn_of_earlier_run(engine: Unmasker, steps: int) -> None:
+def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
     """Warns where a run that begins anew has a budget that a shorter one has used up."""
     full = engine.unmasked >= engine.budget
     if isinstance(engine.strategy.selection, Increment) and full and 0 < engine.step < steps:

@@ -1,6 +1,6 @@
 """The hot loops. Each file has a loop in plain torch, its specification; its faster forms are beside it.
 
-    select   score, compare and keep the entries that reach a floor, in one pass     triton_select.py
+    select   score, compare and keep the entries that reach a threshold, in one pass     triton_select.py
     sddmm    single entries of a matrix product                                      triton_sddmm.py, native_sddmm.py
     sync     base + delta into all weights at once                                   triton_sync.py
     survey   the entries of a product that could reach a threshold                   C++, called from its own file

@@ -20,7 +20,7 @@ class Candidates:
         scores: (room + 1,) their scores.
         grads: (room + 1,) their gradients.
         count: (1,) int64, how many there are.
-        floor: (1,) the score that a newcomer has to reach.
+        threshold: (1,) the score that a newcomer has to reach.
         finite: (1,) bool, whether all gradients so far were finite.
     """
 
@@ -31,7 +31,7 @@ class Candidates:
         self.scores = torch.zeros(room + 1, dtype=dtype, device=device)
         self.grads = torch.zeros(room + 1, dtype=dtype, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.floor = torch.full((1,), -torch.inf, dtype=dtype, device=device)
+        self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
 
     @property

@@ -1,10 +1,10 @@
 """Candidates for a selection, gathered on their device without the host ever knowing how many there are.
 
-    select   of some entries of a tensor, those that reach the floor join the candidates
-    cut      where there are many by now, the best stay and the floor rises
+    select   of some entries of a tensor, those that reach the threshold join the candidates
+    cut      where there are many by now, the best stay and the threshold rises
 
 What is selected are the entries with the highest score and, among equal ones, the lowest id, whatever order they came
-in: :class:`sparsify.selection.topk.Pool`'s order. Before ``select`` there has to be room for every entry that it is
+in: :class:`sparsify.selection.topk.TopK`'s order. Before ``select`` there has to be room for every entry that it is
 given; the caller makes it, with numbers that the host knows.
 """
 
@@ -31,7 +31,7 @@ def select(
     start: int,
     stop: int,
 ) -> None:
-    """Entries whose gradient is not zero, and whose score is finite, above 0 and at or above the floor, join.
+    """Entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold, join.
 
     Args:
         candidates: with room for ``stop - start`` more.
@@ -53,7 +53,7 @@ def select(
 
 
 def cut(candidates: Candidates, size: int, limit: int) -> None:
-    """Where there are more than ``limit`` candidates, the ``size`` best stay and the worst of them is the floor.
+    """Where there are more than ``limit`` candidates, the ``size`` best stay and the worst of them is the threshold.
 
     Args:
         candidates: those so far.
@@ -84,8 +84,8 @@ def plain_select(
     if rows is not None:
         cols = grad.shape[1]
         places = rows[places // cols] * cols + places % cols
-    scores = importance.score(_at_least_float32(weight.take(places)), own).to(candidates.floor)
-    keep = (scores >= candidates.floor) & (scores > 0) & scores.isfinite() & (own != 0)
+    scores = importance.score(_at_least_float32(weight.take(places)), own).to(candidates.threshold)
+    keep = (scores >= candidates.threshold) & (scores > 0) & scores.isfinite() & (own != 0)
     position = torch.where(keep, candidates.count + keep.cumsum(0) - 1, candidates.room)
     for kept, new in ((candidates.ids, places + offset), (candidates.scores, scores), (candidates.grads, own)):
         kept.index_put_((position,), new.to(kept))
@@ -101,7 +101,7 @@ def plain_cut(candidates: Candidates, size: int, limit: int) -> None:
     order = torch.where(due, order, torch.arange(candidates.room + 1, device=order.device))
     for kept in (candidates.ids, candidates.scores, candidates.grads):
         kept.copy_(kept[order])
-    candidates.floor.copy_(torch.where(due, worst, candidates.floor))
+    candidates.threshold.copy_(torch.where(due, worst, candidates.threshold))
     candidates.count.copy_(torch.where(due, size, candidates.count))
 
 

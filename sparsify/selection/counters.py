@@ -56,7 +56,7 @@ class Counters:
     """The work of an engine.
 
     Attributes:
-        current: of the optimizer step in progress; choosers add to it.
+        current: of the optimizer step in progress; selectors add to it.
         last: of the last step.
         total: of all steps since ``sparsify()``, that in progress apart.
     """

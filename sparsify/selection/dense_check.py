@@ -1,7 +1,7 @@
 """A step's selection, made a second time from whole gradients as the paper has it, and compared.
 
     offer      every entry of the tensor is scored, and all scores are kept: more memory than dense gradients take
-    winners    the best of all scores, against those that the chooser found by its shorter ways
+    winners    the best of all scores, against those that the selector found by its shorter ways
 
 Sums over tokens are rounded in another order by one way than by the other. So a score may be off by ``ROUNDING`` of
 what the entry would score if its products did not cancel, or more where the tokens are many, and in a short type by the
@@ -22,7 +22,7 @@ from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.masked.tied import TiedGradient
 from sparsify.selection.counters import Work
-from sparsify.selection.selectors import Chooser
+from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
@@ -47,11 +47,11 @@ class Scored(NamedTuple):
     slack: Tensor
 
 
-class CheckedChooser:
-    """Chooses as another chooser does, and raises where the dense form would not.
+class CheckedSelector:
+    """Chooses as another selector does, and raises where the dense form would not.
 
     Args:
-        chooser: who is checked.
+        selector: who is checked.
         size: how many entries it is to choose.
         importance: scores the entries.
         work: what it counts its work in.
@@ -59,9 +59,9 @@ class CheckedChooser:
     """
 
     def __init__(
-        self, chooser: Chooser, size: int, importance: GradientImportance, work: Work, *, masked_only: bool
+        self, selector: Selector, size: int, importance: GradientImportance, work: Work, *, masked_only: bool
     ) -> None:
-        self._chooser = chooser
+        self._chooser = selector
         self._size = size
         self._importance = importance
         self._work = work

@@ -1,9 +1,9 @@
-"""A streaming chooser for a GPU, which waits for it once in a step and not at every tensor.
+"""A streaming selector for a GPU, which waits for it once in a step and not at every tensor.
 
-How many entries reach the floor is known on the device only. So a tensor is offered a part at a time, none larger than
+How many entries reach the threshold is known on the device only. So a tensor is offered a part at a time, none larger than
 the room that is left in any case, and whenever the host cannot be sure of enough room the device is told to cut: it
 does, or leaves it, by numbers of its own. No candidate can be lost, and the winners are those of
-:class:`sparsify.selection.topk.Pool`.
+:class:`sparsify.selection.topk.TopK`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
-FEWEST_AT_ONCE = 1 << 14  # entries in the first part of a step: the sooner there is a floor, the fewer pass
+FEWEST_AT_ONCE = 1 << 14  # entries in the first part of a step: the sooner there is a threshold, the fewer pass
 MOST_AT_ONCE = 1 << 20  # entries in a part; as many can be candidates before there is a cut, at 16 bytes each
 
 
-class DevicePool:
-    """The best ``size`` of all entries offered so far, on their device.
+class DeviceTopK:
+    """The best ``size`` of all entries result so far, on their device.
 
     Args:
         size: how many entries to keep, at least 1.
         total: number of entries of the model.
         dtype: of the scores.
-        device: of the entries and the pool.
+        device: of the entries and the topk.
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class DevicePool:
         self._limit = size + max(size, SMALLEST_CUT)  # candidates that may stay for now
         self._candidates = Candidates(self._limit + min(total, MOST_AT_ONCE), total, dtype, device)
         self._most = 0  # there are no more candidates than this
-        self._seen = 0  # entries offered so far
+        self._seen = 0  # entries result so far
 
     @property
     def finite(self) -> Tensor:
@@ -70,7 +70,7 @@ class DevicePool:
         return candidates.ids[: self._size], scores[: self._size], candidates.grads[: self._size]
 
 
-class DeviceChooser:
+class DeviceSelector:
     """The best masked entries by their gradients, whichever GPUs these are on.
 
     Args:
@@ -94,7 +94,7 @@ class DeviceChooser:
         self._device = like.device
         self._work = work
         self._masked_only = masked_only
-        self._pools: dict[torch.device, DevicePool] = {}
+        self._pools: dict[torch.device, DeviceTopK] = {}
 
     def wants(self, tensor: MaskedTensor) -> bool:
         return True
@@ -108,7 +108,7 @@ class DeviceChooser:
             gradient.clear(excluded)  # an entry whose gradient is zero is never a candidate
         device = gradient.values.device
         if device not in self._pools:
-            self._pools[device] = DevicePool(self._size, self._total, self._dtype, device)
+            self._pools[device] = DeviceTopK(self._size, self._total, self._dtype, device)
         weight = tensor.matrix
         self._pools[device].offer(self._importance, weight, gradient.values, gradient.rows, tensor.offset)
         return unmasked
@@ -117,7 +117,7 @@ class DeviceChooser:
         """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
-        best = [[part.to(self._device) for part in pool.best()] for pool in self._pools.values()]
+        best = [[part.to(self._device) for part in topk.best()] for topk in self._pools.values()]
         if not best:
             nothing = torch.empty(0, dtype=self._dtype, device=self._device)
             return Winners(nothing.long(), nothing)
@@ -126,4 +126,4 @@ class DeviceChooser:
         return Winners(ids[order], grads[order])
 
     def finite(self) -> list[Tensor]:
-        return [pool.finite.to(self._device) for pool in self._pools.values()]
+        return [topk.finite.to(self._device) for topk in self._pools.values()]

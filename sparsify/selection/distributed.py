@@ -1,14 +1,14 @@
-"""A streaming chooser that chooses what those of all other ranks choose: the best entries of the mean gradient.
+"""A streaming selector that chooses what those of all other ranks choose: the best entries of the mean gradient.
 
     each rank        proposes the entries that its own gradient says could be among the best
-    all ranks        gather the proposals, average the gradient at their union, score it, offer it to the pool
+    all ranks        gather the proposals, average the gradient at their union, score it, offer it to the topk
 
-All pools hold the same entries at all times, so that floors, counts and every decision are the same everywhere.
+All topks hold the same entries at all times, so that thresholds, counts and every decision are the same everywhere.
 
 Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
-reaches the floor reaches it on one rank at least, as long as the importance grows with abs(grad), and is proposed by
+reaches the threshold reaches it on one rank at least, as long as the importance grows with abs(grad), and is proposed by
 it. Where so many are that the gradient itself would take fewer bytes, the ranks exchange the best of them first, which
-raises the floor, and look again; if that does not help, the gradient is averaged whole.
+raises the threshold, and look again; if that does not help, the gradient is averaged whole.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.masked.tied import TiedGradient
-from sparsify.selection.context import Offered, Search
-from sparsify.selection.selectors import offer_masked
-from sparsify.selection.topk import Pool, Winners, offer_gradient
+from sparsify.selection.context import ScanResult, SelectionContext
+from sparsify.selection.selectors import scan
+from sparsify.selection.topk import TopK, Winners, offer_gradient
 from sparsify.strategies.importance import ROUNDING_SLACK, GradientImportance
 
-MOST_ROUNDS = 2  # of raising the floor for one tensor, before its whole gradient is averaged
+MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
 RAISING = {"exact": 4, "candidates": 1}  # a rank's best that are exchanged for that, times the entries that are wanted
 ALL_ROWS = -1
 
@@ -49,8 +49,8 @@ class Generous:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return self._importance.score(weight, grad * self._factor) * ROUNDING_SLACK
 
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return self._importance.least_gradient(floor / ROUNDING_SLACK, weight) / self._factor
+    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
+        return self._importance.least_gradient(threshold / ROUNDING_SLACK, weight) / self._factor
 
 
 class Header(NamedTuple):
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
     Attributes:
         number: entries that it proposes.
-        complete: whether these are all that reach the floor.
+        complete: whether these are all that reach the threshold.
         rows: rows that its gradient has; ``ALL_ROWS`` where they are the weight's.
     """
 
@@ -67,11 +67,11 @@ class Header(NamedTuple):
     rows: Tensor
 
 
-class SharedChooser:
+class DistributedSelector:
     """The best entries by the mean of all ranks' gradients.
 
     Args:
-        search: its pool is of the size that is wanted; the work is this rank's.
+        context: its topk is of the size that is wanted; the work is this rank's.
         ranks: the other ranks.
         tensors: all masked tensors, by number.
         masked_only: whether entries that are unmasked already are no candidates.
@@ -82,17 +82,17 @@ class SharedChooser:
     offer_small = None
 
     def __init__(
-        self, search: Search, ranks: Ranks, tensors: Sequence[MaskedTensor], *, masked_only: bool, mode: str
+        self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], *, masked_only: bool, mode: str
     ) -> None:
-        self._pool = search.pool
-        self._importance = search.importance
-        self._generous = Generous(search.importance, num_ranks())
+        self._pool = context.topk
+        self._importance = context.importance
+        self._generous = Generous(context.importance, num_ranks())
         self._ranks = ranks
-        self._work = search.work
+        self._work = context.work
         self._names = [tensor.name for tensor in tensors]
         self._masked_only = masked_only
-        self._exact, self._few = mode == "exact", search.pool.size * RAISING[mode]
-        self._proposes = search.importance.monotone or not self._exact
+        self._exact, self._few = mode == "exact", context.topk.size * RAISING[mode]
+        self._proposes = context.importance.monotone or not self._exact
         self._finite: list[Tensor] = []
 
     def wants(self, tensor: MaskedTensor) -> bool:
@@ -107,7 +107,7 @@ class SharedChooser:
             unmasked = looked_at.unmasked if unmasked is None else unmasked
             header = self._exchange_headers(tensor, gradient, proposed, complete)
             last = self._pays(tensor, header) and bool(header.complete.all() or not self._exact)
-            if not last:  # raise the floor by the best
+            if not last:  # raise the threshold by the best
                 header = header._replace(number=header.number.clamp(max=self._few))
                 if round_number == MOST_ROUNDS or not self._pays(tensor, header):
                     self._offer_whole_mean(tensor, gradient, excluded, header)
@@ -133,27 +133,27 @@ class SharedChooser:
     def finite(self) -> list[Tensor]:
         return self._finite
 
-    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, Offered]:
-        """Flat indices (n,) of entries that could reach the floor, best first, whether all, and what was looked at."""
+    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, ScanResult]:
+        """Flat indices (n,) of entries that could reach the threshold, best first, whether all, and what was looked at."""
         shared, most = self._pool, self._few
         if not self._proposes:
             self._work.multiplied += gradient.numel
             gradient = gradient.dense()
-            nothing = excluded[:0].to(shared.floor.device)
-            finite = torch.ones_like(shared.floor, dtype=torch.bool)
-            return nothing, False, Offered(gradient.take(tensor.indices), gradient, finite)
+            nothing = excluded[:0].to(shared.threshold.device)
+            finite = torch.ones_like(shared.threshold, dtype=torch.bool)
+            return nothing, False, ScanResult(gradient.take(tensor.indices), gradient, finite)
         if self._exact:  # more of them would take more bytes than the gradient
             most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
-        own = Pool(most, shared.floor.dtype, shared.floor.device, shared.floor)
-        offered = offer_masked(Search(own, self._generous, self._work), tensor, gradient, excluded)
-        self._finite.append(offered.finite)
+        own = TopK(most, shared.threshold.dtype, shared.threshold.device, shared.threshold)
+        result = scan(SelectionContext(own, self._generous, self._work), tensor, gradient, excluded)
+        self._finite.append(result.finite)
         ids = own.winners().ids
-        return ids - tensor.offset, ids.numel() < most, offered
+        return ids - tensor.offset, ids.numel() < most, result
 
     def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
         numbers = (proposed.numel(), int(complete), rows)
-        device = self._pool.floor.device
+        device = self._pool.threshold.device
         return Header(*self._ranks.headers(tensor.number, numbers, self._names, device).unbind(1))
 
     def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
@@ -169,21 +169,21 @@ class SharedChooser:
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: Gradient, union: Tensor) -> None:
         """Offers the entries (k,) with the mean of their gradients."""
-        pool, indices = self._pool, union.to(tensor.parameter.device)
-        grads = self._ranks.mean_(gradient.take(indices).to(pool.floor))
+        topk, indices = self._pool, union.to(tensor.parameter.device)
+        grads = self._ranks.mean_(gradient.take(indices).to(topk.threshold))
         weight = tensor.take(indices).to(grads)
         scores = self._importance.score(weight, grads)
-        keep = (scores >= pool.floor) & (scores > 0) & (grads != 0)
-        pool.add(union[keep] + tensor.offset, scores[keep], grads[keep])
-        pool.cut()
+        keep = (scores >= topk.threshold) & (scores > 0) & (grads != 0)
+        topk.add(union[keep] + tensor.offset, scores[keep], grads[keep])
+        topk.cut()
 
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
         if isinstance(gradient, (Product, TiedGradient)):
             self._work.multiplied += gradient.numel
-        pool, gradient = self._pool, gradient.dense()
-        gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-        rows, values = None, gradient.values.to(pool.floor.dtype)
+        topk, gradient = self._pool, gradient.dense()
+        gradient.clear(excluded)  # an entry whose gradient is zero is never result
+        rows, values = None, gradient.values.to(topk.threshold.dtype)
         if (header.rows == ALL_ROWS).any():
             if gradient.rows is not None:
                 values = values.new_zeros(tensor.matrix.shape).index_copy_(0, gradient.rows, values)
@@ -193,9 +193,9 @@ class SharedChooser:
             at = torch.searchsorted(rows, gradient.rows)
             values = values.new_zeros(rows.numel(), _cols(tensor)).index_copy_(0, at, values)
         mean = self._ranks.mean_(values)
-        finite = offer_gradient(pool, self._importance, tensor.matrix, mean, rows, tensor.offset)
-        self._finite.append(finite.to(pool.floor.device))
-        pool.cut()  # a higher floor means fewer proposals
+        finite = offer_gradient(topk, self._importance, tensor.matrix, mean, rows, tensor.offset)
+        self._finite.append(finite.to(topk.threshold.device))
+        topk.cut()  # a higher threshold means fewer proposals
 
 
 def _cols(tensor: MaskedTensor) -> int:

@@ -19,14 +19,14 @@ from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.context import Search
+from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Counters
-from sparsify.selection.dense_check import CheckedChooser
-from sparsify.selection.device_topk import DeviceChooser
-from sparsify.selection.distributed import SharedChooser
+from sparsify.selection.dense_check import CheckedSelector
+from sparsify.selection.device_topk import DeviceSelector
+from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.ranking import rank_by_weight
-from sparsify.selection.selectors import Chooser, RankedChooser, StreamingChooser
-from sparsify.selection.topk import Pool, Winners
+from sparsify.selection.selectors import RankedSelector, Selector, StreamingSelector
+from sparsify.selection.topk import TopK, Winners
 from sparsify.strategies.importance import D3, Fisher, GradientImportance, WeightImportance
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
@@ -56,7 +56,7 @@ class Engine(Protocol):
         """Adds entries (n,) given by global id to the index buffers."""
 
 
-class Growth:
+class UnmaskingPolicy:
     """static-S, and what the other two have in common.
 
     Attributes:
@@ -79,7 +79,7 @@ class Growth:
         """Number of entries that a step is to choose."""
         return 0
 
-    def chooser(self) -> Chooser | None:
+    def selector(self) -> Selector | None:
         """Who finds the entries that a backward pass is to unmask; ``None`` where there are none to find."""
         engine, number = self.engine, self.quota()
         importance, values = engine.strategy.importance, engine.values.detach()
@@ -87,34 +87,36 @@ class Growth:
             return None
         if isinstance(importance, GradientImportance) and importance.uses_gradient:
             return self._by_gradients(importance, number)
-        return RankedChooser(self._rank(cast(WeightImportance, importance), number), engine.tensors, values)
+        return RankedSelector(self._rank(cast(WeightImportance, importance), number), engine.tensors, values)
 
-    def _by_gradients(self, importance: GradientImportance, number: int) -> Chooser:
+    def _by_gradients(self, importance: GradientImportance, number: int) -> Selector:
         """Who finds so many entries while the gradients come by: on a GPU, on a CPU, or together with other ranks."""
         engine, masked_only = self.engine, self._masked_only
         work, values = engine.counters.current, engine.values.detach()
         if num_ranks() == 1 and runs_ahead(values.device):
             last = engine.tensors[-1]
             total = last.offset + last.numel
-            device = DeviceChooser(number, total, importance, values, work, masked_only=masked_only)
+            device = DeviceSelector(number, total, importance, values, work, masked_only=masked_only)
             return self._checked(device, number)
-        search = Search(Pool(number, values.dtype, values.device), importance, work)
+        context = SelectionContext(TopK(number, values.dtype, values.device), importance, work)
         if num_ranks() == 1:
-            return self._checked(StreamingChooser(search, masked_only=masked_only), number)
+            return self._checked(StreamingSelector(context, masked_only=masked_only), number)
         if engine.check:
             raise SparsifyError(
                 "get_unmasker(model).check is set, and several ranks train together; one process alone can compare "
                 "its selection with the dense form: unset it, or train without ranks."
             )
-        return SharedChooser(search, engine.ranks, engine.tensors, masked_only=masked_only, mode=engine.sync_mode)
+        return DistributedSelector(
+            context, engine.ranks, engine.tensors, masked_only=masked_only, mode=engine.sync_mode
+        )
 
-    def _checked(self, chooser: Chooser, number: int) -> Chooser:
+    def _checked(self, selector: Selector, number: int) -> Selector:
         """Who chooses as many by the gradients, compared with the dense form where that is asked for."""
         engine = self.engine
         if not engine.check:
-            return chooser
+            return selector
         importance = cast(GradientImportance, engine.strategy.importance)
-        return CheckedChooser(chooser, number, importance, engine.counters.current, masked_only=self._masked_only)
+        return CheckedSelector(selector, number, importance, engine.counters.current, masked_only=self._masked_only)
 
     def unmask(self, winners: Winners, grad: Tensor) -> None:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
@@ -152,7 +154,7 @@ class Growth:
         self.engine.append(ids, slots)
 
 
-class IncrementGrowth(Growth):
+class IncrementPolicy(UnmaskingPolicy):
     """increment-S: a step adds what the schedule says and removes nothing."""
 
     static = False
@@ -194,8 +196,8 @@ class IncrementGrowth(Growth):
         engine, values = self.engine, self.engine.values
         unmasked = engine.buffers.total
         if self._ranking is None:
-            pool = Pool(engine.budget - unmasked, values.dtype, values.device)
-            ranking = rank_by_weight(engine.tensors, importance, pool, str(engine.seed), masked_only=True)
+            topk = TopK(engine.budget - unmasked, values.dtype, values.device)
+            ranking = rank_by_weight(engine.tensors, importance, topk, str(engine.seed), masked_only=True)
             self._ranking = unmasked, ranking
         first, ranking = self._ranking
         return ranking[unmasked - first :][:number]
@@ -204,7 +206,7 @@ class IncrementGrowth(Growth):
         return {**self.__dict__, "_ranking": None}
 
 
-class RepeatGrowth(Growth):
+class RepeatPolicy(UnmaskingPolicy):
     """repeat-S: a step trains the budget's best entries of all, as far as there is room for those it touches."""
 
     static = False
@@ -233,8 +235,8 @@ class RepeatGrowth(Growth):
 
     def _rank(self, importance: WeightImportance, number: int) -> Tensor:
         engine, values = self.engine, self.engine.values
-        pool, key = Pool(number, values.dtype, values.device), f"{engine.seed}:{engine.step}"
-        return rank_by_weight(engine.tensors, importance, pool, key, masked_only=False)
+        topk, key = TopK(number, values.dtype, values.device), f"{engine.seed}:{engine.step}"
+        return rank_by_weight(engine.tensors, importance, topk, key, masked_only=False)
 
     @staticmethod
     def _touched(tensors: Sequence[MaskedTensor], like: Tensor) -> Tensor:
@@ -242,9 +244,9 @@ class RepeatGrowth(Growth):
         return torch.cat([tensor.indices.to(like) + tensor.offset for tensor in tensors])
 
 
-def growth_of(engine: Engine) -> Growth:
+def policy_of(engine: Engine) -> UnmaskingPolicy:
     """How the unmasked set of this engine's strategy unfolds."""
     selection = engine.strategy.selection
     if isinstance(selection, Increment):
-        return IncrementGrowth(engine)
-    return RepeatGrowth(engine) if isinstance(selection, Repeat) else Growth(engine)
+        return IncrementPolicy(engine)
+    return RepeatPolicy(engine) if isinstance(selection, Repeat) else UnmaskingPolicy(engine)

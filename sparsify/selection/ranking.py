@@ -14,19 +14,19 @@ from torch import Tensor
 from sparsify.common.names import plain_name
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.topk import Pool, in_blocks, offer_scores
+from sparsify.selection.topk import TopK, in_blocks, offer_scores
 from sparsify.strategies.importance import SNIP, Custom, Fisher, GradientImportance, GraSP, WeightImportance
 
 
 def rank_by_weight(
-    tensors: Sequence[MaskedTensor], importance: WeightImportance, pool: Pool, seed: str, *, masked_only: bool
+    tensors: Sequence[MaskedTensor], importance: WeightImportance, topk: TopK, seed: str, *, masked_only: bool
 ) -> Tensor:
     """The entries that the weights alone say are best.
 
     Args:
         tensors: where to look.
         importance: scores them.
-        pool: of the size that is wanted.
+        topk: of the size that is wanted.
         seed: of a random importance; each tensor draws from a generator of its own, seeded by this and its name.
         masked_only: leave out what is unmasked already.
 
@@ -39,12 +39,12 @@ def rank_by_weight(
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
             scores = (importance.score(block, generator) for block in in_blocks(tensor.weight))
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
-            offer_scores(pool, scores, tensor.offset, excluded)
-    return pool.winners().ids
+            offer_scores(topk, scores, tensor.offset, excluded)
+    return topk.winners().ids
 
 
 def rank_by_gradient(
-    tensors: Sequence[MaskedTensor], importance: GradientImportance, totals: Sequence[Tensor], pool: Pool
+    tensors: Sequence[MaskedTensor], importance: GradientImportance, totals: Sequence[Tensor], topk: TopK
 ) -> Tensor:
     """The entries that the gradients of a calibration say are best; those that score 0 are none, but for GraSP.
 
@@ -52,16 +52,16 @@ def rank_by_gradient(
         tensors: where to look.
         importance: scores them.
         totals: for each tensor, in its shape, what :func:`sparsify.strategies.calibration.calibrate` summed up.
-        pool: of the size that is wanted.
+        topk: of the size that is wanted.
 
     Raises:
         SparsifyError: when fewer entries than wanted score above 0.
     """
     for tensor, total in zip(tensors, totals, strict=True):
-        offer_scores(pool, _scores(tensor, importance, total), tensor.offset, tensor.never_candidates)
-    ids = pool.winners().ids
-    if ids.numel() < pool.size:
-        raise SparsifyError(_too_few(tensors, importance, pool.size, ids.numel()))
+        offer_scores(topk, _scores(tensor, importance, total), tensor.offset, tensor.never_candidates)
+    ids = topk.winners().ids
+    if ids.numel() < topk.size:
+        raise SparsifyError(_too_few(tensors, importance, topk.size, ids.numel()))
     return ids
 
 

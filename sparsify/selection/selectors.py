@@ -1,6 +1,6 @@
 """Who chooses a step's entries while the gradients come by, one tensor at a time.
 
-A *streaming* chooser finds them by the gradients; a *ranked* one knows them ahead and only waits for their gradients.
+A *streaming* selector finds them by the gradients; a *ranked* one knows them ahead and only waits for their gradients.
 Either ends with the winners and their own gradients, and says whether every gradient it saw was finite.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection.context import Offered, Search, offer_whole
-from sparsify.selection.screening import can_screen, offer_screened
+from sparsify.selection.context import ScanResult, SelectionContext, scan_dense
+from sparsify.selection.screening import can_screen, scan_screened
 from sparsify.selection.small_tensors import SmallGradients
 from sparsify.selection.topk import Winners
 
 
-class Chooser(Protocol):
+class Selector(Protocol):
     """Chooses the entries of one step."""
 
     def wants(self, tensor: MaskedTensor) -> bool:
@@ -46,16 +46,16 @@ class Chooser(Protocol):
         """Bool scalars: whether what was seen is finite."""
 
 
-class StreamingChooser:
+class StreamingSelector:
     """The best entries by their gradients, in memory for as many as are wanted.
 
     Args:
-        search: its pool is of the size that is wanted.
+        context: its topk is of the size that is wanted.
         masked_only: whether entries that are unmasked already are no candidates.
     """
 
-    def __init__(self, search: Search, *, masked_only: bool) -> None:
-        self._search = search
+    def __init__(self, context: SelectionContext, *, masked_only: bool) -> None:
+        self._search = context
         self._masked_only = masked_only
         self._finite: list[Tensor] = []
 
@@ -64,9 +64,9 @@ class StreamingChooser:
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        offered = offer_masked(self._search, tensor, gradient, excluded)
-        self._finite.append(offered.finite)
-        return offered.unmasked
+        result = scan(self._search, tensor, gradient, excluded)
+        self._finite.append(result.finite)
+        return result.unmasked
 
     def offer_small(self, small: SmallGradients) -> None:
         self._finite.append(small.offer(self._search, masked_only=self._masked_only))
@@ -75,19 +75,19 @@ class StreamingChooser:
         """No token came by, so nothing can be chosen."""
 
     def winners(self) -> Winners:
-        return self._search.pool.winners()
+        return self._search.topk.winners()
 
     def finite(self) -> list[Tensor]:
         return self._finite
 
 
-def offer_masked(search: Search, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> Offered:
+def scan(context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> ScanResult:
     """Offers a tensor's entries but for the excluded ones (e,), flat indices: screened where that is sooner done."""
-    offered = offer_screened(search, tensor, gradient, excluded) if can_screen(search, gradient) else None
-    return offered or offer_whole(search, tensor, gradient, excluded)
+    result = scan_screened(context, tensor, gradient, excluded) if can_screen(context, gradient) else None
+    return result or scan_dense(context, tensor, gradient, excluded)
 
 
-class RankedChooser:
+class RankedSelector:
     """Entries that are known ahead.
 
     Args:

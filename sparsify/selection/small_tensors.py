@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsify.common.devices import runs_ahead
 from sparsify.kernels.threshold import reaching
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection.context import Search
+from sparsify.selection.context import SelectionContext
 from sparsify.selection.topk import offer_entries
 
 LARGEST = 1 << 14  # entries of a tensor that is small
@@ -47,28 +47,28 @@ class SmallGradients:
         """(k,) the gradient of the unmasked entries, tensor by tensor."""
         return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
 
-    def offer(self, search: Search, *, masked_only: bool) -> Tensor:
-        """Offers the entries to a pool.
+    def offer(self, context: SelectionContext, *, masked_only: bool) -> Tensor:
+        """Offers the entries to a topk.
 
         Args:
-            search: has the pool.
+            context: has the topk.
             masked_only: whether entries that are unmasked already are no candidates.
 
         Returns:
-            Bool scalar on the pool's device: whether all gradients are finite.
+            Bool scalar on the top-k's device: whether all gradients are finite.
         """
-        pool, importance = search.pool, search.importance
+        topk, importance = context.topk, context.importance
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
-        search.work.multiplied += grad.numel()
+        context.work.multiplied += grad.numel()
         finite = grad.isfinite().all()
         excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
-        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered
-        found, _ = reaching(grad[None], importance.least_gradient(pool.floor.to(grad.device), weight[None]))
+        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never result
+        found, _ = reaching(grad[None], importance.least_gradient(topk.threshold.to(grad.device), weight[None]))
         starts = self._starts()
         of = torch.searchsorted(starts, found, right=True) - 1
         ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]
-        offer_entries(pool, importance, ids, weight[found], grad[found])
-        return finite.to(pool.floor.device)
+        offer_entries(topk, importance, ids, weight[found], grad[found])
+        return finite.to(topk.threshold.device)
 
     def _joined(self) -> Tensor:
         """(n,) all gradients in one vector that is nobody else's."""

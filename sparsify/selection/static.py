@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.ranking import rank_by_gradient, rank_by_weight
-from sparsify.selection.topk import Pool
+from sparsify.selection.topk import TopK
 from sparsify.strategies.allocation import GLOBAL, allocate
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 from sparsify.strategies.strategy import Prune, Static, Strategy
@@ -155,7 +155,7 @@ def _ranking(
     if calibration is None:
 
         def by_weight(group: Sequence[MaskedTensor], number: int) -> Tensor:
-            ids = rank_by_weight(group, importance, Pool(number, dtype, device), str(seed), masked_only=False)
+            ids = rank_by_weight(group, importance, TopK(number, dtype, device), str(seed), masked_only=False)
             if ids.numel() < number:
                 raise SparsifyError(
                     f"the importance {importance.name!r} gave only {ids.numel():,} entries a finite score, and "
@@ -167,7 +167,7 @@ def _ranking(
     parameters: Any = [tensor.parameter for tensor in ranked]
     totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
     return lambda group, number: rank_by_gradient(
-        group, importance, [totals[tensor] for tensor in group], Pool(number, dtype, device)
+        group, importance, [totals[tensor] for tensor in group], TopK(number, dtype, device)
     )
 
 

@@ -3,8 +3,8 @@
 In: blocks of scores with their entries' global ids (the tensor's offset plus the flat index) and gradients. Out: the
 best u, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
 
-A pool keeps the best so far and its floor, the score that a newcomer has to reach. Entries at or above the floor
-join, and the pool is cut back whenever it has grown by a share: selection costs one comparison an entry.
+A topk keeps the best so far and its threshold, the score that a newcomer has to reach. Entries at or above the threshold
+join, and the topk is cut back whenever it has grown by a share: selection costs one comparison an entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsify.kernels.threshold import BLOCK_ENTRIES, reaching
 from sparsify.strategies.importance import GradientImportance
 
 SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
-CUT_SHARE = 4  # a pool is cut for newcomers of a quarter of its size: the sooner its floor rises, the fewer come
+CUT_SHARE = 4  # a topk is cut for newcomers of a quarter of its size: the sooner its threshold rises, the fewer come
 SMALLEST_CUT = 1 << 7  # and for so many at least: a cut is a dozen small operations
 
 
@@ -36,27 +36,27 @@ class Winners:
     grads: Tensor
 
 
-class Pool:
-    """The best ``size`` of all entries offered so far.
+class TopK:
+    """The best ``size`` of all entries result so far.
 
     Args:
         size: how many entries to keep, at least 1.
         dtype: of the scores.
-        device: where the pool lives.
-        floor: scalar; what an entry has to score at least; by default anything will do.
+        device: where the topk lives.
+        threshold: scalar; what an entry has to score at least; by default anything will do.
 
     Example:
-        >>> pool = Pool(2, torch.float32, "cpu")
-        >>> pool.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0.1, 0.2, 0.3]))
-        >>> pool.winners().ids
+        >>> topk = TopK(2, torch.float32, "cpu")
+        >>> topk.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0.1, 0.2, 0.3]))
+        >>> topk.winners().ids
         tensor([3, 5])
     """
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: torch.device | str, floor: Tensor | float = -torch.inf
+        self, size: int, dtype: torch.dtype, device: torch.device | str, threshold: Tensor | float = -torch.inf
     ) -> None:
         self.size = size
-        self.floor = torch.full((), float(floor), dtype=dtype, device=device)
+        self.threshold = torch.full((), float(threshold), dtype=dtype, device=device)
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._scores = torch.empty(0, dtype=dtype, device=device)
         self._grads = torch.empty(0, dtype=dtype, device=device)
@@ -64,16 +64,16 @@ class Pool:
         self._num_waiting = 0
 
     @property
-    def has_floor(self) -> bool:
-        """Whether its floor tells what cannot be among the best, and is far from where numbers underflow."""
-        return float(self.floor) > SMALLEST_FLOOR
+    def has_threshold(self) -> bool:
+        """Whether its threshold tells what cannot be among the best, and is far from where numbers underflow."""
+        return float(self.threshold) > SMALLEST_FLOOR
 
     def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""
         finite = scores.isfinite()
         if not finite.all():
             ids, scores, grads = ids[finite], scores[finite], grads[finite]
-        device, dtype = self.floor.device, self.floor.dtype
+        device, dtype = self.threshold.device, self.threshold.dtype
         self._waiting.append((ids.to(device), scores.to(device, dtype), grads.to(device, dtype)))
         self._num_waiting += ids.numel()
         missing = self.size - self._ids.numel()
@@ -88,7 +88,7 @@ class Pool:
         return Winners(self._ids[order], self._grads[order])
 
     def cut(self) -> None:
-        """Takes in those that wait and cuts the pool back to its size."""
+        """Takes in those that wait and cuts the topk back to its size."""
         if self._waiting:
             ids, scores, grads = zip(*self._waiting, strict=True)
             self._ids = torch.cat([self._ids, *ids])
@@ -98,21 +98,23 @@ class Pool:
         surplus = self._scores.numel() - self.size
         if surplus < 0:
             return
-        self.floor = self._scores.topk(self.size, sorted=False).values.amin()  # kthvalue is not deterministic on a GPU
-        above = (self._scores > self.floor).nonzero().squeeze(1)
-        level = (self._scores == self.floor).nonzero().squeeze(1)
+        self.threshold = self._scores.topk(
+            self.size, sorted=False
+        ).values.amin()  # kthvalue is not deterministic on a GPU
+        above = (self._scores > self.threshold).nonzero().squeeze(1)
+        level = (self._scores == self.threshold).nonzero().squeeze(1)
         level = level[self._ids[level].argsort()[: self.size - above.numel()]]
         kept = torch.cat([above, level])
         self._ids, self._scores, self._grads = self._ids[kept], self._scores[kept], self._grads[kept]
 
 
 def offer_gradient(
-    pool: Pool, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
+    topk: TopK, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
 ) -> Tensor:
-    """Offers the entries of one tensor whose gradient is not zero; only those that can reach the floor are scored.
+    """Offers the entries of one tensor whose gradient is not zero; only those that can reach the threshold are scored.
 
     Args:
-        pool: takes the candidates.
+        topk: takes the candidates.
         importance: scores them.
         weight: (n_rows, cols), the whole tensor.
         grad: (n, cols), the gradient of all rows, or of some.
@@ -124,32 +126,32 @@ def offer_gradient(
     """
     cols = grad.shape[1]
     finite = [torch.ones((), dtype=torch.bool, device=grad.device)]
-    for of_weight in _row_blocks(grad.shape[0], cols, pool):
+    for of_weight in _row_blocks(grad.shape[0], cols, topk):
         block, first = grad[of_weight], of_weight.start
         touched = weight[of_weight if rows is None else rows[of_weight]]
-        found, block_finite = reaching(block, importance.least_gradient(pool.floor.to(grad.device), touched))
+        found, block_finite = reaching(block, importance.least_gradient(topk.threshold.to(grad.device), touched))
         finite.append(block_finite)
         if found.numel():
-            row, column = found.div(cols, rounding_mode="floor") + first, found % cols
+            row, column = found.div(cols, rounding_mode="threshold") + first, found % cols
             ids = (row if rows is None else rows[row]) * cols + column + offset
-            offer_entries(pool, importance, ids, touched.take(found), block.take(found))
+            offer_entries(topk, importance, ids, touched.take(found), block.take(found))
     return torch.stack(finite).all()
 
 
-def _row_blocks(rows: int, cols: int, pool: Pool) -> Iterator[slice]:
-    """Blocks of a matrix's rows; small ones first where the pool is not full, since anything reaches its floor then."""
-    entries, first = BLOCK_ENTRIES if pool.floor.isfinite() else 2 * pool.size, 0
+def _row_blocks(rows: int, cols: int, topk: TopK) -> Iterator[slice]:
+    """Blocks of a matrix's rows; small ones first where the topk is not full, since anything reaches its threshold then."""
+    entries, first = BLOCK_ENTRIES if topk.threshold.isfinite() else 2 * topk.size, 0
     while first < rows:
         last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
         yield slice(first, last)
         first, entries = last, 4 * entries
 
 
-def offer_entries(pool: Pool, importance: GradientImportance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """Offers those of some entries that reach the floor and have a gradient.
+def offer_entries(topk: TopK, importance: GradientImportance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Offers those of some entries that reach the threshold and have a gradient.
 
     Args:
-        pool: takes the candidates.
+        topk: takes the candidates.
         importance: scores them.
         ids: (n,) int64, global.
         weight: (n,).
@@ -157,17 +159,17 @@ def offer_entries(pool: Pool, importance: GradientImportance, ids: Tensor, weigh
     """
     grad = _at_least_float32(grad)
     scores = importance.score(_at_least_float32(weight), grad)
-    keep = (scores >= pool.floor.to(scores.device, scores.dtype)) & (scores > 0)
+    keep = (scores >= topk.threshold.to(scores.device, scores.dtype)) & (scores > 0)
     if not importance.monotone:  # then a gradient of zero may score
         keep &= grad != 0
-    pool.add(ids[keep], scores[keep], grad[keep])
+    topk.add(ids[keep], scores[keep], grad[keep])
 
 
-def offer_scores(pool: Pool, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
+def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
     """Offers all entries of one tensor by their scores alone.
 
     Args:
-        pool: takes the candidates; there are no gradients yet, so it gets the scores in their place.
+        topk: takes the candidates; there are no gradients yet, so it gets the scores in their place.
         blocks: the scores (n,) of the flat tensor, a block at a time.
         offset: global id of the tensor's first entry.
         excluded: (k,) flat indices, ascending, of entries that are no candidates.
@@ -177,8 +179,8 @@ def offer_scores(pool: Pool, blocks: Iterable[Tensor], offset: int, excluded: Te
         first, last = torch.searchsorted(excluded, torch.tensor([start, start + scores.numel()]).to(excluded)).tolist()
         if first < last:
             scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
-        near = (scores >= pool.floor.to(scores.device, scores.dtype)).nonzero().squeeze(1)
-        pool.add(near + (offset + start), scores[near], scores[near])
+        near = (scores >= topk.threshold.to(scores.device, scores.dtype)).nonzero().squeeze(1)
+        topk.add(near + (offset + start), scores[near], scores[near])
         start += scores.numel()
 
 

@@ -1,8 +1,8 @@
 """Backward: the gradients of all nodes on their way into one flat gradient, and the entries that they unmask.
 
 collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the masked
-          entries are shown to the step's chooser, the rest is freed with the node
-commit    after the last node: the chooser's winners join the index buffers, and the flat gradient is returned to
+          entries are shown to the step's selector, the rest is freed with the node
+commit    after the last node: the selector's winners join the index buffers, and the flat gradient is returned to
           autograd, their own gradients included
 
 Both are ranges of torch's profiler.
@@ -27,15 +27,15 @@ from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection.policies import Engine as Growing
-from sparsify.selection.policies import growth_of
-from sparsify.selection.selectors import Chooser
+from sparsify.selection.policies import policy_of
+from sparsify.selection.selectors import Selector
 from sparsify.training.anchors import Anchors
 from sparsify.training.backward_pass import BackwardPass
 from sparsify.training.compiled import CompiledGraphs
 from sparsify.training.flat_delta import SparseValues
 from sparsify.training.optimizer_hook import Listener
 from sparsify.training.rank_checks import Engine as Comparable
-from sparsify.training.rank_checks import agree_on_winners, check_agreement
+from sparsify.training.rank_checks import agree_on_winners, check_ranks_alike
 from sparsify.training.weights import EffectiveWeights
 
 OVERLAPPING = (
@@ -70,7 +70,7 @@ class Collection:
     Attributes:
         anchors: the uses in eager graphs.
         compiled: the uses in compiled graphs.
-        growth: how the unmasked set unfolds.
+        policy: how the unmasked set unfolds.
         streams: that its backward passes run on.
         selected: whether the optimizer step in progress has had its selection.
         passes: backward passes since the last optimizer step.
@@ -80,7 +80,7 @@ class Collection:
         self._engine = engine
         self.anchors = Anchors(self)
         self.compiled = CompiledGraphs(engine, self, self.anchors)
-        self.growth = growth_of(engine)
+        self.policy = policy_of(engine)
         self.streams = Streams()
         self.selected = False
         self.passes = 0
@@ -93,7 +93,7 @@ class Collection:
     @property
     def growing(self) -> bool:
         """Whether entries may still be unmasked, those of the step in progress among them."""
-        return self.growth.growing
+        return self.policy.growing
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_passes": {}, "_dropped": set(), "passes": 0}
@@ -109,8 +109,8 @@ class Collection:
         if self._reached is not None:
             self._reached.add(tensor)
         with self._lock:
-            chooser = self._running_pass().chooser
-            return tensor.count > 0 or (chooser is not None and chooser.wants(tensor))
+            selector = self._running_pass().selector
+            return tensor.count > 0 or (selector is not None and selector.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient, *, whole: bool) -> None:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
@@ -148,21 +148,21 @@ class Collection:
         current.settle_small()
         self.compiled.forget_recomputed()
         release_memory()
-        grad, chooser = current.grad, current.chooser
+        grad, selector = current.grad, current.selector
         if engine.buffers.total != current.unmasked:
             raise SparsifyError(OVERLAPPING)
-        if chooser is not None:
-            winners, finite = chooser.winners(), torch.stack([grad.isfinite().all(), *chooser.finite()]).all()
+        if selector is not None:
+            winners, finite = selector.winners(), torch.stack([grad.isfinite().all(), *selector.finite()]).all()
             if not (finite if num_ranks() == 1 else agree_on_winners(engine, winners, finite)):
                 # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
                 self.passes += 1
                 return grad.fill_(torch.nan)
             with uninterrupted():
-                self.growth.unmask(winners, grad)
+                self.policy.unmask(winners, grad)
                 self.selected = True
         self.passes += 1
-        if self.growth.active is not None:
-            grad.masked_fill_(~self.growth.active, 0)
+        if self.policy.active is not None:
+            grad.masked_fill_(~self.policy.active, 0)
         return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
 
     # -------------------------------------------------------------------------------- from step to step
@@ -176,7 +176,7 @@ class Collection:
     def restart(self) -> None:
         """The unmasked set is another one now: a state dict was loaded."""
         self.selected, self.passes = False, 0
-        self.growth.restart()
+        self.policy.restart()
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
@@ -204,15 +204,15 @@ class Collection:
             del self._passes[key]
         self._dropped.update(failed)
 
-    def _chooser(self) -> Chooser | None:
+    def _chooser(self) -> Selector | None:
         """Who finds the entries that this backward pass is to unmask."""
-        return None if self.selected else self.growth.chooser()
+        return None if self.selected else self.policy.selector()
 
     def _compare_ranks(self) -> None:
         """In the first step, and in the next: then it shows whether gradients are averaged."""
         step = self._engine.step
         if len(self._compared) < 2 and step not in self._compared and num_ranks() > 1:
-            check_agreement(self._engine)
+            check_ranks_alike(self._engine)
             self._compared.add(step)
 
     def _warn_of_unreached(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection.selectors import Chooser
+from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
 
 
@@ -19,29 +19,29 @@ class BackwardPass:
     Attributes:
         graph: autograd's id of the pass.
         grad: (capacity,) the flat gradient.
-        chooser: finds this step's entries; ``None`` when this pass chooses nothing.
+        selector: finds this step's entries; ``None`` when this pass chooses nothing.
         unmasked: number of entries that were unmasked when it began.
         thread: the thread that its first node ran in.
         held: sums over the uses of tensors that are used more than once.
     """
 
-    def __init__(self, graph: int, values: Tensor, chooser: Chooser | None, unmasked: int) -> None:
+    def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
         self.graph = graph
         self.unmasked = unmasked
         self.thread = threading.get_ident()
         self.grad = torch.zeros_like(values)
-        self.chooser = chooser
+        self.selector = selector
         self.held: dict[MaskedTensor, Gradient] = {}
         self._settled: set[MaskedTensor] = set()
         self._small = SmallGradients()
-        self._keeps_small = chooser is None or chooser.offer_small is not None
+        self._keeps_small = selector is None or selector.offer_small is not None
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes what is needed from a tensor's whole gradient."""
         with without_autocast(gradient.device):  # in which the forward pass may have been, or backward is called
             if not gradient.numel:
-                if self.chooser is not None:
-                    self.chooser.skip(tensor)
+                if self.selector is not None:
+                    self.selector.skip(tensor)
                 return
             self._take(tensor, gradient)
 
@@ -57,8 +57,8 @@ class BackwardPass:
             return
         slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
         self.grad[slots] += small.take().to(self.grad)
-        if self.chooser is not None and self.chooser.offer_small is not None:
-            self.chooser.offer_small(small)
+        if self.selector is not None and self.selector.offer_small is not None:
+            self.selector.offer_small(small)
 
     def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
@@ -66,8 +66,8 @@ class BackwardPass:
         if is_small(gradient) and self._keeps_small and not again:
             self._small.add(tensor, gradient)
             return
-        if self.chooser is not None and not again:
-            taken = self.chooser.offer(tensor, gradient)
+        if self.selector is not None and not again:
+            taken = self.selector.offer(tensor, gradient)
         else:
             taken = gradient.take(tensor.indices)
         if tensor.count:

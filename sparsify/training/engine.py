@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.devices import upload
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks
 from sparsify.errors import SparsifyError
@@ -70,7 +70,7 @@ class _Forward(threading.local):
         return _Forward, ()  # a copy of the model is in none
 
 
-class Unmasker:
+class Engine:
     """Trains a model at ``budget`` of its entries; reached by :func:`sparsify.get_unmasker`.
 
     Args:
@@ -130,7 +130,7 @@ class Unmasker:
         self.tensors: list[MaskedTensor] = []
         self.buffers = IndexBuffers(root)
         self.fresh_names: tuple[str, ...] = ()
-        self.draws: dict[str, tuple[Draw, str]] = {}
+        self.draws: dict[str, tuple[InitializerRecipe, str]] = {}
         self.step = 0
         self.updates = 0
         self.extended_at = 0
@@ -168,7 +168,7 @@ class Unmasker:
     @property
     def trained(self) -> int:
         """Number of entries that the step in progress trains."""
-        active = self.collection.growth.active
+        active = self.collection.policy.active
         return self.unmasked if active is None else int(active.sum())
 
     @property
@@ -276,7 +276,7 @@ class Unmasker:
         The budget may be spent in between. What is saved for it is recomputed, too, and not kept.
         """
         saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return saved_by_hooks and not self.collection.growth.static
+        return saved_by_hooks and not self.collection.policy.static
 
     def enter(self) -> None:
         """The root's forward begins: the weights are in step, and there is a root anchor for its compiled parts."""
@@ -360,7 +360,7 @@ class Unmasker:
         self.collection.restart()
 
     def _find_dormant(self) -> None:
-        for tensor in self.tensors if self.collection.growth.static else ():
+        for tensor in self.tensors if self.collection.policy.static else ():
             tensor.dormant = not tensor.count
 
     # -------------------------------------------------------------------------------- step

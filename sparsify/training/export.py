@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import plain_model, plain_name
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import is_shard, whole
@@ -45,7 +45,7 @@ class TensorEntries(NamedTuple):
     indices: Tensor
     values: Tensor
     base_values: Tensor
-    drawn: tuple[Draw, str] | None = None
+    drawn: tuple[InitializerRecipe, str] | None = None
     quantization: str | None = None
 
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
     dense_names: tuple[str, ...]
     frozen_names: tuple[str, ...]
     fresh_names: tuple[str, ...]
-    draws: dict[str, tuple[Draw, str]]
+    draws: dict[str, tuple[InitializerRecipe, str]]
     buffer_digests: dict[str, str]
     base_digests: dict[str, tuple[torch.dtype, str]]
 

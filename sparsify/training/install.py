@@ -19,7 +19,7 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Strategy
 from sparsify.strategies.targets import Candidate, Targets
-from sparsify.training.engine import POSITION, Unmasker
+from sparsify.training.engine import POSITION, Engine
 from sparsify.training.flat_delta import VALUES, SparseValues
 from sparsify.training.optimizer_hook import listen, stop_listening
 from sparsify.training.quantized import give_up_packed
@@ -36,9 +36,9 @@ def plan_engine(
     steps: int | None,
     seed: int,
     sync_mode: str,
-) -> Unmasker:
+) -> Engine:
     """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
-    engine = Unmasker(
+    engine = Engine(
         model,
         strategy,
         0,
@@ -59,7 +59,7 @@ def plan_engine(
     return engine
 
 
-def mask_model(engine: Unmasker, targets: Targets, capacity: int) -> None:
+def mask_model(engine: Engine, targets: Targets, capacity: int) -> None:
     """Everything that changes the model: buffers, flat delta, masked modules, hooks, frozen parameters."""
     model, device = engine.root, engine.tensors[0].parameter.device
     by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
@@ -82,7 +82,7 @@ def mask_model(engine: Unmasker, targets: Targets, capacity: int) -> None:
     freeze(targets.frozen.values())
 
 
-def unmask_model(engine: Unmasker, *, dequantize: bool) -> None:
+def unmask_model(engine: Engine, *, dequantize: bool) -> None:
     """Takes back what :func:`mask_model` did; the weights keep their trained values, quantized ones are given up."""
     root = engine.root
     packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.packed and dequantize]

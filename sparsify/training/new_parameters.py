@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from sparsify.common.initializers import Draw, recognise
+from sparsify.common.initializers import InitializerRecipe, recognise
 from sparsify.common.names import plain_model, plain_name
 from sparsify.common.raw_bits import digest
 from sparsify.delta import hub
@@ -32,7 +32,7 @@ _COMMON_SCALES = (0.02, 1.0)  # of transformers and adapters, and of embeddings
 MODES = ("store", "seed")
 
 
-def find_fresh(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[str] = ()) -> tuple[str, ...]:
+def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[str] = ()) -> tuple[str, ...]:
     """Names of the parameters that the base does not have, in ``named_parameters`` order.
 
     Those are what PEFT and adapters bring along, be it trained or not; what the checkpoint that a transformers model
@@ -53,7 +53,7 @@ def find_fresh(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[
     return tuple(name for name in first_names.values() if name in found)
 
 
-def find_draws(model: nn.Module, names: Sequence[str], mode: str, seed: int) -> dict[str, Draw]:
+def find_recipes(model: nn.Module, names: Sequence[str], mode: str, seed: int) -> dict[str, InitializerRecipe]:
     """How to draw the initial values of fresh parameters again, for those that can be; none where they are stored.
 
     A tensor whose values are no known initialiser's (a trained one, or one that is computed from the base, as DoRA's
@@ -88,7 +88,9 @@ def find_draws(model: nn.Module, names: Sequence[str], mode: str, seed: int) -> 
 
 
 @contextmanager
-def redrawn(model: nn.Module, draws: Mapping[str, Draw]) -> Iterator[dict[str, tuple[Draw, str]]]:
+def redrawn(
+    model: nn.Module, draws: Mapping[str, InitializerRecipe]
+) -> Iterator[dict[str, tuple[InitializerRecipe, str]]]:
     """Draws parameters again, in place; if the block fails they are what they were.
 
     Yields:
@@ -114,7 +116,7 @@ def _match(model: nn.Module, fresh_modules: Pattern) -> set[str]:
     return {name for name, _ in model.named_modules() if any(name == top or name.startswith(f"{top}.") for top in tops)}
 
 
-def _find_draw(model: nn.Module, name: str, seed: int) -> Draw | None:
+def _find_draw(model: nn.Module, name: str, seed: int) -> InitializerRecipe | None:
     values = model.get_parameter(name).detach()
     if values.dtype not in DTYPES.values() or values.is_meta or not values.numel():
         return None

@@ -55,7 +55,7 @@ class Engine(Exportable, Protocol):
     def values(self) -> Tensor: ...
 
 
-def check_agreement(engine: Engine) -> None:
+def check_ranks_alike(engine: Engine) -> None:
     """Compares this rank with all others; to be called on all of them.
 
     Raises:

@@ -22,7 +22,7 @@ from sparsify.common.shards import is_fully_sharded
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import BUFFERS, padded, problem_with
 from sparsify.masked.module import check_not_exported
-from sparsify.training.engine import POSITION, STATE, Unmasker
+from sparsify.training.engine import POSITION, STATE, Engine
 from sparsify.training.flat_delta import VALUES
 from sparsify.training.settings import SETTINGS, adopt_settings, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
@@ -36,13 +36,13 @@ NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # DDP leaves these names of
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # transformers leaves these keys out of save_pretrained()
 
 
-def engine_of(model: nn.Module) -> Unmasker | None:
+def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a model that is itself the root of a sparsification; ``None`` for any other module."""
-    engine: Unmasker | None = model.__dict__.get(ENGINE)
+    engine: Engine | None = model.__dict__.get(ENGINE)
     return engine
 
 
-def install(engine: Unmasker) -> None:
+def install(engine: Engine) -> None:
     """Places the hooks on the root."""
     root = engine.root
     root.__dict__[ENGINE] = engine
@@ -60,7 +60,7 @@ def install(engine: Unmasker) -> None:
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
-def uninstall(engine: Unmasker) -> None:
+def uninstall(engine: Engine) -> None:
     """Takes back what :func:`install` did."""
     root = engine.root
     if hasattr(root, IGNORED_ON_SAVE):

@@ -14,7 +14,7 @@ from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.selection.counters import Work
 from sparsify.strategies.strategy import PRESETS, Dense, Given, Repeat, Strategy
-from sparsify.training.engine import Unmasker
+from sparsify.training.engine import Engine
 from sparsify.training.flat_delta import VALUES
 from sparsify.training.verification import Verification
 
@@ -181,7 +181,7 @@ def strategy_name(strategy: Strategy) -> str:
     return f"{names[0]} ({parts})" if names else parts
 
 
-def summarize(engine: Unmasker, model: nn.Module, *, verify: bool = False) -> Summary:
+def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summary:
     """The summary of an engine's model; ``model`` is that, or holds it."""
     engine.settle()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from sparsify.errors import BaseMismatchError
 from sparsify.masked.index_buffers import BASE, COUNTS, INDICES, PER_ENTRY, SLOTS
-from sparsify.training.engine import STATE, Unmasker
+from sparsify.training.engine import STATE, Engine
 from sparsify.training.export import changed_buffers, is_pruned
 
 
 def trained_state_of(
-    engine: Unmasker, model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
+    engine: Engine, model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """What of a model's state dict its base does not have.
 
@@ -47,7 +47,7 @@ def trained_state_of(
     return kept
 
 
-def placeholder(engine: Unmasker) -> dict[str, Tensor]:
+def placeholder(engine: Engine) -> dict[str, Tensor]:
     """An empty tensor in place of a weight that was left out, by its name.
 
     A file that has it is refused by whoever takes it for a whole model, since its shape is wrong; transformers, for
@@ -67,7 +67,7 @@ class PartialLoad:
         prefix: of the model's names in it.
     """
 
-    def __init__(self, engine: Unmasker, state_dict: dict[str, Tensor], prefix: str) -> None:
+    def __init__(self, engine: Engine, state_dict: dict[str, Tensor], prefix: str) -> None:
         self._prefix = prefix
         self._needed = _needed(engine)
         for name in _frozen_names(engine, self._needed):
@@ -79,7 +79,7 @@ class PartialLoad:
         return [name for name in missing if not name.startswith(self._prefix) or name[start:] in self._needed]
 
 
-def is_trained_state(engine: Unmasker, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
+def is_trained_state(engine: Engine, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
     """Whether a state dict has what is trained, and no frozen weight."""
     frozen = _frozen_names(engine, _needed(engine))
     return all(prefix + name in state_dict for name in STATE) and not any(
@@ -87,7 +87,7 @@ def is_trained_state(engine: Unmasker, state_dict: Mapping[str, Tensor], prefix:
     )
 
 
-def check_same_base(engine: Unmasker, stored: Mapping[str, Tensor]) -> None:
+def check_same_base(engine: Engine, stored: Mapping[str, Tensor]) -> None:
     """Raises where a trained state belongs to another base than the model, whose weights are the base's at this moment.
 
     Args:
@@ -109,7 +109,7 @@ def check_same_base(engine: Unmasker, stored: Mapping[str, Tensor]) -> None:
             )
 
 
-def _needed(engine: Unmasker) -> set[str]:
+def _needed(engine: Engine) -> set[str]:
     """Names of what a trained state has in any case, as the root calls it."""
     names = {*STATE, *engine.dense_names, *engine.fresh_names}
     pruned = {tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor)}
@@ -121,5 +121,5 @@ def _needed(engine: Unmasker) -> set[str]:
     )
 
 
-def _frozen_names(engine: Unmasker, needed: set[str]) -> list[str]:
+def _frozen_names(engine: Engine, needed: set[str]) -> list[str]:
     return [name for name, _ in engine.root.named_parameters(remove_duplicate=False) if name not in needed]

@@ -34,10 +34,10 @@ from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.integrations.distributed import check_ranks
 from sparsify.masked.tensor import Gradient
 from sparsify.selection import screening as screen
-from sparsify.selection.context import Search
+from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
-from sparsify.selection.distributed import SharedChooser
-from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection.distributed import DistributedSelector
+from sparsify.selection.topk import TopK, offer_gradient
 
 
 def train(rank, model, batches, *, micro=1, steps=STEPS, **options):
@@ -295,8 +295,10 @@ def winners_of_random_tensors(rank):
         tensors = get_unmasker(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
-        pool, expected = Pool(size, torch.float32, "cpu"), Pool(size, torch.float32, "cpu")
-        chooser = SharedChooser(Search(pool, importance, Work()), Ranks(), tensors, masked_only=True, mode="exact")
+        topk, expected = TopK(size, torch.float32, "cpu"), TopK(size, torch.float32, "cpu")
+        selector = DistributedSelector(
+            SelectionContext(topk, importance, Work()), Ranks(), tensors, masked_only=True, mode="exact"
+        )
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -310,8 +312,8 @@ def winners_of_random_tensors(rank):
             if seed % 7 == 0:
                 rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
                 gradient = Gradient(grads[rank][rows], rows)
-            chooser.offer(tensor, gradient)
-        if chooser.winners().ids.tolist() != expected.winners().ids.tolist():
+            selector.offer(tensor, gradient)
+        if selector.winners().ids.tolist() != expected.winners().ids.tolist():
             wrong.append(seed)
     return wrong
 

@@ -20,7 +20,7 @@ from peft import PeftModel
 import sparsify
 from sparsify import SparseDelta
 from sparsify.cli.commands import parse_weights, printable
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.delta.sparse_delta import TensorDelta
 
 SCRIPT = Path(sys.executable).parent / "sparsify"
@@ -72,7 +72,7 @@ def test_info_shows_where_the_entries_are(run, tmp_path, saved):
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
 def test_info_of_drawn_tensors_alone(run, tmp_path, shape):
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    part = TensorDelta(*nothing, shape, torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+    part = TensorDelta(*nothing, shape, torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0))
     SparseDelta({"layers.0.lora_A.weight": part, "lora_B.weight": part}).save(tmp_path / "delta")
     code, text = run("info", tmp_path / "delta")
     assert code == 0
@@ -155,7 +155,7 @@ def test_info_says_how_much_of_a_sparse_lora_was_trained(run, tmp_path):
 
 
 def test_info_of_drawn_tensors_without_an_entry(run, tmp_path):
-    draw, none = Draw("constant", 0.0), torch.empty(0, dtype=torch.int64)
+    draw, none = InitializerRecipe("constant", 0.0), torch.empty(0, dtype=torch.int64)
     shapes = {"layers.0.a": (3,), "layers.1.b": (0, 2)}
     SparseDelta(
         {

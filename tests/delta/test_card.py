@@ -6,7 +6,7 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.card import model_card, public_base, public_config, update_card
 from sparsify.delta.entries import TensorDelta
@@ -40,7 +40,9 @@ WHOLE = {"classifier.weight": torch.zeros(3, 4)}
 
 def drawn(count, shape=(10, 10)):
     indices = torch.arange(count)
-    return TensorDelta(indices, torch.ones(count), shape, torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+    return TensorDelta(
+        indices, torch.ones(count), shape, torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0)
+    )
 
 
 @pytest.mark.parametrize("shape", [(10, 10), (0, 10)])

@@ -11,7 +11,7 @@ from limits import needs_limits, within_limits
 from requirements import fuses_at_load, needs_transformers_5
 from safetensors.torch import load_file, save_file
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.delta import merge as merging
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.sparse_delta import SparseDelta
@@ -271,7 +271,7 @@ def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, no
 
 
 def test_a_drawn_tensor_is_no_change_of_the_bases_files(base, out, nothing_written):
-    drawn = Draw("constant", 0.0)
+    drawn = InitializerRecipe("constant", 0.0)
     entry = TensorDelta(
         torch.empty(0, dtype=torch.int64), torch.empty(0), (2, 16), torch.float32, "replace", "0" * 64, drawn
     )

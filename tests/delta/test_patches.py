@@ -6,7 +6,7 @@ from checkpoints import MODELS, bert, bits, gpt2, make_delta, mixtral, save
 from requirements import fuses_at_load
 from safetensors.torch import load_file, save_file
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patches import WeightPatch
 from sparsify.delta.sparse_delta import SparseDelta
@@ -159,6 +159,6 @@ def test_everything_is_checked_before_the_first_patch(tmp_path):
 
 def test_a_drawn_tensor_is_no_patch_of_a_base():
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, Draw("constant", 0.0))
+    drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0))
     with pytest.raises(SparsifyError, match=r"a stream of patches is about changes of a base, and tensor `lora_A`"):
         SparseDelta({"lora_A": drawn}).patches()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
@@ -281,7 +281,7 @@ def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_pat
 def test_the_default_device_does_not_matter(tmp_path, device):
     model = make_model()
     delta = make_delta(model, {"1.running_mean": torch.ones(4)})
-    draw = Draw("normal", 0.5, seed=1)
+    draw = InitializerRecipe("normal", 0.5, seed=1)
     initial = draw.values("0.bias", (4,), torch.float32)
     sha = digest(initial)
     delta.tensors["0.bias"] = TensorDelta(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import DTYPES
 from sparsify.delta.format import MAX_HEADER_BYTES, payload_hash
@@ -167,7 +167,7 @@ def tensor_deltas(draw):
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize(("distribution", "scale"), [("constant", -0.3), ("uniform", 0.1), ("normal", 2.5)])
 def test_the_reader_draws_what_sparsify_draws(reader, tmp_path, distribution, scale, dtype):
-    draw = Draw(distribution, scale, seed=2**63 - 1)
+    draw = InitializerRecipe(distribution, scale, seed=2**63 - 1)
     values = draw.values("вес.w", (7, 3), dtype)
     none = torch.empty(0, dtype=torch.int64)
     part = TensorDelta(none, values.flatten()[:0], (7, 3), dtype, "replace", digest(values), draw)

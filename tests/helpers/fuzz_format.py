@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import DeltaFormatError, SparsifyError
@@ -86,7 +86,7 @@ def good_files() -> list[bytes]:
         return TensorDelta(positions, values, tuple(base.shape), base.dtype, kind, digest(old))
 
     def drawn(name: str, distribution: str, indices: list[int]) -> TensorDelta:
-        draw = Draw(distribution, 0.5, seed=1)
+        draw = InitializerRecipe(distribution, 0.5, seed=1)
         initial = draw.values(name, MODEL_SHAPES[name], getattr(model, name).dtype)
         positions = torch.tensor(indices, dtype=torch.int64)
         values = initial.flatten()[positions] + 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsify.kernels.candidates import Candidates
 from sparsify.kernels.select import plain_cut, plain_select
-from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection.topk import TopK, offer_gradient
 from sparsify.strategies.importance import D3, Fisher
 
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
@@ -60,14 +60,14 @@ def some(rows, cols, seed, dtype=torch.float32):
     st.integers(0, 1000), st.sampled_from(EXACT), st.integers(1, 4), st.sampled_from([1, 3, 31]), st.booleans(),
     st.sampled_from([-math.inf, 0.0, 0.5, 1.0, 1.3]),
 )  # fmt: skip
-def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, rows, cols, part, floor):
+def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, rows, cols, part, threshold):
     weight, grad = some(rows, cols, seed), some(rows, cols, seed + 1)
     some_rows = torch.arange(rows)[::2] if part else None
     grad = grad if some_rows is None else grad[::2]
     kept = []
     for select in (plain_select, fused[0]):
         candidates = Candidates(200, TOTAL, torch.float32, grad.device)
-        candidates.floor.fill_(floor)
+        candidates.threshold.fill_(threshold)
         select(candidates, importance, weight, grad, some_rows, OFFSET, 0, grad.numel())
         kept.append(held(candidates))
     assert kept[0] == kept[1]
@@ -94,7 +94,7 @@ def test_short_numbers_are_scored_in_float32(fused, importance, dtypes):
 
 def test_an_entry_at_the_floor_joins_and_one_below_does_not(form):
     candidates = Candidates(10, TOTAL, torch.float32, torch.device("cpu"))
-    candidates.floor.fill_(2.0)
+    candidates.threshold.fill_(2.0)
     form[0](candidates, D3(exp=0), torch.zeros(1, 3), torch.tensor([[2.0, 1.9999999, -2.5]]), None, OFFSET, 0, 3)
     assert sorted(held(candidates)) == [OFFSET, OFFSET + 2]
 
@@ -169,11 +169,11 @@ def test_a_cut_keeps_the_best_by_score_then_id(form, scores, random, size, slack
     entries = sorted(zip((-torch.tensor(scores)).tolist(), ids, strict=True))
     if len(scores) <= size + slack:
         assert set(held(candidates)) == set(ids)
-        assert candidates.floor == -torch.inf
+        assert candidates.threshold == -torch.inf
     else:
         best = entries[:size]
         assert held(candidates) == {entry: (-score, score) for score, entry in best}
-        assert candidates.floor == -best[-1][0]
+        assert candidates.threshold == -best[-1][0]
 
 
 def test_a_cut_of_more_candidates_than_a_block_has(form):
@@ -188,12 +188,12 @@ def test_a_cut_of_more_candidates_than_a_block_has(form):
 
 def test_select_and_cut_find_the_pools_winners(form):
     weight, grad = some(20, 37, 0), some(20, 37, 1)
-    pool = Pool(50, torch.float32, "cpu")
-    offer_gradient(pool, D3(), weight, grad, None, OFFSET)
+    topk = TopK(50, torch.float32, "cpu")
+    offer_gradient(topk, D3(), weight, grad, None, OFFSET)
     candidates = selected(form, D3(), weight, grad, stop=400)
     form[1](candidates, 50, 60)
     form[0](candidates, D3(), weight, grad, None, OFFSET, 400, grad.numel())
     form[1](candidates, 50, 50)
     order = candidates.order()[:50]
-    assert candidates.ids[order].tolist() == pool.winners().ids.tolist()
-    assert candidates.grads[order].tolist() == pool.winners().grads.tolist()
+    assert candidates.ids[order].tolist() == topk.winners().ids.tolist()
+    assert candidates.grads[order].tolist() == topk.winners().grads.tolist()

@@ -27,7 +27,7 @@ def build(kernel, types, **constants):
         assert len(made.asm["cubin"]) > 0
 
 
-POOL = {"ids": "*i64", "scores": "*fp32", "grads": "*fp32", "count": "*i64", "floor": "*fp32"}
+POOL = {"ids": "*i64", "scores": "*fp32", "grads": "*fp32", "count": "*i64", "threshold": "*fp32"}
 for short in ("fp32", "bf16", "fp16"):
     for exact_exp in (0, 1, 2, -1):
         types = POOL | {"weight": "*" + short, "grad": "*" + short, "rows": "*i64", "finite": "*i8", "start": "i64",

@@ -56,7 +56,7 @@ def test_the_first_gradient_of_a_step_is_whole_and_the_others_are_screened_or_sk
 
 def test_a_screen_that_found_too_many_is_in_vain(model, screened, monkeypatch):
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.4))
-    monkeypatch.setattr(selection, "SMALLEST_CUT", 1 << 12)  # the floor stays that of the step's first gradient
+    monkeypatch.setattr(selection, "SMALLEST_CUT", 1 << 12)  # the threshold stays that of the step's first gradient
     found = train(sparsify(model, 30, steps=3))
     assert found.last_work == Work(multiplied=sum(SIZES.values()) + BIASES, vain=SIZES["first"] + SIZES["second"])
     assert str(found.last_work) == "8,352 entries multiplied out, 6,144 screened in vain"

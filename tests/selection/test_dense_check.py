@@ -20,7 +20,7 @@ from sparsify import (
     summary,
 )  # fmt: skip
 from sparsify.selection import screening as screen
-from sparsify.selection.topk import Pool, Winners
+from sparsify.selection.topk import TopK, Winners
 
 
 @register_importance("against the weight")
@@ -179,27 +179,27 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
 
 
 def test_too_few_winners_are_caught(monkeypatch):
-    winners = Pool.winners
+    winners = TopK.winners
 
-    def all_but_one(pool):
-        found = winners(pool)
+    def all_but_one(topk):
+        found = winners(topk)
         return Winners(found.ids[:-1], found.grads[:-1])
 
-    monkeypatch.setattr(Pool, "winners", all_but_one)
+    monkeypatch.setattr(TopK, "winners", all_but_one)
     with pytest.raises(SparsifyError, match="was not unmasked"):
         train(*checked("mlp"))
 
 
 def test_an_entry_that_was_no_candidate_is_caught(monkeypatch):
-    winners = Pool.winners
+    winners = TopK.winners
 
-    def with_one_again(pool):
-        found = winners(pool)
+    def with_one_again(topk):
+        found = winners(topk)
         ids = torch.cat([found.ids[:-1], get_unmasker(model).tensors[0].indices[:1]])
         return Winners(ids, found.grads) if get_unmasker(model).tensors[0].count else found
 
     model, batches = checked("mlp", Strategy(D3(exp=0), Increment()))
-    monkeypatch.setattr(Pool, "winners", with_one_again)
+    monkeypatch.setattr(TopK, "winners", with_one_again)
     with pytest.raises(
         SparsifyError, match=r"entry .* was unmasked with a score of .*; by the dense form its score is 0,"
     ):

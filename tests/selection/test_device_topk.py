@@ -16,8 +16,8 @@ from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, spa
 from sparsify.masked.tensor import Gradient
 from sparsify.selection import device_topk as device_pool
 from sparsify.selection.counters import Work
-from sparsify.selection.device_topk import DeviceChooser, DevicePool
-from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
+from sparsify.selection.topk import TopK, offer_gradient
 
 STEPS, BUDGET = 6, 61
 NUMBERS = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -4.0])  # few, so that there are ties
@@ -54,15 +54,15 @@ def check_winners(shapes, size, seed, random):
         tensors.append((*pair, None, offset))
         offset += pair[0].numel()
     random.shuffle(tensors)
-    expected = Pool(size, torch.float32, "cpu")
-    pool = DevicePool(size, offset, torch.float32, torch.device("cpu"))
+    expected = TopK(size, torch.float32, "cpu")
+    topk = DeviceTopK(size, offset, torch.float32, torch.device("cpu"))
     for tensor in tensors:
         offer_gradient(expected, D3(), *tensor)
-        pool.offer(D3(), *tensor)
-    chooser = DeviceChooser(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
-    chooser._pools[torch.device("cpu")] = pool
-    assert chooser.winners().ids.tolist() == expected.winners().ids.tolist()
-    assert chooser.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
+        topk.offer(D3(), *tensor)
+    selector = DeviceSelector(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
+    selector._pools[torch.device("cpu")] = topk
+    assert selector.winners().ids.tolist() == expected.winners().ids.tolist()
+    assert selector.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
 
 
 def test_the_winners_are_the_pools_in_any_number_of_parts(like_a_gpu, small_parts):
@@ -70,24 +70,24 @@ def test_the_winners_are_the_pools_in_any_number_of_parts(like_a_gpu, small_part
 
 
 def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
-    pool = DevicePool(10, 1000, torch.float32, torch.device("cpu"))
-    pool.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
-    assert sorted(pool.best()[0].tolist()) == list(range(990, 1000))
+    topk = DeviceTopK(10, 1000, torch.float32, torch.device("cpu"))
+    topk.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
+    assert sorted(topk.best()[0].tolist()) == list(range(990, 1000))
 
 
 def test_the_best_of_several_devices_are_chosen(like_a_gpu):
-    chooser = DeviceChooser(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
+    selector = DeviceSelector(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
     for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, 0.0])):
-        pool = chooser._pools[torch.device("cuda", number)] = DevicePool(3, 40, torch.float32, torch.device("cpu"))
-        pool.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
-    assert chooser.winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
-    assert len(chooser.finite()) == 2
+        topk = selector._pools[torch.device("cuda", number)] = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
+        topk.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
+    assert selector.winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
+    assert len(selector.finite()) == 2
 
 
 def test_nothing_seen_is_nothing_chosen():
-    chooser = DeviceChooser(3, 40, D3(), torch.zeros(1), Work(), masked_only=True)
-    assert chooser.winners().ids.shape == chooser.winners().grads.shape == (0,)
-    assert chooser.finite() == []
+    selector = DeviceSelector(3, 40, D3(), torch.zeros(1), Work(), masked_only=True)
+    assert selector.winners().ids.shape == selector.winners().grads.shape == (0,)
+    assert selector.finite() == []
 
 
 def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_candidate_always(like_a_gpu):
@@ -98,12 +98,12 @@ def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_can
         weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
-        chooser = DeviceChooser(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
-        assert chooser.wants(weight)
-        assert chooser.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
-        chooser.skip(tensors["bias"])
-        assert chooser.winners().ids.tolist() == expected
-        assert all(chooser.finite())
+        selector = DeviceSelector(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
+        assert selector.wants(weight)
+        assert selector.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
+        selector.skip(tensors["bias"])
+        assert selector.winners().ids.tolist() == expected
+        assert all(selector.finite())
 
 
 # ------------------------------------------------------------------------------------ in training

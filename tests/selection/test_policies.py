@@ -21,24 +21,24 @@ USELESS = {
 @pytest.mark.parametrize("on_device", [False, True])
 def test_an_importance_that_scores_nothing_is_warned_of_once_by_its_name(kind, selection, on_device, monkeypatch):
     monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)
-    useless = register_importance("test-growth-useless")(USELESS[kind])
+    useless = register_importance("test-policy-useless")(USELESS[kind])
     model, batches = build("mlp")
     sparsify(model, 20, Strategy(useless, selection), steps=5)
     with pytest.warns(
-        UserWarning, match="'test-growth-useless' gave no masked entry a score above 0 in step 0"
+        UserWarning, match="'test-policy-useless' gave no masked entry a score above 0 in step 0"
     ) as told:
         train(model, batches[:3])
-    assert len([warning for warning in told if "test-growth-useless" in str(warning.message)]) == 1
+    assert len([warning for warning in told if "test-policy-useless" in str(warning.message)]) == 1
     assert get_unmasker(model).unmasked == 0
 
 
 def test_an_importance_of_weights_without_a_finite_score_is_warned_of_once():
-    useless = register_importance("test-growth-weights", uses_gradient=False)(lambda weight: weight / 0)
+    useless = register_importance("test-policy-weights", uses_gradient=False)(lambda weight: weight / 0)
     model, batches = build("mlp")
     sparsify(model, 20, Strategy(useless, Increment()), steps=5)
-    with pytest.warns(UserWarning, match="'test-growth-weights' gave no masked entry a score that is finite") as told:
+    with pytest.warns(UserWarning, match="'test-policy-weights' gave no masked entry a score that is finite") as told:
         train(model, batches[:3])
-    assert len([warning for warning in told if "test-growth-weights" in str(warning.message)]) == 1
+    assert len([warning for warning in told if "test-policy-weights" in str(warning.message)]) == 1
 
 
 def test_snip_on_weights_that_are_all_zero_is_warned_of():
@@ -64,7 +64,7 @@ def test_no_warning_without_a_gradient_or_after_the_budget_is_unmasked():
 
 
 def test_gradients_that_overflow_are_not_blamed_on_the_importance():
-    movement = register_importance("test-growth-movement")(lambda weight, grad: (weight * grad).abs())
+    movement = register_importance("test-policy-movement")(lambda weight, grad: (weight * grad).abs())
     model, batches = build("mlp")
     sparsify(model, 20, Strategy(movement, Increment()), steps=3)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The screen shows the pool exactly what the full float32 product would have."""
+"""The screen shows the topk exactly what the full float32 product would have."""
 
 import copy
 
@@ -16,10 +16,10 @@ from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
 from sparsify.masked.tied import TiedGradient
 from sparsify.selection import screening as screen
-from sparsify.selection.context import Search
+from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
-from sparsify.selection.selectors import offer_masked
-from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection.selectors import scan
+from sparsify.selection.topk import TopK, offer_gradient
 
 ROWS, COLS, TOKENS = 48, 40, 24
 
@@ -38,17 +38,17 @@ def a_tensor(weight, unmasked=()):
     return tensor
 
 
-def searching(pool, importance=D3()):  # noqa: B008 - frozen
-    return Search(pool, importance, Work())
+def searching(topk, importance=D3()):  # noqa: B008 - frozen
+    return SelectionContext(topk, importance, Work())
 
 
 def winners(offer, size, seed_scores):
-    """The winners in a pool that already holds other tensors' entries, so that it has a floor."""
-    pool = Pool(size, torch.float32, "cpu")
+    """The winners in a topk that already holds other tensors' entries, so that it has a threshold."""
+    topk = TopK(size, torch.float32, "cpu")
     ids = torch.arange(size)
-    pool.add(ids, seed_scores, seed_scores)
-    offer(pool)
-    return pool.winners()
+    topk.add(ids, seed_scores, seed_scores)
+    offer(topk)
+    return topk.winners()
 
 
 @pytest.fixture(params=FORMS, autouse=True)
@@ -85,17 +85,17 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
     # the other tensors' entries beat most of this one's: only a few are left to find
     others = torch.full((20,), scores.kthvalue(scores.numel() - 12).values.item())
 
-    def screened(pool):
-        taken = screen.offer_screened(searching(pool, importance), tensor, product, unmasked)
+    def screened(topk):
+        taken = screen.scan_screened(searching(topk, importance), tensor, product, unmasked)
         torch.testing.assert_close(
             taken.unmasked, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * gradient.values.abs().max()
         )
         torch.testing.assert_close(product.left_sum, left.sum(0), rtol=1e-4, atol=1e-5 * left.abs().max())
 
-    def dense(pool):
+    def dense(topk):
         rest = Gradient(gradient.values.clone())
         rest.clear(unmasked)
-        offer_gradient(pool, importance, weight, rest.values, None, 100)
+        offer_gradient(topk, importance, weight, rest.values, None, 100)
 
     found, expected = winners(screened, 20, others), winners(dense, 20, others)
 
@@ -117,50 +117,50 @@ def always_worth_it(monkeypatch):
 def test_an_overflow_is_left_to_the_full_product():
     left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
     left[0, 0] = torch.inf
-    pool = Pool(1, torch.float32, "cpu", floor=1e-3)
+    topk = TopK(1, torch.float32, "cpu", threshold=1e-3)
     nothing = torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screen.offer_screened(searching(pool), tensor, Product(left, right), nothing) is None
-    assert pool.winners().ids.numel() == 0
+    assert screen.scan_screened(searching(topk), tensor, Product(left, right), nothing) is None
+    assert topk.winners().ids.numel() == 0
 
 
 def test_too_many_candidates_are_left_to_the_full_product(monkeypatch):
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.1))
     left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
-    pool = Pool(1, torch.float32, "cpu", floor=1e-3)
+    topk = TopK(1, torch.float32, "cpu", threshold=1e-3)
     nothing = torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screen.offer_screened(searching(pool), tensor, Product(left, right), nothing) is None
+    assert screen.scan_screened(searching(topk), tensor, Product(left, right), nothing) is None
 
 
 def test_what_is_screened():
-    pool = Pool(1, torch.float32, "cpu")
-    pool.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
+    topk = TopK(1, torch.float32, "cpu")
+    topk.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
     product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert screen.can_screen(searching(pool), product)
-    assert not screen.can_screen(searching(pool), Product(product.left.double(), product.right.double()))
-    assert not screen.can_screen(searching(Pool(1, torch.float32, "cpu")), product), "an empty pool has no floor"
+    assert screen.can_screen(searching(topk), product)
+    assert not screen.can_screen(searching(topk), Product(product.left.double(), product.right.double()))
+    assert not screen.can_screen(searching(TopK(1, torch.float32, "cpu")), product), "an empty topk has no threshold"
 
 
 def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch):
-    pool, nothing = Pool(1, torch.float32, "cpu", floor=1e3), torch.empty(0, dtype=torch.int64)
+    topk, nothing = TopK(1, torch.float32, "cpu", threshold=1e3), torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
-    assert screen.offer_screened(searching(pool), tensor, product, nothing) is not None
+    assert screen.scan_screened(searching(topk), tensor, product, nothing) is not None
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(norms=1.1))
-    assert screen.offer_screened(searching(pool), tensor, product, nothing) is None
+    assert screen.scan_screened(searching(topk), tensor, product, nothing) is None
 
 
 def test_no_screen_where_sampling_the_unmasked_entries_makes_it_too_slow(monkeypatch):
-    pool = Pool(1, torch.float32, "cpu")
-    pool.add(torch.tensor([0]), torch.tensor([1e3]), torch.tensor([1e3]))
+    topk = TopK(1, torch.float32, "cpu")
+    topk.add(torch.tensor([0]), torch.tensor([1e3]), torch.tensor([1e3]))
     unmasked = torch.arange(15)
     tensor = a_tensor(torch.zeros(ROWS, COLS), unmasked)
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=1 / 20))
-    assert screen.offer_screened(searching(pool), tensor, product, unmasked) is not None
+    assert screen.scan_screened(searching(topk), tensor, product, unmasked) is not None
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=1 / 14))
-    assert screen.offer_screened(searching(pool), tensor, product, unmasked) is None
+    assert screen.scan_screened(searching(topk), tensor, product, unmasked) is None
 
 
 def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
@@ -169,13 +169,13 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
     screened_products = []
-    original = screen.offer_screened
+    original = screen.scan_screened
 
     def counting(*args):
         screened_products.append(original(*args))
         return screened_products[-1]
 
-    monkeypatch.setattr("sparsify.selection.selectors.offer_screened", counting)
+    monkeypatch.setattr("sparsify.selection.selectors.scan_screened", counting)
     sets = []
     for smallest in (1, 1 << 30):
         monkeypatch.setattr(screen, "SMALLEST_SCREENED", smallest)
@@ -287,15 +287,15 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     rows = torch.zeros(2, COLS)
     rows[1, 5] = number
     gradient = TiedGradient(Product(left, right), Gradient(rows, torch.tensor([4, 7])))
-    pool, nothing = Pool(1, torch.float32, "cpu", floor=1e-3), torch.empty(0, dtype=torch.int64)
+    topk, nothing = TopK(1, torch.float32, "cpu", threshold=1e-3), torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert not screen.offer_screened(searching(pool), tensor, gradient, nothing).finite
+    assert not screen.scan_screened(searching(topk), tensor, gradient, nothing).finite
 
 
 def test_what_was_screened_in_vain_is_multiplied_out(monkeypatch):
     monkeypatch.setattr(screen, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr(screen, "costs_of", lambda *_: FREE._replace(entry=0.1))
     tensor, nothing = a_tensor(torch.zeros(ROWS, COLS)), torch.empty(0, dtype=torch.int64)
-    search = searching(Pool(1, torch.float32, "cpu", floor=1e-3))
-    offer_masked(search, tensor, Product(torch.ones(2, ROWS), torch.ones(2, COLS)), nothing)
-    assert search.work == Work(vain=ROWS * COLS, multiplied=ROWS * COLS)
+    context = searching(TopK(1, torch.float32, "cpu", threshold=1e-3))
+    scan(context, tensor, Product(torch.ones(2, ROWS), torch.ones(2, COLS)), nothing)
+    assert context.work == Work(vain=ROWS * COLS, multiplied=ROWS * COLS)

@@ -1,4 +1,4 @@
-"""Small tensors' gradients, looked at together, show the pool what each by itself would have."""
+"""Small tensors' gradients, looked at together, show the topk what each by itself would have."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from torch import nn
 from sparsify import D3
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
-from sparsify.selection.context import Search
+from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
-from sparsify.selection.topk import Pool, offer_gradient
+from sparsify.selection.topk import TopK, offer_gradient
 
 
 def small_tensors(unmasked):
@@ -57,10 +57,10 @@ def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
     unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),
 )  # fmt: skip
 def test_the_pool_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
-    tensors, alone, together = small_tensors(unmasked), *(Pool(size, torch.float32, "cpu") for _ in range(2))
+    tensors, alone, together = small_tensors(unmasked), *(TopK(size, torch.float32, "cpu") for _ in range(2))
     importance = D3(exp=1)
     finite = kept(tensors, gradients(tensors, seed)).offer(
-        Search(together, importance, Work()), masked_only=masked_only
+        SelectionContext(together, importance, Work()), masked_only=masked_only
     )
     for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
@@ -86,7 +86,7 @@ def test_gradients_are_kept_when_the_memory_they_came_in_is_used_again():
 def test_gradients_are_not_written_to():
     tensors = small_tensors([[1], [0], [2]])
     grads = gradients(tensors)
-    kept(tensors, grads).offer(Search(Pool(3, torch.float32, "cpu"), D3(), Work()), masked_only=True)
+    kept(tensors, grads).offer(SelectionContext(TopK(3, torch.float32, "cpu"), D3(), Work()), masked_only=True)
     for gradient, before in zip(grads, gradients(tensors), strict=True):
         assert torch.equal(gradient.values, before.values)
 
@@ -96,7 +96,9 @@ def test_a_number_that_is_not_finite_is_noticed_unmasked_or_not(entry):
     tensors = small_tensors([[], [3], []])
     grads = gradients(tensors)
     grads[1].values.view(-1)[entry] = torch.nan
-    assert not kept(tensors, grads).offer(Search(Pool(3, torch.float32, "cpu"), D3(), Work()), masked_only=True)
+    assert not kept(tensors, grads).offer(
+        SelectionContext(TopK(3, torch.float32, "cpu"), D3(), Work()), masked_only=True
+    )
 
 
 def test_gradients_in_different_dtypes_are_kept_together():

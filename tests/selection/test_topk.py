@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsify.selection.topk as selection
-from sparsify.selection.topk import Pool, in_blocks, offer_gradient, offer_scores
+from sparsify.selection.topk import TopK, in_blocks, offer_gradient, offer_scores
 from sparsify.strategies.importance import D3, SNIP, Bias, Magnitude, Random
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
@@ -25,10 +25,10 @@ def _default_sizes(monkeypatch):
     monkeypatch.setattr(selection, "SMALLEST_CUT", selection.SMALLEST_CUT)
 
 
-def offer_weight(pool, importance, weight, offset, generator, excluded=None):
+def offer_weight(topk, importance, weight, offset, generator, excluded=None):
     """Offers a tensor by its weights, in blocks."""
     excluded = torch.arange(0 if excluded is None else excluded.start, 0 if excluded is None else excluded.stop)
-    offer_scores(pool, (importance.score(block, generator) for block in in_blocks(weight)), offset, excluded)
+    offer_scores(topk, (importance.score(block, generator) for block in in_blocks(weight)), offset, excluded)
 
 
 def draw_sizes(data):
@@ -69,12 +69,12 @@ def plain_sort(tensors, score):
     return [(id_, gradient) for _, id_, gradient in sorted(entries)]
 
 
-def offer_all(pool, tensors, importance):
-    return [offer_gradient(pool, importance, weight, grad, rows, offset) for offset, weight, grad, rows in tensors]
+def offer_all(topk, tensors, importance):
+    return [offer_gradient(topk, importance, weight, grad, rows, offset) for offset, weight, grad, rows in tensors]
 
 
-def selected(pool):
-    winners = pool.winners()
+def selected(topk):
+    winners = topk.winners()
     return list(zip(winners.ids.tolist(), winners.grads.tolist(), strict=True))
 
 
@@ -83,10 +83,10 @@ def selected(pool):
 def test_any_order_of_arrival_selects_what_a_plain_sort_does(data, size, exp):
     draw_sizes(data)
     tensors, importance = draw_tensors(data), SNIP() if exp is None else D3(exp=exp, eps=0.5)
-    pool = Pool(size, torch.float64, "cpu")
-    finite = offer_all(pool, data.draw(st.permutations(tensors), label="arrival"), importance)
+    topk = TopK(size, torch.float64, "cpu")
+    finite = offer_all(topk, data.draw(st.permutations(tensors), label="arrival"), importance)
     assert all(finite)
-    assert selected(pool) == plain_sort(tensors, importance.score)[:size]
+    assert selected(topk) == plain_sort(tensors, importance.score)[:size]
 
 
 @cheap
@@ -96,10 +96,10 @@ def test_float32_tensors_are_selected_by_their_float32_scores(data, size):
     numbers = st.floats(-10, 10, width=32)
     grads, importance = data.draw(st.lists(numbers, min_size=3, max_size=8)), D3(exp=2, eps=1)
     tensors = draw_tensors(data, grads, torch.float32)
-    for dtype in (torch.float32, torch.float64):  # a pool is float64 where any tensor of the model is
-        pool = Pool(size, dtype, "cpu")
-        offer_all(pool, tensors, importance)
-        assert selected(pool) == plain_sort(tensors, importance.score)[:size]
+    for dtype in (torch.float32, torch.float64):  # a topk is float64 where any tensor of the model is
+        topk = TopK(size, dtype, "cpu")
+        offer_all(topk, tensors, importance)
+        assert selected(topk) == plain_sort(tensors, importance.score)[:size]
 
 
 @cheap
@@ -108,10 +108,10 @@ def test_bfloat16_is_scored_in_float32(data, size):
     draw_sizes(data)
     importance = D3(exp=1, eps=1e-3)
     tensors = draw_tensors(data, [0.0, 1.0, 1.0078125, -1.015625, 3e-5], torch.bfloat16)
-    pool = Pool(size, torch.float32, "cpu")
-    offer_all(pool, tensors, importance)
+    topk = TopK(size, torch.float32, "cpu")
+    offer_all(topk, tensors, importance)
     expected = plain_sort(tensors, lambda weight, grad: importance.score(weight.float(), grad.float()))
-    assert selected(pool) == expected[:size]
+    assert selected(topk) == expected[:size]
 
 
 @cheap
@@ -121,33 +121,33 @@ def test_a_gradient_that_is_not_finite_is_reported_and_never_selected(data, size
     tensors = draw_tensors(data)
     _, _, grad, _ = tensors[-1]
     grad.view(-1)[data.draw(st.integers(0, grad.numel() - 1), label="place")] = bad
-    pool = Pool(size, torch.float64, "cpu")
-    finite = offer_all(pool, tensors, D3(exp=1, eps=0.5))
+    topk = TopK(size, torch.float64, "cpu")
+    finite = offer_all(topk, tensors, D3(exp=1, eps=0.5))
     assert [bool(flag) for flag in finite] == [True] * (len(tensors) - 1) + [False]
-    assert all(math.isfinite(gradient) for _, gradient in selected(pool))
+    assert all(math.isfinite(gradient) for _, gradient in selected(topk))
 
 
 @pytest.mark.parametrize("exp", [2, -2])
 def test_a_score_that_overflows_is_never_selected(exp):
     eps = 1e-30 if exp > 0 else 1.0
     weight = torch.tensor([[0.0, 1.0, 2.0]]) if exp > 0 else torch.tensor([[1e30, 1.0, 0.5]])
-    pool = Pool(2, torch.float32, "cpu")
-    assert offer_gradient(pool, D3(exp=exp, eps=eps), weight, torch.ones(1, 3), None, 0)
-    assert pool.winners().ids.tolist() == [1, 2]
+    topk = TopK(2, torch.float32, "cpu")
+    assert offer_gradient(topk, D3(exp=exp, eps=eps), weight, torch.ones(1, 3), None, 0)
+    assert topk.winners().ids.tolist() == [1, 2]
 
 
 def test_infinite_entries_leave_the_rest_of_their_row_selectable():
-    pool = Pool(3, torch.float32, "cpu")
-    finite = offer_gradient(pool, D3(), torch.zeros(1, 4), torch.tensor([[3.0, math.inf, 2.0, -math.inf]]), None, 0)
+    topk = TopK(3, torch.float32, "cpu")
+    finite = offer_gradient(topk, D3(), torch.zeros(1, 4), torch.tensor([[3.0, math.inf, 2.0, -math.inf]]), None, 0)
     assert not finite
-    assert pool.winners().ids.tolist() == [0, 2]
+    assert topk.winners().ids.tolist() == [0, 2]
 
 
 def test_winners_keep_the_sign_and_size_of_their_own_gradients():
     grad = torch.tensor([[-3.0, 1.0], [2.0, -4.0]])
-    pool = Pool(3, torch.float32, "cpu")
-    offer_gradient(pool, D3(), torch.zeros(2, 2), grad, None, 10)
-    winners = pool.winners()
+    topk = TopK(3, torch.float32, "cpu")
+    offer_gradient(topk, D3(), torch.zeros(2, 2), grad, None, 10)
+    winners = topk.winners()
     assert winners.ids.tolist() == [13, 10, 12]
     assert winners.grads.tolist() == [-4, -3, 2]
 
@@ -155,21 +155,21 @@ def test_winners_keep_the_sign_and_size_of_their_own_gradients():
 def test_offering_leaves_the_gradient_alone():
     grad = torch.tensor([[-3.0, 1.0], [2.0, -4.0]])
     before = grad.clone()
-    offer_gradient(Pool(2, torch.float32, "cpu"), D3(), torch.zeros(2, 2), grad, None, 0)
+    offer_gradient(TopK(2, torch.float32, "cpu"), D3(), torch.zeros(2, 2), grad, None, 0)
     assert torch.equal(grad, before)
 
 
 def test_zeros_are_not_selected_even_if_places_stay_empty():
-    pool = Pool(5, torch.float32, "cpu")
-    offer_gradient(pool, D3(), torch.randn(4, 4), torch.zeros(4, 4), None, 0)
-    assert pool.winners().ids.numel() == 0
+    topk = TopK(5, torch.float32, "cpu")
+    offer_gradient(topk, D3(), torch.randn(4, 4), torch.zeros(4, 4), None, 0)
+    assert topk.winners().ids.numel() == 0
 
 
 def test_winners_may_be_asked_for_twice_and_before_anything_was_offered():
-    pool = Pool(2, torch.float32, "cpu")
-    assert pool.winners().ids.tolist() == []
-    pool.add(torch.tensor([4, 2, 9]), torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.1, 0.2, 0.3]))
-    assert pool.winners().ids.tolist() == pool.winners().ids.tolist() == [9, 2]
+    topk = TopK(2, torch.float32, "cpu")
+    assert topk.winners().ids.tolist() == []
+    topk.add(torch.tensor([4, 2, 9]), torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.1, 0.2, 0.3]))
+    assert topk.winners().ids.tolist() == topk.winners().ids.tolist() == [9, 2]
 
 
 def test_a_pools_winners_do_not_depend_on_how_they_were_offered():
@@ -178,46 +178,46 @@ def test_a_pools_winners_do_not_depend_on_how_they_were_offered():
     expected = sorted(range(3000), key=lambda i: (-scores[i].item(), i))[:100]
     selection.SMALLEST_CUT = 64
     for seed, size_of_block in enumerate([1, 17, 500, 3000]):
-        pool = Pool(100, torch.float32, "cpu")
+        topk = TopK(100, torch.float32, "cpu")
         order = torch.randperm(3000, generator=torch.Generator().manual_seed(seed))
         for block in order.split(size_of_block):
-            pool.add(ids[block], scores[block], -scores[block])
-        assert pool.winners().ids.tolist() == expected
+            topk.add(ids[block], scores[block], -scores[block])
+        assert topk.winners().ids.tolist() == expected
 
 
 @pytest.mark.parametrize("size", [1, 50])
 @pytest.mark.parametrize("ascending", [True, False])
 def test_memory_stays_in_the_order_of_the_pool_under_mass_ties(size, ascending):
     selection.BLOCK_ENTRIES, selection.SMALLEST_CUT = 64, 16
-    pool = Pool(size, torch.float32, "cpu")
+    topk = TopK(size, torch.float32, "cpu")
     blocks = list(range(0, 20_000, 64))
     for offset in blocks if ascending else reversed(blocks):
-        offer_gradient(pool, D3(), torch.zeros(1, 64), torch.ones(1, 64), None, offset)
-        assert held_entries(pool) <= size + max(size // 4, 16) + 64
-    assert pool.winners().ids.tolist() == list(range(size))
+        offer_gradient(topk, D3(), torch.zeros(1, 64), torch.ones(1, 64), None, offset)
+        assert held_entries(topk) <= size + max(size // 4, 16) + 64
+    assert topk.winners().ids.tolist() == list(range(size))
 
 
 def test_memory_stays_in_the_order_of_the_pool_while_scores_only_rise():
     selection.BLOCK_ENTRIES, selection.SMALLEST_CUT = 64, 16
-    pool = Pool(50, torch.float32, "cpu")
+    topk = TopK(50, torch.float32, "cpu")
     for step in range(300):
-        offer_gradient(pool, D3(), torch.zeros(1, 64), torch.full((1, 64), 1.0 + step), None, 64 * step)
-        assert held_entries(pool) <= 50 + 16 + 64
-    assert pool.winners().ids.tolist() == list(range(64 * 299, 64 * 299 + 50))
+        offer_gradient(topk, D3(), torch.zeros(1, 64), torch.full((1, 64), 1.0 + step), None, 64 * step)
+        assert held_entries(topk) <= 50 + 16 + 64
+    assert topk.winners().ids.tolist() == list(range(64 * 299, 64 * 299 + 50))
 
 
 def test_newcomers_of_a_quarter_of_a_pool_raise_its_floor():
-    pool = Pool(1000, torch.float32, "cpu")
-    pool.add(torch.arange(1000), torch.arange(1000).float(), torch.zeros(1000))
+    topk = TopK(1000, torch.float32, "cpu")
+    topk.add(torch.arange(1000), torch.arange(1000).float(), torch.zeros(1000))
     best = torch.full((125,), 2000.0)
-    pool.add(torch.arange(1000, 1125), best, best)
-    assert pool.floor == 0
-    pool.add(torch.arange(1125, 1250), best, best)
-    assert pool.floor == 250
+    topk.add(torch.arange(1000, 1125), best, best)
+    assert topk.threshold == 0
+    topk.add(torch.arange(1125, 1250), best, best)
+    assert topk.threshold == 250
 
 
-def held_entries(pool):
-    return pool._num_waiting + pool._ids.numel()
+def held_entries(topk):
+    return topk._num_waiting + topk._ids.numel()
 
 
 def test_an_entry_that_cannot_reach_the_floor_is_not_scored():
@@ -228,21 +228,21 @@ def test_an_entry_that_cannot_reach_the_floor_is_not_scored():
             Counting.scored += grad.numel()
             return super().score(weight, grad)
 
-    pool = Pool(2, torch.float32, "cpu")
-    offer_gradient(pool, Counting(), torch.zeros(1, 4), torch.full((1, 4), 5.0), None, 0)
+    topk = TopK(2, torch.float32, "cpu")
+    offer_gradient(topk, Counting(), torch.zeros(1, 4), torch.full((1, 4), 5.0), None, 0)
     assert Counting.scored == 4
     grad = torch.ones(10, 4)
     grad[7, 2] = 6.0
-    offer_gradient(pool, Counting(), torch.zeros(10, 4), grad, None, 4)
+    offer_gradient(topk, Counting(), torch.zeros(10, 4), grad, None, 4)
     assert Counting.scored == 5
-    assert pool.winners().ids.tolist() == [4 + 30, 0]
+    assert topk.winners().ids.tolist() == [4 + 30, 0]
 
 
 @cheap
 @given(data=st.data(), size=st.integers(1, 40))
 def test_the_smallest_weights_are_those_of_a_plain_sort(data, size):
     draw_sizes(data)
-    pool, entries, offset = Pool(size, torch.float64, "cpu"), [], 0
+    topk, entries, offset = TopK(size, torch.float64, "cpu"), [], 0
     tensors = []
     for shape in data.draw(st.lists(tensor_shapes, min_size=1, max_size=4), label="shapes"):
         weight = draw_matrix(data, shape, [*WEIGHTS, -0.0, -0.25, 3.0], torch.float64)
@@ -255,9 +255,9 @@ def test_the_smallest_weights_are_those_of_a_plain_sort(data, size):
         offset += weight.numel()
     for weight, at, excluded in data.draw(st.permutations(tensors), label="arrival"):
         before = weight.clone()
-        offer_weight(pool, Magnitude(), weight, at, torch.Generator(), excluded)
+        offer_weight(topk, Magnitude(), weight, at, torch.Generator(), excluded)
         assert torch.equal(weight, before)
-    assert pool.winners().ids.tolist() == [id_ for _, id_ in sorted(entries)[:size]]
+    assert topk.winners().ids.tolist() == [id_ for _, id_ in sorted(entries)[:size]]
 
 
 @pytest.mark.parametrize("block", [1, 3, 1000])
@@ -265,30 +265,30 @@ def test_random_entries_depend_on_the_seed_alone_within_one_block_size(block):
     selection.BLOCK_ENTRIES = block
 
     def draw(seed, weight):
-        pool = Pool(5, torch.float32, "cpu")
-        offer_weight(pool, Random(), weight, 0, torch.Generator().manual_seed(seed))
-        return pool.winners().ids.tolist()
+        topk = TopK(5, torch.float32, "cpu")
+        offer_weight(topk, Random(), weight, 0, torch.Generator().manual_seed(seed))
+        return topk.winners().ids.tolist()
 
     assert draw(1, torch.zeros(10, 10)) == draw(1, torch.randn(10, 10))
     assert draw(1, torch.zeros(10, 10)) != draw(2, torch.zeros(10, 10))
 
 
 def test_equal_scores_are_taken_in_order_of_position():
-    pool = Pool(5, torch.float32, "cpu")
-    offer_weight(pool, Bias(), torch.randn(4), 10, torch.Generator())
-    offer_weight(pool, Bias(), torch.randn(4), 0, torch.Generator())
-    assert pool.winners().ids.tolist() == [0, 1, 2, 3, 10]
+    topk = TopK(5, torch.float32, "cpu")
+    offer_weight(topk, Bias(), torch.randn(4), 10, torch.Generator())
+    offer_weight(topk, Bias(), torch.randn(4), 0, torch.Generator())
+    assert topk.winners().ids.tolist() == [0, 1, 2, 3, 10]
 
 
 def test_weights_that_are_not_numbers_are_never_selected():
-    pool = Pool(3, torch.float32, "cpu")
-    offer_weight(pool, Magnitude(), torch.tensor([math.nan, 2.0, math.inf, 1.0]), 0, torch.Generator())
-    assert pool.winners().ids.tolist() == [3, 1]
+    topk = TopK(3, torch.float32, "cpu")
+    offer_weight(topk, Magnitude(), torch.tensor([math.nan, 2.0, math.inf, 1.0]), 0, torch.Generator())
+    assert topk.winners().ids.tolist() == [3, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_in_half_precision_are_offered_like_any_other(dtype):
     weight = torch.tensor([[0.5, -0.25], [0.0, 1.0]], dtype=dtype)
-    pool = Pool(2, torch.float32, "cpu")
-    offer_weight(pool, Magnitude(), weight, 0, torch.Generator())
-    assert pool.winners().ids.tolist() == [2, 1]
+    topk = TopK(2, torch.float32, "cpu")
+    offer_weight(topk, Magnitude(), weight, 0, torch.Generator())
+    assert topk.winners().ids.tolist() == [2, 1]

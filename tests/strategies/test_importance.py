@@ -289,9 +289,9 @@ def test_a_users_function_has_to_score_every_entry():
 
 
 def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
-    from sparsify.selection.topk import Pool, offer_gradient
+    from sparsify.selection.topk import TopK, offer_gradient
 
     generous = register_importance("test-importance-generous")(lambda weight, grad: torch.ones_like(grad))
-    pool = Pool(4, torch.float32, "cpu")
+    pool = TopK(4, torch.float32, "cpu")
     offer_gradient(pool, generous, torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), None, 0)
     assert pool.winners().ids.tolist() == [1, 2]

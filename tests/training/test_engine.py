@@ -421,9 +421,9 @@ def test_autocast_unmasks_what_the_dense_gradients_of_autocast_say():
             loss = loss_of(each, batches[0])
         loss.backward()
     scores = {name: p.grad.abs() / (p.detach().abs() + 1) ** 2 for name, p in model.named_parameters()}
-    floor = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
+    threshold = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
     for name, indices in unmasked_sets(sparse).items():
-        assert all(scores[name].flatten()[index] >= 0.99 * floor for index in indices), name
+        assert all(scores[name].flatten()[index] >= 0.99 * threshold for index in indices), name
 
 
 # -------------------------------------------------------------------------------- the optimizer

@@ -12,11 +12,11 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, L
 
 from sparsify import SparseDelta, get_unmasker, overlap, sparsify, summary
 from sparsify.adapters import add_adapters
-from sparsify.common.initializers import Draw
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.sparse_delta import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.new_parameters import find_draws, find_fresh
+from sparsify.training.new_parameters import find_new, find_recipes
 
 CONFIG = BertConfig(
     vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
@@ -154,7 +154,7 @@ def test_a_wrong_draw_is_an_error_and_changes_nothing():
     model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
     delta = SparseDelta.from_model(model)
     name = next(name for name in delta.tensors if "lora_A" in name)
-    object.__setattr__(delta.tensors[name], "drawn", Draw("uniform", 32**-0.5, seed=1))
+    object.__setattr__(delta.tensors[name], "drawn", InitializerRecipe("uniform", 32**-0.5, seed=1))
     base = lora(bert(), seed=2)
     before = copy.deepcopy(base.state_dict())
     with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):
@@ -163,7 +163,7 @@ def test_a_wrong_draw_is_an_error_and_changes_nothing():
 
 
 def test_a_draw_beyond_its_dtype_is_refused():
-    draw = Draw("constant", 1e6)
+    draw = InitializerRecipe("constant", 1e6)
     none = torch.empty(0, dtype=torch.int64)
     initial = draw.values("weight", (2, 2), torch.float16)
     part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), draw)
@@ -229,16 +229,16 @@ def test_what_peft_and_adapters_bring_is_found_and_nothing_else(make, pattern):
     model = make()
     names = [name for name, _ in model.named_parameters() if pattern in name or "modules_to_save" in name]
     assert names
-    assert list(find_fresh(model)) == names
+    assert list(find_new(model)) == names
 
 
 def test_a_head_that_the_checkpoint_lacks_is_found(tmp_path):
     torch.manual_seed(0)
     BertModel(CONFIG).save_pretrained(tmp_path)
     model = BertForSequenceClassification.from_pretrained(tmp_path)
-    assert find_fresh(model) == ("classifier.weight", "classifier.bias")
-    assert find_fresh(model, saved=["classifier.weight"]) == ("classifier.bias",)
-    assert find_fresh(BertModel.from_pretrained(tmp_path)) == ()
+    assert find_new(model) == ("classifier.weight", "classifier.bias")
+    assert find_new(model, saved=["classifier.weight"]) == ("classifier.bias",)
+    assert find_new(BertModel.from_pretrained(tmp_path)) == ()
     delta = SparseDelta.from_model(train(sparsify(model, 500, steps=STEPS)))
     assert set(delta.whole) == {"classifier.weight", "classifier.bias"}
     again = BertForSequenceClassification.from_pretrained(tmp_path)
@@ -246,12 +246,12 @@ def test_a_head_that_the_checkpoint_lacks_is_found(tmp_path):
 
 
 def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
-    assert find_fresh(bert()) == ()
+    assert find_new(bert()) == ()
     model = bert()
     model.config._name_or_path = str(tmp_path)
-    assert find_fresh(model) == ()
+    assert find_new(model) == ()
     model.config._name_or_path = "somebody/something"
-    assert find_fresh(model) == ()
+    assert find_new(model) == ()
 
 
 def test_the_user_may_say_what_is_fresh():
@@ -274,7 +274,7 @@ def test_draws_follow_the_models_initializer_range():
     torch.manual_seed(0)
     model.head = nn.Linear(100, 50)
     nn.init.normal_(model.head.weight, std=0.05)
-    assert find_draws(model, ["head.weight"], "seed", 3) == {"head.weight": Draw("normal", 0.05, 3)}
+    assert find_recipes(model, ["head.weight"], "seed", 3) == {"head.weight": InitializerRecipe("normal", 0.05, 3)}
 
 
 def test_a_saved_adapter_is_plain_whatever_was_drawn(tmp_path):

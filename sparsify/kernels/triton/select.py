@@ -41,7 +41,7 @@ def select_d3(
             candidates.scores,
             candidates.grads,
             candidates.count,
-            candidates.floor,
+            candidates.threshold,
             candidates.finite.view(torch.int8),
             start,
             stop,
@@ -63,7 +63,7 @@ def cut(candidates: Candidates, size: int, limit: int) -> None:
             candidates.scores,
             candidates.grads,
             candidates.count,
-            candidates.floor,
+            candidates.threshold,
             size,
             limit,
             candidates.total.bit_length(),
@@ -81,7 +81,7 @@ def _select(
     scores,
     grads,
     count,
-    floor,
+    threshold,
     finite,
     start,
     stop,
@@ -112,7 +112,7 @@ def _select(
     infinity = float("inf")
     if tl.sum((inside & ((size == infinity) | (size != size))).to(tl.int32)) > 0:
         tl.store(finite, 0)
-    keep = inside & (score >= tl.load(floor)) & (score > 0) & (score < infinity) & (size > 0)
+    keep = inside & (score >= tl.load(threshold)) & (score > 0) & (score < infinity) & (size > 0)
     number = tl.sum(keep.to(tl.int32))
     if number > 0:
         first = tl.atomic_add(count, number.to(tl.int64))
@@ -123,7 +123,7 @@ def _select(
 
 
 @triton.jit
-def _cut(ids, scores, grads, count, floor, size, limit, id_bits, block: tl.constexpr):
+def _cut(ids, scores, grads, count, threshold, size, limit, id_bits, block: tl.constexpr):
     number = tl.load(count).to(tl.int32)
     if number > limit:
         # the largest score, as bits, that at least `size` candidates reach
@@ -175,4 +175,4 @@ def _cut(ids, scores, grads, count, floor, size, limit, id_bits, block: tl.const
             tl.store(grads + target, g, mask=keep)
             kept += tl.sum(keep.to(tl.int32))
         tl.store(count, tl.full((), size, tl.int64))
-        tl.store(floor, worst.to(tl.float32, bitcast=True))
+        tl.store(threshold, worst.to(tl.float32, bitcast=True))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify
 from sparsify.adapters import add_adapters, load_adapters, save_adapters
-from sparsify.training.new_parameters import find_fresh
+from sparsify.training.new_parameters import find_new
 
 FACTOR, BUDGET, STEPS, RATE = 4, 60, 3, 0.05
 CONFIGS = {"pfeiffer": "seq_bn", "houlsby": "double_seq_bn"}
@@ -211,7 +211,7 @@ def test_training_is_the_oracles_and_copies_and_deltas_are_the_model(name, confi
 @every_method
 def test_what_adapterhub_brings_is_fresh_and_nothing_else(name, config):
     model = hub_model(build(name)[0], config, large=False)
-    assert set(find_fresh(model)) == brought(name, model)
+    assert set(find_new(model)) == brought(name, model)
 
 
 @pytest.mark.parametrize(("config", "fresh"), [("seq_bn", "store"), ("lora", "store"), ("lora[r=64]", "seed")])
