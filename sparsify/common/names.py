@@ -139,6 +139,17 @@ def near_names(name: str, available: Iterable[str]) -> str:
     return f" (near: {', '.join(f'`{found}`' for found in near)})" if near else ""
 
 
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """A sentence with the name nearest to a value, whatever its case; empty where none is near.
+
+    Example:
+        >>> did_you_mean("ID_3", ["id3", "fish"])
+        " Did you mean 'id3'?"
+    """
+    near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def find_engine(model: nn.Module) -> Any:
     """The engine of a sparsified model, also within wrappers; ``None`` for a model that is not sparsified.
 

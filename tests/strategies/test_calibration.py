@@ -155,13 +155,13 @@ def test_a_single_batch_is_not_taken_for_batches(model_and_batches):
         calibrate(model, list(model.parameters()), D3(), batches[0])
 
 
-@pytest.mark.parametrize(("importance", "total", "passes"), [(Fisher(num_samples=5), 5, 5), (D3(), None, 2)])
+@pytest.mark.parametrize(("importance", "total", "passes"), [(Fisher(num_samples=5), 5, 5), (D3(), 2, 2)])
 def test_progress_is_shown_for_every_backward_pass(model_and_batches, monkeypatch, importance, total, passes):
     model, batches = model_and_batches
     shown = []
 
-    def bar(**settings):
-        shown.append(tqdm(**settings))
+    def bar(batches, **settings):
+        shown.append(tqdm(batches, **settings))
         return shown[-1]
 
     monkeypatch.setattr("tqdm.auto.tqdm", bar)

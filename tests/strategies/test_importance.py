@@ -276,7 +276,7 @@ def test_a_name_may_be_registered_again_but_not_one_of_ours():
     first = register_importance("test-importance-again")(lambda weight, grad: grad.abs())
     second = register_importance("test-importance-again")(lambda weight, grad: grad.abs())
     assert IMPORTANCES["test-importance-again"]() is second is not first
-    with pytest.raises(SparsifyError, match="'d3' is an importance of sparsify's own; register yours under another"):
+    with pytest.raises(SparsifyError, match="'d3' is a built-in importance; register yours under another"):
         register_importance("d3")
     with pytest.raises(SparsifyError, match="expected a string that is not empty"):
         register_importance("")
