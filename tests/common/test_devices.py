@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from sparsify.common.streams import Streams
+from sparsify.common.devices import Streams
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
