@@ -187,15 +187,6 @@ def counted(events, method):
     return call
 
 
-def test_what_was_looked_at_to_choose_is_logged_for_debugging(tmp_path, caplog):
-    model = make_model()
-    with caplog.at_level(logging.DEBUG, logger="sparsify"):
-        make_trainer(model, tmp_path, save_strategy="no").train()
-    messages = [record.getMessage() for record in caplog.records if record.name.endswith("integrations.transformers")]
-    assert messages[-1] == f"step 8: {summary(model).last_work}"
-    assert len(messages) == STEPS
-
-
 def test_full_fine_tuning_takes_the_callback_too(tmp_path):
     """So that a loop over the presets is one loop."""
     model = sparsify(build("bert")[0], None, "full", modules_to_save=["classifier"])
@@ -355,8 +346,6 @@ def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
 
 
 def test_nothing_is_missed_when_a_checkpoint_is_loaded(tmp_path, caplog):
-    import logging
-
     make_trainer(make_model(), tmp_path).train()
     resumed = make_trainer(make_model(), tmp_path)
     logger = logging.getLogger("transformers")
