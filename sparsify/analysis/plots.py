@@ -69,7 +69,7 @@ def plot_trajectory(
     sparsity.set(ylabel="tensor sparsity (%)", ylim=(0, 100))
     for axes in (entropy, sparsity):
         axes.set_xlabel("optimizer step")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     if isinstance(model, Mapping):

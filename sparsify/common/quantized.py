@@ -84,12 +84,9 @@ def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
-    """Returns why a quantized weight cannot be dequantized, as the end of a sentence; ``None`` if it can.
+    """Returns why a module's quantized weight cannot be dequantized, as the end of a sentence; ``None`` if it can.
 
-    Args:
-        module: the weight's owner.
-        attribute: the parameter's name.
-        before: the call that needs the values, for the remedy.
+    ``before`` is the call that needs the values, for the remedy.
     """
     weight: Any = module._parameters[attribute]
     kind = _kind(weight)

@@ -59,16 +59,10 @@ class Ranks:
         return torch.stack(parts)
 
     def headers(self, place: int, numbers: Sequence[int], names: Sequence[str], device: torch.device) -> Tensor:
-        """Gathers the ranks' numbers at a place of the backward pass: (ranks, numbers) int64, on the CPU.
+        """Gathers less than ``WIDTH`` numbers of each rank: (ranks, numbers) int64, on the CPU.
 
-        Args:
-            place: the number of the tensor that this rank is at, ``BEGIN`` or ``END``.
-            numbers: less than ``WIDTH`` integers.
-            names: of the tensors.
-            device: of the exchange.
-
-        Raises:
-            SparsifyError: on all ranks, when they are at different places.
+        Raises ``SparsifyError`` on all ranks unless they are at the same place of their backward passes: the number of
+        a tensor (one of ``names``), ``BEGIN`` or ``END``.
         """
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device=device)).cpu()
@@ -77,13 +71,7 @@ class Ranks:
         return headers[:, 1 : 1 + len(numbers)]
 
     def union(self, own: Tensor, most: int, limit: int) -> Tensor:
-        """Gathers the indices of all ranks: (k,) int64, ascending.
-
-        Args:
-            own: (n,) int64, without duplicates.
-            most: the largest n of any rank.
-            limit: upper bound of all indices, exclusive.
-        """
+        """Gathers the ranks' indices, each (n,) with n <= ``most``, all below ``limit``: (k,) int64, ascending."""
         dtype = torch.int32 if limit < 2**31 else torch.int64
         padded = own.new_full((most,), -1, dtype=dtype)
         padded[: own.numel()] = own.to(dtype)

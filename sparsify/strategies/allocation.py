@@ -9,20 +9,11 @@ ALLOCATIONS = (GLOBAL, UNIFORM, ERDOS_RENYI)
 
 
 def allocate(budget: int, shapes: Sequence[Sequence[int]], candidates: Sequence[int], allocation: str) -> list[int]:
-    """Divides a budget among tensors.
+    """Divides a budget, at most the sum of ``candidates``, among tensors; returns the number of entries of each.
 
     ``"uniform"``: the same density in each. ``"erdos-renyi"``: a density in proportion to the sum of the dimensions
     over their product, for a matrix (n_in + n_out) / (n_in n_out), so that small tensors stay denser. What exceeds a
     tensor's candidates is divided among the others; what rounding down leaves goes to the largest remainders.
-
-    Args:
-        budget: entries in all, from 0 to the sum of ``candidates``.
-        shapes: of the tensors.
-        candidates: maximum number of entries of each tensor.
-        allocation: ``"uniform"`` or ``"erdos-renyi"``.
-
-    Returns:
-        A number for each tensor; their sum is the budget.
 
     Example:
         >>> allocate(30, [(10, 10), (2, 10), (3, 2)], [100, 20, 6], "erdos-renyi")

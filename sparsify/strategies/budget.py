@@ -13,16 +13,7 @@ from sparsify.strategies.strategy import Repeat, Strategy
 
 
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
-    """Returns the budget as a number of entries.
-
-    Args:
-        budget: a number of entries, a share of the candidates, or ``None``.
-        strategy: any that selects.
-        candidates: number of candidates by tensor name.
-
-    Raises:
-        SparsifyError: for any other budget, or one above the number of candidates.
-    """
+    """Returns the budget, a number or a share of the candidates (by tensor name), as a number of entries."""
     importance: Any = strategy.importance
     available = sum(n for name, n in candidates.items() if importance.uses_gradient or importance.covers(name))
     if available == 0:
@@ -65,11 +56,7 @@ def check_given_budget(budget: int | float | None, given: int) -> None:
 def resolve_capacity(
     budget: int, strategy: Strategy, schedule: Schedule, steps: int | None, candidates: Mapping[str, int]
 ) -> int:
-    """Returns the length of the flat delta: the budget, or for repeat-S all entries that its steps can select.
-
-    Raises:
-        SparsifyError: for repeat-S with a schedule, without steps and capacity, or with less capacity than budget.
-    """
+    """Returns the length of the flat delta: the budget, or for repeat-S all entries that its steps can select."""
     selection = strategy.selection
     if not isinstance(selection, Repeat):
         return budget

@@ -44,9 +44,6 @@ def calibrate(
 
     Returns:
         For each parameter, in its shape, float32 or float64.
-
-    Raises:
-        SparsifyError: when these are rows in place of batches, there is no loss, or no gradient reaches a candidate.
     """
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(

@@ -90,11 +90,7 @@ class Schedule:
 
 
 def resolve_schedule(schedule: str | Schedule) -> Schedule:
-    """Returns the schedule itself, or the one with this shape.
-
-    Raises:
-        SparsifyError: for anything else.
-    """
+    """Returns the schedule itself, or the one with this shape."""
     if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, str):

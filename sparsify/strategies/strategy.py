@@ -223,11 +223,7 @@ PRESETS: dict[str, Strategy] = {
 
 
 def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strategy:
-    """Returns the strategy itself, the preset of that name, or the one that trains a given set.
-
-    Raises:
-        SparsifyError: for an unknown name (the nearest is suggested) or another type.
-    """
+    """Returns the strategy itself, the preset of that name, or the one that trains a given set."""
     if isinstance(strategy, Strategy):
         return strategy
     if isinstance(strategy, Mapping) and all(isinstance(entries, Tensor) for entries in strategy.values()):

@@ -60,7 +60,7 @@ def find_targets(
     PEFT model, whose base is frozen.
 
     Args:
-        model: the model; it is only read.
+        model: it is only read.
         target_modules: modules whose parameters are candidates; a list matches suffixes of module names, a string is
             a regular expression for the whole name, ``"all-linear"`` every linear layer but the output head.
         exclude_modules: modules to leave out, in the same words.
@@ -79,11 +79,7 @@ def find_targets(
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
 
     takes_quantized = target_modules is not None and not _is_peft(modules)
-    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
-    for module_name, module in modules.items():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[parameter].append((module_name, module, attribute))
+    owners = _owners(modules)
     candidates: list[Candidate] = []
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -105,6 +101,15 @@ def find_targets(
         left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
         _report_partial_match(targeted - left_out, modules, candidates)
     return Targets(tuple(candidates), saved, frozen)
+
+
+def _owners(modules: dict[str, nn.Module]) -> dict[nn.Parameter, list[Owner]]:
+    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
+    for module_name, module in modules.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append((module_name, module, attribute))
+    return owners
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
@@ -141,15 +146,10 @@ def _spans(model: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 
 def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
-    """Returns the first names of the modules that a pattern in PEFT's words matches under any of their names.
+    """Returns the first names of the modules that a pattern matches under any of their names.
 
-    Args:
-        model: the model; it is only read.
-        pattern: a list of suffixes, a regular expression for the whole name, or ``"all-linear"``.
-        argument: the pattern's name in error texts.
-
-    Raises:
-        SparsifyError: when it matches nothing; near names are listed.
+    The pattern is a list of suffixes, a regular expression for the whole name, or ``"all-linear"``. One that matches
+    nothing is an error that lists near names and calls the pattern by ``argument``.
 
     Example:
         >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
