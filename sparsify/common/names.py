@@ -102,16 +102,11 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then persistent buffers, with their names in ``state_dict``."""
-    buffers = []
+    yield from model.named_parameters(remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
-        start = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield start + name, parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers.append((start + name, buffer))
-    yield from buffers
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def near_names(name: str, available: Iterable[str]) -> str:
