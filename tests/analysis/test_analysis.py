@@ -1,4 +1,4 @@
-"""What a fine-tuning did: its trajectory against a record of it, shares, pictures, and the correlation of changes."""
+"""Analysis: the trajectory against a record of it, shares, pictures, and the correlation of changes."""
 
 import copy
 import math
@@ -71,7 +71,7 @@ def as_numbers(found):
 
 
 def recorded(model, batches, steps):
-    """What the summary says before training and after each step, while it goes on."""
+    """The summary before training and after each step, recorded during training."""
     record = [summary(model)]
     train(model, batches, steps, after_step=lambda: record.append(summary(model)))
     return [as_numbers(found) for found in record]

@@ -1,4 +1,4 @@
-"""The order of a device's streams, with streams that write down which others they have waited for."""
+"""The order of a device's streams, with streams that record which others they have waited for."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: an interrupted call has happened or it has not, and what follows is as without it."""
+"""Ctrl-C at any moment: an interrupted call has either happened or not, and training continues the same."""
 
 import contextlib
 import copy
@@ -19,21 +19,21 @@ from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_unm
 from sparsify.common.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
-# where a signal may come; not in threading, logging and the like, whose locks it would leave locked for other tests
+# files that are interrupted; not threading, logging and the like, whose locks would stay locked for other tests
 PACKAGES = (package, torch.optim, torch.nn.modules)
 INTERRUPTED = (*(str(Path(module.__file__).parent) for module in PACKAGES), signal.__file__, __file__)
 
 
 @pytest.fixture(autouse=True)
 def handler():
-    """Python's own handler of SIGINT, which a process in the background does not have."""
+    """Installs Python's own handler of SIGINT, which a background process does not have."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 class Tied(nn.Module):
-    """A table that is looked up in and multiplied by, a norm and a convolution in the generic form, a linear layer."""
+    """A tied embedding and head, a norm and a convolution in the generic form, a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Interrupter:
 
 
 def trained(model, ids, optimizer, interrupters):
-    """Trains to the end, an interrupter around each try at a step; what was interrupted is done again.
+    """Trains to the end, with an interrupter around each attempt at a step; an interrupted step is repeated.
 
     Returns:
         The trained state, and how often it was interrupted.
@@ -265,7 +265,7 @@ def is_equal(state, other):
 
 
 class Interrupted:
-    """Calls functions, each interrupted at a random one of its lines."""
+    """Calls functions and interrupts each at a random line."""
 
     def __init__(self):
         self._generator, self._lines, self.count = random.Random(0), {}, 0

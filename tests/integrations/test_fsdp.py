@@ -188,7 +188,7 @@ def all_scenarios(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """What every scenario gave on each of two ranks."""
+    """The result of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios)
 
 

@@ -97,7 +97,7 @@ def test_models_that_cannot_be_trained_are_refused_before_the_first_step(tmp_pat
 
 
 class Reporter(TrainerCallback):
-    """As TensorBoard's and W&B's: sends on what it is given at the moment when it is given it."""
+    """Sends the logs at once, as TensorBoard's and W&B's reporters do."""
 
     sent = None
 

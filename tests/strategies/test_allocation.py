@@ -1,4 +1,4 @@
-"""Budgets shared out among tensors: exact, within every tensor's size, in proportion."""
+"""Budgets divided among tensors: exact, within every tensor's size, in proportion."""
 
 from fractions import Fraction
 from math import prod

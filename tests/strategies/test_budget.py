@@ -1,4 +1,4 @@
-"""Budgets: a number, a share, or what the strategy says; and the room they take."""
+"""Budgets: a number, a share, or none; and the length of the flat delta."""
 
 import pytest
 

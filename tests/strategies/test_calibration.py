@@ -1,4 +1,4 @@
-"""The calibration pass sums up gradients of the plain model and leaves it as it was."""
+"""The calibration sums up gradients of the plain model and leaves it unchanged."""
 
 import copy
 

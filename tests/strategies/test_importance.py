@@ -70,7 +70,7 @@ def test_d3_refuses_settings_without_a_finite_score(arguments):
 
 
 def assert_bounded(importance, weight, grad):
-    """No entry that can be selected has a smaller gradient than its row's entries with its score have at least."""
+    """Asserts that each selectable entry's gradient is at least the bound for its score."""
     scores = importance.score(weight, grad)
     for row, column in (scores.isfinite() & (scores > 0)).nonzero().tolist():
         least = importance.least_gradient(scores[row, column], weight)

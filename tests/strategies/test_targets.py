@@ -1,4 +1,4 @@
-"""Which tensors are candidates: patterns in PEFT's words, owners, and texts that help with a typo."""
+"""Candidates: patterns in PEFT's words, owners, and error texts that help with a typo."""
 
 import warnings
 
