@@ -1,11 +1,11 @@
-"""What a sparse fine-tuning did, in numbers and in pictures; afterwards, since nothing is recorded while it trains.
+"""A sparse fine-tuning in numbers and pictures, computed afterwards: nothing is recorded during training.
 
-trajectory(model)                  tensor sparsity and selection entropy over the steps       trajectory.py
-shares(model_or_delta)             the unmasked share of each tensor, by layer and kind       shares.py
-change_correlation(a, b, base)     whether two fine-tunings changed the same entries alike    correlation.py
-plot_trajectory, plot_shares       the first two as pictures                                  plots.py
+trajectory(model)                  tensor sparsity and selection entropy over the steps
+shares(model_or_delta)             the unmasked share of each tensor, with its layer and kind
+change_correlation(a, b, base)     rank correlation of the changes of two fine-tunings
+plot_trajectory, plot_shares       pictures of the first two
 
-The pictures and the correlation need the extra ``plot``, which is imported only when they are asked for.
+The correlation and the pictures need the extra ``plot``, which is imported when they are called.
 """
 
 from sparsify.analysis.correlation import ChangeCorrelation, change_correlation

@@ -1,7 +1,7 @@
-"""Whether two fine-tunings changed a model alike: the rank correlation of their changes, trained minus pretrained.
+"""Rank correlation of the changes, trained minus pretrained, that two fine-tunings made.
 
-In: two sparsified models, deltas or plain fine-tuned models, in any combination, and the base of those that do not
-know it themselves. Out: Spearman's coefficient over the entries that changed, and for each tensor.
+In: two sparsified models, deltas or plain fine-tuned models, in any combination, and the base where they do not hold
+it. Out: Spearman's coefficient over the changed entries, and for each tensor.
 """
 
 from __future__ import annotations
@@ -15,23 +15,19 @@ from torch import Tensor, nn
 
 from sparsify.common.extras import require
 from sparsify.common.names import find_engine, named_tensors, plain_name
-from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patch_plan import check_not_drawn, find_targets, plan_entries
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.engine import Engine
 from sparsify.training.export import entries_of
-
-AMONG = ("either", "both")
 
 
 @dataclass(frozen=True)
 class ChangeCorrelation:
-    """How alike two fine-tunings changed a model.
+    """Spearman's rank correlation of two fine-tunings' changes.
 
     Attributes:
-        overall: Spearman's coefficient over all compared entries; nan where one side's values are all equal.
-        by_tensor: the same for each tensor that has compared entries; nan also where it has a single one.
+        overall: over all compared entries; nan where one side's values are all equal.
+        by_tensor: the same for each tensor with compared entries; nan also where there is a single one.
         num_entries: number of compared entries.
     """
 
@@ -48,29 +44,26 @@ def change_correlation(
     among: str = "either",
     magnitude: bool = False,
 ) -> ChangeCorrelation:
-    """Spearman's rank correlation of the changes, trained minus pretrained, that two fine-tunings made.
+    """Computes Spearman's rank correlation of the changes, trained minus pretrained, of two fine-tunings.
 
-    Tensors that either side trained dense beside its budget (``modules_to_save``) are left out: a new head has no
-    pretrained values. Among ``"either"``, entries that only one side changed count with a zero on the other, so that
-    two disjoint sets of entries come out below zero where magnitudes are compared. The paper compares
-    ``magnitude=True, among="both"``, with full fine-tuning on one side.
+    Tensors that either side trained dense (``modules_to_save``) are left out: a new head has no pretrained values.
+    With ``among="either"``, an entry that one side did not change counts as zero there. The paper compares with full
+    fine-tuning, by ``magnitude=True, among="both"``.
 
     Args:
-        a: a sparsified model, a delta, or a plain model that was fine-tuned in any way; it is only read.
+        a: a sparsified model, a delta, or a plain fine-tuned model; it is only read.
         b: the other one.
-        base: the pretrained model, plain. A plain model needs it, and a delta, unless that stores differences.
-        among: which entries are compared: those that ``"either"`` changed, or that ``"both"`` did.
-        magnitude: compare absolute values.
+        base: the plain pretrained model; required for a plain model, and for a delta unless it stores differences.
+        among: compares the entries that ``"either"`` side changed, or those that ``"both"`` did.
+        magnitude: compares absolute values.
 
     Returns:
-        The coefficient in all and by tensor. Memory and time are O(n log n) in the number of changed entries, which is
-        the whole model for a plain one.
+        The coefficient overall and by tensor. Memory and time are O(n log n) in the number of changed entries.
 
     Raises:
         SparsifyError: when ``a`` or ``b`` is something else, the base is missing or sparsified, a tensor has another
             shape or is missing, or fewer than two entries can be compared.
-        BaseMismatchError: when the base is not the one that a delta or a plain model was trained on, as far as names,
-            shapes and a delta's hashes tell.
+        BaseMismatchError: when names, shapes or a delta's hashes show that the base is another one.
         MissingExtraError: when scipy is not installed.
 
     Example:
@@ -82,13 +75,13 @@ def change_correlation(
         >>> change_correlation(a, b, base)
         ChangeCorrelation(overall=1.0, by_tensor={'weight': 1.0}, num_entries=3)
     """
-    if among not in AMONG:
-        raise SparsifyError(f"among={among!r}; expected one of {', '.join(map(repr, AMONG))}.")
+    if among not in ("either", "both"):
+        raise SparsifyError(f"among={among!r}; expected one of 'either', 'both'.")
     first, second = _changes("a", a, base), _changes("b", b, base)
     _check_shapes(first, second)
     compared = {}
-    for name in sorted((first.entries.keys() | second.entries.keys()) - first.whole - second.whole):
-        x, y = _aligned(first.entries.get(name, _NOTHING), second.entries.get(name, _NOTHING))
+    for name in sorted((first.entries.keys() | second.entries.keys()) - first.dense - second.dense):
+        x, y = _aligned(first.entries.get(name, _UNCHANGED), second.entries.get(name, _UNCHANGED))
         keep = (x != 0) | (y != 0) if among == "either" else (x != 0) & (y != 0)
         if keep.any():
             compared[name] = (x[keep].abs(), y[keep].abs()) if magnitude else (x[keep], y[keep])
@@ -110,63 +103,51 @@ class _Entries(NamedTuple):
     changes: Tensor
 
 
-_NOTHING = _Entries(torch.empty(0, dtype=torch.int64), torch.empty(0))
+_UNCHANGED = _Entries(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
 class _Changes(NamedTuple):
-    """What one side changed.
-
-    Attributes:
-        entries: changed entries by tensor name.
-        whole: names of the tensors that it trained dense beside them.
-        shapes: shapes by tensor name: of all tensors, or of those that it changed.
-        has_all: whether ``shapes`` has all.
-    """
+    """One side: changed entries, tensors trained dense, and shapes (of all tensors, or of the changed ones) by name."""
 
     entries: dict[str, _Entries]
-    whole: set[str]
+    dense: set[str]
     shapes: dict[str, tuple[int, ...]]
-    has_all: bool
+    has_all_shapes: bool
 
 
 def _changes(side: str, source: nn.Module | SparseDelta, base: nn.Module | None) -> _Changes:
     if isinstance(source, SparseDelta):
         shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-        return _Changes(_of_delta(side, source, base), set(source.whole), shapes, has_all=False)
+        return _Changes(_of_delta(side, source, base), set(source.whole), shapes, has_all_shapes=False)
     if not isinstance(source, nn.Module):
         raise SparsifyError(f"{side} is a {type(source).__name__}; expected a model or a SparseDelta.")
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(source).items()}
     engine = find_engine(source)
     if engine is None:
-        return _Changes(_of_plain(source, _checked_base(side, source, base)), set(), shapes, has_all=True)
-    whole = {plain_name(name) for name in engine.dense_names}
-    return _Changes(_of_engine(engine), whole, shapes, has_all=True)
-
-
-def _of_engine(engine: Engine) -> dict[str, _Entries]:
-    """A sparsified model has its base values beside it."""
+        return _Changes(_of_plain(source, _checked_base(side, source, base)), set(), shapes, has_all_shapes=True)
     engine.refresh()
-    entries = [entries_of(plain_name(tensor.name), tensor) for tensor in engine.tensors if tensor.count]
-    return {item.name: _Entries(item.indices.cpu(), _difference(item.values, item.base_values)) for item in entries}
+    items = [entries_of(plain_name(tensor.name), tensor) for tensor in engine.tensors if tensor.count]
+    entries = {item.name: _Entries(item.indices.cpu(), _difference(item.values, item.base_values)) for item in items}
+    return _Changes(entries, {plain_name(name) for name in engine.dense_names}, shapes, has_all_shapes=True)
 
 
 def _of_delta(side: str, delta: SparseDelta, base: nn.Module | None) -> dict[str, _Entries]:
-    """A delta has differences, or trained values to take the base's from."""
     check_not_drawn(delta.tensors, "a correlation")
-    stored = {name: tensor for name, tensor in delta.tensors.items() if tensor.kind == "replace"}
-    targets = find_targets(stored, _checked_base(side, delta, base), ()) if stored else {}
-    return {name: _of_tensor(name, tensor, targets) for name, tensor in delta.tensors.items()}
-
-
-def _of_tensor(name: str, tensor: TensorDelta, targets: dict[str, Tensor]) -> _Entries:
-    if tensor.kind == "add":
-        return _Entries(tensor.indices, tensor.values.to(_wide(tensor.values)))
-    edit = plan_entries(name, tensor, targets[name])  # checks shape, dtype and hash; nothing is written
-    return _Entries(tensor.indices, _difference(edit.new, edit.old))
+    replaced = {name: tensor for name, tensor in delta.tensors.items() if tensor.kind == "replace"}
+    targets = find_targets(replaced, _checked_base(side, delta, base), ()) if replaced else {}
+    found = {}
+    for name, tensor in delta.tensors.items():
+        if tensor.kind == "add":
+            changes = tensor.values.to(torch.promote_types(tensor.values.dtype, torch.float32))
+        else:
+            edit = plan_entries(name, tensor, targets[name])  # checks shape, dtype and hash; nothing is written
+            changes = _difference(edit.new, edit.old)
+        found[name] = _Entries(tensor.indices, changes)
+    return found
 
 
 def _of_plain(model: nn.Module, base: nn.Module) -> dict[str, _Entries]:
-    """A plain model differs from its base wherever a value does; buffers are not compared."""
+    """The differing entries of all parameters."""
     tuned = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     targets = find_targets(tuned, base, ())
     found = {}
@@ -185,7 +166,7 @@ def _of_plain(model: nn.Module, base: nn.Module) -> dict[str, _Entries]:
 def _checked_base(side: str, source: object, base: nn.Module | None) -> nn.Module:
     if base is None:
         raise SparsifyError(
-            f"{side} is a {type(source).__name__}, which has trained values and not what they were before; pass the "
+            f"{side} is a {type(source).__name__}, which has trained values but not the pretrained ones; pass the "
             "pretrained model as base=."
         )
     if not isinstance(base, nn.Module) or find_engine(base) is not None:
@@ -195,9 +176,9 @@ def _checked_base(side: str, source: object, base: nn.Module | None) -> nn.Modul
 
 
 def _check_shapes(a: _Changes, b: _Changes) -> None:
-    """Raises where one side changed a tensor that the other does not have, or has in another shape."""
+    """Raises where a tensor that one side changed is missing from the other, or has another shape there."""
     for here, there, sides in ((a, b, "a, not in b"), (b, a, "b, not in a")):
-        missing = [name for name in here.entries if there.has_all and name not in there.shapes]
+        missing = [name for name in here.entries if there.has_all_shapes and name not in there.shapes]
         if missing:
             raise SparsifyError(
                 f"tensor `{missing[0]}` is in {sides}; {len(missing):,} such in all. Compare fine-tunings of one "
@@ -223,12 +204,8 @@ def _aligned(a: _Entries, b: _Entries) -> tuple[Tensor, Tensor]:
 
 def _difference(trained: Tensor, base: Tensor) -> Tensor:
     """Trained minus base, on the CPU, in at least float32."""
-    wide = _wide(trained)
-    return trained.detach().to("cpu", wide) - base.detach().to("cpu", wide)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    dtype = torch.promote_types(trained.dtype, torch.float32)
+    return trained.detach().to("cpu", dtype) - base.detach().to("cpu", dtype)
 
 
 def _spearman(x: Tensor, y: Tensor) -> float:

@@ -1,7 +1,6 @@
-"""Where the unmasked entries are: each tensor's unmasked share, its layer, and which kind of tensor it is there.
+"""The unmasked share of each tensor, with the tensor's layer and its kind within the layer.
 
-In: a sparsified model, or a delta. Out: a row for each tensor. Layers and kinds are read from the names alone, which a
-delta has, too:
+In: a sparsified model, or a delta. Out: a row for each tensor. Layers and kinds come from the names alone:
 
     bert.encoder.layer.3.attention.self.query.weight
     stack path ------- number                           layer 3, kind attention.self.query.weight
@@ -30,12 +29,12 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)(\w+_)?\d+(?=\.|$)")  # Mixtral's experts
 
 @dataclass(frozen=True)
 class TensorShare:
-    """How much of one tensor is unmasked.
+    """The unmasked share of one tensor.
 
     Attributes:
         name: its name in the plain model.
         layer: its layer's number; ``None`` outside the numbered layers.
-        kind: what it is within its layer; equal in all layers of a stack.
+        kind: its name within the layer, equal in all layers of a stack.
         unmasked: number of unmasked entries.
         size: number of entries.
     """
@@ -53,14 +52,14 @@ class TensorShare:
 
 
 def shares(source: Source) -> list[TensorShare]:
-    """The unmasked share of each tensor, with its layer and kind.
+    """Returns the unmasked share of each tensor, with its layer and kind (:func:`places`).
 
     Args:
-        source: a sparsified model, whose candidates all have a row; or a :class:`sparsify.SparseDelta`, which knows
-            only the tensors that it changes. Tensors trained dense have none in either.
+        source: a sparsified model, for a row for each candidate; or a :class:`sparsify.SparseDelta`, for a row for each
+            tensor that it changes. Tensors trained dense have none.
 
     Returns:
-        A row for each tensor, in the source's order. How layers and kinds are told from the names says :func:`places`.
+        The rows in the source's order.
 
     Raises:
         SparsifyError: when the source is neither, or its model is not sparsified.
@@ -80,13 +79,7 @@ def shares(source: Source) -> list[TensorShare]:
 
 
 def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
-    """The :func:`shares` of several sources by label; layers and kinds are told from all their names together.
-
-    Example:
-        >>> from sparsify import sparsify
-        >>> tables({"pafi": sparsify(nn.Linear(2, 1), 1, strategy="pafi")})["pafi"][1].name
-        'bias'
-    """
+    """Returns the :func:`shares` of several sources by label, with layers and kinds from all their names together."""
     counts = {label: _counts(source) for label, source in sources.items()}
     found = places(name for tensors in counts.values() for name in tensors)
     return {
@@ -96,25 +89,19 @@ def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
 
 
 class Place(NamedTuple):
-    """Where a tensor is in its model: the layer, ``None`` outside of layers, and the kind."""
+    """A tensor's layer, ``None`` outside of layers, and its kind."""
 
     layer: int | None
     kind: str
 
 
 def places(names: Iterable[str]) -> dict[str, Place]:
-    """Layer and kind of tensors, from their names.
+    """Derives each tensor's layer and kind from its plain name.
 
-    The layer is the first component that is a number, the kind what comes after it. Where layers are numbered in
-    several stacks (an encoder and a decoder), what tells the stacks apart comes in front of the kind. The experts of a
+    The layer is the first component that is a number, the kind the components after it. Where layers are numbered in
+    several stacks (an encoder and a decoder), the kind begins with what distinguishes the stacks. The experts of a
     mixture are one kind, ``experts.*``; other further numbers stay in the kind. Outside of layers, the kind is the
-    name, without the first component where that is the model's prefix: it leads all the layers' names, too.
-
-    Args:
-        names: plain names.
-
-    Returns:
-        Name -> place, in the order of the names.
+    name, without the model's prefix: a first component that all layers' names have, too.
 
     Example:
         >>> for place in places(["bert.embeddings.weight", "bert.encoder.layer.3.output.dense.bias"]).values():
@@ -129,19 +116,30 @@ def places(names: Iterable[str]) -> dict[str, Place]:
         'mlp.experts.*.up_proj.weight'
     """
     paths: dict[str, Path] = {name: tuple(name.split(".")) for name in names}
-    numbers = {name: _first_number(path) for name, path in paths.items()}
-    stacks = {path[:at] for path, at in zip(paths.values(), numbers.values(), strict=True) if at is not None}
-    labels = _labels(sorted(stacks))
-    prefix = _prefix(stacks)
+    numbers = {
+        name: next((at for at, part in enumerate(path) if part.isdecimal()), None) for name, path in paths.items()
+    }
+    stacks = sorted({paths[name][:at] for name, at in numbers.items() if at is not None})
+    start = _num_shared(stacks)
+    end = _num_shared([stack[start:][::-1] for stack in stacks])
+    prefixes = {stack[:1] if len(stack) > 1 else () for stack in stacks}
+    prefix = prefixes.pop() if len(prefixes) == 1 else ()
     found = {}
     for name, path in paths.items():
         at = numbers[name]
         if at is None:
             found[name] = Place(None, ".".join(path[1:] if len(path) > 2 and path[:1] == prefix else path))
         else:
+            label = path[start : at - end]  # what distinguishes the stack
             kind = path[at + 1 :] or path[:at][-1:] or path  # a ParameterList numbers its tensors themselves
-            found[name] = Place(int(path[at]), _EXPERT.sub("*", ".".join(labels[path[:at]] + kind)))
+            found[name] = Place(int(path[at]), _EXPERT.sub("*", ".".join(label + kind)))
     return found
+
+
+def _num_shared(paths: Sequence[Path]) -> int:
+    """Number of leading components that all the paths have in common."""
+    columns = enumerate(zip(*paths, strict=False))
+    return next((at for at, parts in columns if len(set(parts)) > 1), min(map(len, paths), default=0))
 
 
 def _counts(source: Source) -> dict[str, tuple[int, int]]:
@@ -152,27 +150,3 @@ def _counts(source: Source) -> dict[str, tuple[int, int]]:
         tensors = get_unmasker(source).tensors
         return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in tensors}
     raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
-
-
-def _first_number(path: Path) -> int | None:
-    """The position of the first component that is a number."""
-    return next((at for at, part in enumerate(path) if part.isdecimal()), None)
-
-
-def _labels(stacks: Sequence[Path]) -> dict[Path, Path]:
-    """What tells the paths of stacks apart: what all begin or end with is left out; nothing for a single one."""
-    start = _num_shared(stacks)
-    end = _num_shared([stack[start:][::-1] for stack in stacks])
-    return {stack: stack[start : len(stack) - end] for stack in stacks}
-
-
-def _num_shared(paths: Sequence[Path]) -> int:
-    """Number of leading components that all the paths have in common."""
-    columns = enumerate(zip(*paths, strict=False))
-    return next((at for at, parts in columns if len(set(parts)) > 1), min(map(len, paths), default=0))
-
-
-def _prefix(stacks: Iterable[Path]) -> Path:
-    """The first component (1,) of the paths of all stacks, where they share one; a stack's own name is none."""
-    first = {stack[:1] if len(stack) > 1 else () for stack in stacks}
-    return first.pop() if len(first) == 1 else ()

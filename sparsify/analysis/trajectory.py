@@ -1,8 +1,7 @@
-"""How the selection went, seen afterwards: tensor sparsity and selection entropy over the optimizer steps.
+"""Tensor sparsity and selection entropy over the optimizer steps, reconstructed after training.
 
-In: a sparsified model. Out: points of its trajectory. Nothing is recorded for it: slots are given in order of
-unmasking, and the schedule says how many entries are unmasked after each step, so that the entries unmasked by then
-are those of the first so many slots.
+Slots are assigned in order of unmasking, and the schedule gives the number of entries unmasked after each step: those
+of the first so many slots.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from sparsify.training.summary import selection_entropy, tensor_sparsity
 
 @dataclass(frozen=True)
 class TrajectoryPoint:
-    """A sparsified model as it was after some optimizer steps.
+    """The selection after some optimizer steps.
 
     Attributes:
-        step: optimizer steps done by then; 0 is before training.
-        unmasked: entries unmasked by then.
+        step: optimizer steps done; 0 is before training.
+        unmasked: unmasked entries.
         tensor_sparsity: share of the tensors with no unmasked entry.
         selection_entropy: in nats, at most the logarithm of the number of tensors; 0 where nothing is unmasked.
     """
@@ -40,20 +39,20 @@ class TrajectoryPoint:
 
 
 def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
-    """Tensor sparsity and selection entropy over training so far, as :func:`sparsify.summary` would have shown them.
+    """Returns tensor sparsity and selection entropy over training so far.
 
-    Where a step found fewer entries with a gradient than the schedule asked for, the reconstruction runs ahead of what
-    happened until the schedule was caught up. The model's count of entry updates tells, and a warning says so.
+    A step that found fewer entries with a gradient than scheduled is not visible afterwards: the reconstruction is then
+    ahead of what happened, and a warning says so.
 
     Args:
         model: a sparsified model; it is only read.
-        points: at most so many, spread evenly over the steps done; the first is before training, the last is now.
+        points: maximum number of points, spread evenly over the steps; the first is before training, the last is now.
 
     Returns:
-        The points by ascending step; every step has one where there are few.
+        The points by ascending step.
 
     Raises:
-        SparsifyError: when it is no model, is not sparsified, its entries are chosen afresh at each step (repeat-S),
+        SparsifyError: when it is no sparsified model, its entries are selected afresh at each step (repeat-S),
             ``points`` is below 2, or the planned number of steps is not known.
 
     Example:
@@ -73,11 +72,11 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
             "steps. shares() and plot_shares() show where the entries of a delta are."
         )
     engine = get_unmasker(model)
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+    if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")
     if isinstance(engine.strategy.selection, Repeat):
         raise SparsifyError(
-            f"{engine.strategy.selection} chooses its entries afresh at each step, and how many were new is not "
+            f"{engine.strategy.selection} selects its entries afresh at each step, and how many were new is not "
             "known afterwards; call summary(model) while it trains."
         )
     _check_updates(engine)
@@ -100,7 +99,7 @@ def _unmasked_after(engine: Engine, step: int) -> int:
         return 0
     if engine.steps is None:
         raise SparsifyError(
-            "the planned number of training steps is not known, so there is no telling when entries were unmasked; set "
+            "the planned number of training steps, and so when entries were unmasked, is not known; set "
             "get_unmasker(model).steps to what it was in training."
         )
     return min(engine.unmasked, engine.schedule.target(step - 1, engine.steps, engine.budget))
@@ -109,12 +108,12 @@ def _unmasked_after(engine: Engine, step: int) -> int:
 def _check_updates(engine: Engine) -> None:
     """Warns where the schedule does not account for the entry updates done.
 
-    No step unmasks beyond the schedule's target, so that equal sums over the steps mean equal counts in each of them.
+    No step unmasks more than the schedule's target, so that equal sums over the steps mean equal counts in each.
     """
     planned = sum(_unmasked_after(engine, step) for step in range(1, engine.step + 1))
     if planned != engine.updates:
         warnings.warn(
-            f"by the schedule, what is unmasked now would have been updated {planned:,} times in {engine.step:,} "
+            f"by the schedule, the unmasked entries would have been updated {planned:,} times in {engine.step:,} "
             f"steps, and the model counts {engine.updates:,}: some steps found too few entries with a gradient, or "
             "steps= or schedule= were others in training. The trajectory may show entries before they were unmasked.",
             stacklevel=3,
@@ -122,8 +121,8 @@ def _check_updates(engine: Engine) -> None:
 
 
 def _counts(tensors: Sequence[MaskedTensor], unmasked: Sequence[int]) -> Tensor:
-    """Entries (points, tensors) that each tensor had among the first ``unmasked`` (points,) of all, ascending."""
+    """Entries (points, tensors) of each tensor among the first ``unmasked`` (points,) slots, ascending."""
     limits = torch.tensor(unmasked)
-    # the point from which on each entry is there; the last bin is for entries that came after all of them
+    # the first point at which each entry is unmasked; the last bin is for those after all points
     since = [torch.bucketize(tensor.slots.cpu(), limits, right=True) for tensor in tensors]
     return torch.stack([first.bincount(minlength=len(unmasked) + 1)[:-1].cumsum(0) for first in since], dim=1)

@@ -1,1 +1,1 @@
-"""Tensor names, raw bits, initial values, quantized weights, shards and ranks: what every other package may import."""
+"""Tensor names, raw bits, initial values, quantized weights, shards and ranks, for every other package."""

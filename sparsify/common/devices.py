@@ -1,8 +1,9 @@
-"""Devices that the host runs ahead of, and how to reach them without a wait."""
+"""Devices that the host runs ahead of: uploads without a wait, and the order of CUDA streams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,10 +12,66 @@ AHEAD = ("cuda",)  # types of devices that the host runs ahead of
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host runs ahead of a device, so that reading a number from it means waiting for all its work."""
+    """Whether the host runs ahead of a device, so that reading a number from it waits for all its work."""
     return device.type in AHEAD
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copies numbers of the host to a device (n,) int64, without waiting for what the device has to do before."""
+    """Copies numbers to a device (n,) int64, without waiting for the device's earlier work."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+class Streams:
+    """The CUDA streams of a model's backward passes, synchronized where they share memory.
+
+    Autograd runs each node on the stream of its forward, and synchronizes two nodes' streams where a gradient passes
+    from one to the other. The gradient of a masked weight is not passed on: it is added to memory that all nodes share
+    (the flat gradient and the candidates), and the root's node ends the pass on a stream of its own. Autograd has a
+    thread for each device; in a second device's thread, the current stream of the first one is its default stream.
+
+    The host never waits, and a single stream never waits. On a CPU nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[torch.device, dict[torch.Stream, None]] = {}
+        self._used: dict[torch.device, torch.Stream] = {}  # by the last forward
+
+    def use(self, device: torch.device) -> None:
+        """Records that a forward pass runs on the current stream of a device, after the last write to the weights."""
+        if device.type == "cuda":
+            stream = self._used[device] = torch.accelerator.current_stream(device)
+            self._seen.setdefault(device, {})[stream] = None
+
+    def joined(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """A context for work on shared memory: after all earlier such work, and before all later work of any stream.
+
+        Later work on the other streams waits too, because memory that they allocated and that is read here returns to
+        them when it is freed.
+
+        Args:
+            device: the work's device, in addition to those of earlier work.
+        """
+        if device is not None and device.type == "cuda":
+            self._seen.setdefault(device, {})
+        return self._joined() if self._seen else nullcontext()
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        current = [(torch.accelerator.current_stream(device), seen) for device, seen in list(self._seen.items())]
+        for stream, seen in current:
+            if stream not in seen:
+                for other in tuple(seen):  # a forward in another thread may add its own
+                    stream.wait_stream(other)
+                seen[stream] = None
+        yield
+        for stream, seen in current:
+            for other in tuple(seen):
+                if other != stream:
+                    other.wait_stream(stream)
+
+    def forget(self) -> None:
+        """Ends a backward pass; the next one may be on the streams of the last forward."""
+        self._seen = {device: {stream: None} for device, stream in self._used.items()}
+
+    def __getstate__(self) -> dict[str, object]:
+        return Streams().__dict__  # a copy of the model has run on no stream

@@ -1,4 +1,4 @@
-"""Optional dependencies: one place that imports them, and names the extra to install where they are missing."""
+"""Optional dependencies: imported here, with an error that names the extra to install where one is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """The imported module.
+    """Imports an optional dependency.
 
     Args:
         module: its import name, such as ``"rich"``.
@@ -28,7 +28,7 @@ def require(module: str, *, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise  # it is installed, and something that it needs is not
+            raise  # it is installed, and one of its own dependencies is not
         raise MissingExtraError(
             f"`{error.name}` is not installed; it comes with: pip install 'sparsify-ft[{extra}]'", name=error.name
         ) from None

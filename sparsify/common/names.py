@@ -1,4 +1,4 @@
-"""What a tensor is called whoever wraps the model: plain names, and the tensors of a model under all of theirs.
+"""Tensor names independent of wrappers.
 
 In: a model as training left it (DDP, ``torch.compile``, PEFT around it). Out: the names of the plain model's state
 dict, so that a delta trained under one wrapper finds its tensors under another, or under none.
@@ -14,22 +14,16 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 
-ENGINE = "_sparsify_engine"  # attribute of a sparsified model: what trains it
-_COMPILED = "_orig_mod"  # torch.compile leaves it wherever a module was compiled, so also in the middle of a name
+ENGINE = "_sparsify_engine"  # attribute of a sparsified model
+_COMPILED = "_orig_mod"  # of torch.compile, wherever a module was compiled, so also in the middle of a name
 _PREFIXES = (("module",), ("base_model", "model"))  # DDP and the like; PEFT
 _FIRST_PARTS = tuple(f"{prefix[0]}." for prefix in _PREFIXES)
 
 
 def plain_name(name: str) -> str:
-    """The name without the prefixes that wrappers put in front of it.
+    """Strips the prefixes of wrappers from a name of ``named_parameters`` or ``state_dict``.
 
-    Only whole dotted components go, and never the last one, which is the tensor's own.
-
-    Args:
-        name: a name from ``named_parameters`` or ``state_dict``.
-
-    Returns:
-        The name in the plain model. A plain name is returned as it is.
+    Only whole dotted components are stripped, and never the last one, which is the tensor's own.
 
     Example:
         >>> plain_name("module._orig_mod.base_model.model.encoder._orig_mod.weight")
@@ -47,7 +41,7 @@ def plain_name(name: str) -> str:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model within the wrappers whose prefixes :func:`plain_name` strips.
+    """Returns the model inside the wrappers whose prefixes :func:`plain_name` strips.
 
     Example:
         >>> type(plain_model(nn.ModuleDict({"module": nn.Linear(2, 2)}))).__name__
@@ -56,7 +50,7 @@ def plain_model(model: nn.Module) -> nn.Module:
     for prefix in ((_COMPILED,), *_PREFIXES):
         inner: nn.Module | None = model
         for part in prefix:
-            # some of PEFT's tuners keep modules of their own beside the model
+            # some of PEFT's tuners hold modules of their own in addition to the model
             wraps = inner is not None and (list(inner._modules) == [part] or hasattr(inner, "peft_config"))
             inner = inner._modules.get(part) if inner is not None and wraps else None
         if inner is not None:
@@ -65,16 +59,10 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers of a model by plain name.
+    """Returns all parameters, then all persistent buffers of a model by plain name, each in the model's order.
 
-    A tied tensor is there under every name it has, so that a delta stored under its first name in one model is found
-    in another that lists the names in another order.
-
-    Args:
-        model: a plain or wrapped model; it is only read.
-
-    Returns:
-        Plain name -> the tensor itself: parameters first, then buffers, each in the model's order.
+    A tied tensor is listed under every name, so that a delta stored under its first name in one model is found in
+    another that lists the names in another order.
 
     Raises:
         SparsifyError: when two different tensors have the same plain name.
@@ -98,7 +86,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """All plain names of each tensor that has more than one, the model's first one first, by each of them.
+    """Maps each plain name of a tensor that has several to all of them, the model's first one first.
 
     Example:
         >>> model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
@@ -113,21 +101,16 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then persistent buffers, with the names they have in ``state_dict``."""
-    buffers = []
+    """Parameters, then persistent buffers, with their names in ``state_dict``."""
+    yield from model.named_parameters(remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
-        start = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield start + name, parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers.append((start + name, buffer))
-    yield from buffers
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def near_names(name: str, available: Iterable[str]) -> str:
-    """What a message says of the names that are nearest to one that is not there; nothing where none is near.
+    """The part of an error text that lists the names nearest to a missing one; empty where none is near.
 
     Example:
         >>> near_names("bert.poler.weight", ["bert.pooler.weight", "head"])
@@ -139,23 +122,34 @@ def near_names(name: str, available: Iterable[str]) -> str:
     return f" (near: {', '.join(f'`{found}`' for found in near)})" if near else ""
 
 
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """A sentence with the name nearest to a value, whatever its case; empty where none is near.
+
+    Example:
+        >>> did_you_mean("ID_3", ["id3", "fish"])
+        " Did you mean 'id3'?"
+    """
+    near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def find_engine(model: nn.Module) -> Any:
-    """The engine of a sparsified model, also within wrappers; ``None`` for a model that is not sparsified.
+    """Returns the engine of a sparsified model, also inside wrappers; ``None`` for a model that is not sparsified.
 
     Raises:
-        SparsifyError: when several parts of the model are sparsified, each by itself.
+        SparsifyError: when several parts of the model are sparsified separately.
     """
     engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}
     if len(engines) > 1:
         raise SparsifyError(
             f"several parts of this {type(model).__name__} are sparsified, each by itself: "
-            f"{', '.join(f'`{name}`' for name in engines)}; pass the one that is meant."
+            f"{', '.join(f'`{name}`' for name in engines)}; pass one of them."
         )
     return next(iter(engines.values()), None)
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises where a model, or a part of it, is in sparse training."""
+    """Raises ``SparsifyError`` where a model, or a part of it, is sparsified."""
     if any(ENGINE in vars(module) for module in model.modules()):
         raise SparsifyError(
             "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "

@@ -1,9 +1,6 @@
-"""Weights that are stored quantized, read as the numbers that they stand for; nothing here writes one.
+"""Reading quantized weights: bitsandbytes' 4-bit and 8-bit layers, torchao's tensors.
 
-In: a module that owns a quantized weight (bitsandbytes' 4-bit and 8-bit layers, torchao's tensors). Out: its shape, the
-dtype that it dequantizes to, and those values.
-
-A library is looked for by the names of its types, and imported only where a weight of it is there.
+Types are recognised by name, so that a library is imported only where a model has one of its weights.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ _BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT, _TORCHAO = "Params4bit", "Int8Params", "
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """What is known of a quantized weight without unpacking it.
+    """A quantized weight as the floating point tensor that it represents.
 
     Attributes:
-        scheme: how it is quantized, such as ``"bitsandbytes nf4"``.
-        shape: of the weight that it stands for; the packed one may have any.
-        dtype: the floating point dtype that it dequantizes to.
+        scheme: the quantization, such as ``"bitsandbytes nf4"``.
+        shape: of the dequantized weight.
+        dtype: of the dequantized weight.
     """
 
     scheme: str
@@ -39,7 +36,7 @@ class QuantizedWeight:
     _attribute: str
 
     def dequantize(self) -> Tensor:
-        """The values (shape), in memory of their own."""
+        """Returns the values (shape), in new memory."""
         weight: Any = self._module._parameters[self._attribute]
         if _kind(weight) == _BITSANDBYTES_4BIT:
             functional = require("bitsandbytes.functional", extra=EXTRA)
@@ -53,7 +50,7 @@ class QuantizedWeight:
 
 
 def is_quantized(parameter: Tensor | None) -> bool:
-    """Whether a parameter holds a quantized weight of a kind that is known here.
+    """Whether a parameter is a quantized weight of a supported library.
 
     Example:
         >>> is_quantized(nn.Linear(2, 2).weight)
@@ -63,12 +60,7 @@ def is_quantized(parameter: Tensor | None) -> bool:
 
 
 def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedWeight:
-    """The quantized weight that a module owns.
-
-    Args:
-        module: owns it.
-        attribute: the parameter's name; :func:`is_quantized` is true of it, and :func:`unreadable` has no objection.
-    """
+    """Returns a module's quantized weight, for which :func:`unreadable` is ``None``."""
     weight: Any = module._parameters[attribute]
     kind = _kind(weight)
     if kind == _BITSANDBYTES_4BIT:
@@ -81,7 +73,7 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
 
 
 def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
-    """How many entries each parameter stands for: a packed one has fewer."""
+    """Returns each parameter's number of entries; a packed one counts as dequantized."""
     sizes: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
@@ -92,15 +84,9 @@ def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
-    """Why a quantized weight's values cannot be had; ``None`` if they can.
+    """Returns why a module's quantized weight cannot be dequantized, as the end of a sentence; ``None`` if it can.
 
-    Args:
-        module: owns the weight.
-        attribute: the parameter's name.
-        before: what is to be done with the values, for the remedy.
-
-    Returns:
-        The end of a sentence about the module.
+    ``before`` is the call that needs the values, for the remedy.
     """
     weight: Any = module._parameters[attribute]
     kind = _kind(weight)
@@ -129,7 +115,7 @@ def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "s
 
 
 def _kind(parameter: Tensor | None) -> str | None:
-    """Which library's sort of quantized weight a parameter is."""
+    """The library's name for a quantized weight's type; ``None`` for any other parameter."""
     kind = type(parameter)
     package = kind.__module__.partition(".")[0]
     if package == "bitsandbytes" and kind.__name__ in (_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT):
@@ -138,12 +124,12 @@ def _kind(parameter: Tensor | None) -> str | None:
 
 
 def _suffix(module: nn.Module) -> str:
-    """Tells of a layer that stands for transformers' Conv1D, whose own weight is transposed."""
+    """Marks a layer that replaces transformers' Conv1D, whose weight is transposed."""
     return f" {TRANSPOSED}" if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D" else ""
 
 
 def _row_scales(module: Any, weight: Any) -> Tensor | None:
-    """An 8-bit layer's scale of each row (out,): bitsandbytes moves it from the weight into the layer's state."""
+    """An 8-bit layer's scales (out,), which bitsandbytes moves from the weight into the layer's state."""
     scales: Tensor | None = getattr(weight, "SCB", None)
     state = getattr(module, "state", None)
     return getattr(state, "SCB", None) if scales is None else scales

@@ -1,8 +1,8 @@
-"""The other ranks of a training run: what they are asked, and how many bytes that takes.
+"""Exchanges between the ranks of a training run.
 
-In: small tensors of one rank. Out: those of all ranks, or their mean. Every exchange begins with a *header*: a few
-integers from each rank that say where in its backward pass it is. So ranks that are in different places all get the
-same error, instead of waiting for each other, and whatever follows is decided on numbers that all of them have.
+Every exchange of a backward pass begins with a *header*: a few integers that tell where in its pass each rank is. Ranks
+at different places all raise the same error instead of waiting for each other, and all later decisions are made on
+numbers that every rank has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from torch import distributed as dist
 
 from sparsify.errors import SparsifyError
 
-BEGIN, END = -2, -1  # the places of a rank before its backward pass, and at the end of it
-WIDTH = 8  # numbers in a header
+BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
+WIDTH = 8  # integers in a header
 MODES = ("exact", "candidates")
-TIMEOUT_SECONDS = 600.0  # as long as torch lets NCCL wait
+TIMEOUT_SECONDS = 600.0  # torch's default for NCCL
 
-# a process group of our own, since those of DDP and FSDP are in use during a backward pass; one for each default group
+# a process group of our own for each default group: those of DDP and FSDP are in use during a backward pass
 _GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -33,122 +33,95 @@ def num_ranks() -> int:
 
 
 class Ranks:
-    """Exchanges with all other ranks.
+    """Collective calls with all other ranks.
 
     Attributes:
         timeout: seconds to wait for a rank in an exchange; to be set before the first backward.
-        bytes_sent: bytes that this rank has sent so far to choose the same entries as the others, as ring algorithms
+        bytes_sent: bytes that this rank has sent so far to select the same entries as the others, as ring algorithms
             send them.
-        bytes_averaging: likewise, to average the flat gradient under FSDP2; DDP does that by itself.
         exchanges: number of collective calls so far.
     """
 
     def __init__(self) -> None:
         self.timeout = TIMEOUT_SECONDS
         self.bytes_sent = 0
-        self.bytes_averaging = 0
         self.exchanges = 0
 
+    @property
+    def is_first(self) -> bool:
+        return num_ranks() == 1 or dist.get_rank() == 0
+
     def gather(self, own: Tensor) -> Tensor:
-        """(ranks, n): what each rank gave, all of the same shape (n,)."""
+        """Gathers tensors of one shape (n,): (ranks, n)."""
         parts = [torch.empty_like(own) for _ in range(num_ranks())]
         self._call(dist.all_gather, parts, own.contiguous())
-        self._count(own.nbytes * (len(parts) - 1))
+        self.bytes_sent += own.nbytes * (len(parts) - 1)
         return torch.stack(parts)
 
     def headers(self, place: int, numbers: Sequence[int], names: Sequence[str], device: torch.device) -> Tensor:
-        """(ranks, numbers) int64, on the CPU: what each rank says of itself at a place that all of them are at.
+        """Gathers less than ``WIDTH`` numbers of each rank: (ranks, numbers) int64, on the CPU.
 
-        Args:
-            place: the number of the tensor that this rank is at, ``BEGIN`` or ``END``.
-            numbers: what it has to say, less than ``WIDTH`` of them.
-            names: of the tensors.
-            device: one that the exchange is possible from.
-
-        Raises:
-            SparsifyError: on all ranks, when they are at different places.
+        Raises ``SparsifyError`` on all ranks unless they are at the same place of their backward passes: the number of
+        a tensor (one of ``names``), ``BEGIN`` or ``END``.
         """
-        own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length wherever a rank is
+        own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device=device)).cpu()
         if bool((headers[:, 0] != place).any()):
-            raise SparsifyError(_apart(headers[:, 0].tolist(), names))
+            raise SparsifyError(_different_places(headers[:, 0].tolist(), names))
         return headers[:, 1 : 1 + len(numbers)]
 
     def union(self, own: Tensor, most: int, limit: int) -> Tensor:
-        """(k,) int64, ascending: the indices that any rank has.
-
-        Args:
-            own: (n,) int64, without duplicates.
-            most: the largest n of any rank.
-            limit: what all indices are below.
-        """
+        """Gathers the ranks' indices, each (n,) with n <= ``most``, all below ``limit``: (k,) int64, ascending."""
         dtype = torch.int32 if limit < 2**31 else torch.int64
         padded = own.new_full((most,), -1, dtype=dtype)
         padded[: own.numel()] = own.to(dtype)
         found = self.gather(padded).unique().long()
         return found[found >= 0]
 
-    @property
-    def is_first(self) -> bool:
-        return num_ranks() == 1 or dist.get_rank() == 0
-
     def sum_(self, values: Tensor) -> Tensor:
-        """The sum of the ranks' values, of any one shape, in their place."""
+        """Sums the ranks' values, of any one shape, in place."""
         ranks = num_ranks()
         if values.numel() and ranks > 1:
             self._call(dist.all_reduce, values)
-            self._count(2 * values.nbytes * (ranks - 1) // ranks)
+            self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
 
     def mean_(self, values: Tensor) -> Tensor:
-        """The mean of the ranks' values, of any one shape, in their place."""
+        """Averages the ranks' values, of any one shape, in place."""
         return self.sum_(values).div_(num_ranks())
 
     def average_(self, grad: Tensor) -> Tensor:
-        """The mean of the ranks' flat gradients, in its place."""
+        """Averages the ranks' flat gradients in place; ``bytes_sent`` does not count them, as under DDP."""
         before = self.bytes_sent
         self.mean_(grad)
-        self.bytes_averaging += self.bytes_sent - before
         self.bytes_sent = before
         return grad
 
     def _call(self, collective: Any, *tensors: Any) -> None:
+        world = dist.group.WORLD
         try:
-            collective(*tensors, group=self._group())
+            if world not in _GROUPS:
+                _GROUPS[world] = dist.new_group(timeout=timedelta(seconds=self.timeout))
+            collective(*tensors, group=_GROUPS[world])
         except (SparsifyError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            self._fail(error)
+            raise SparsifyError(
+                f"rank {dist.get_rank()} of {num_ranks()} got no answer from another rank within {self.timeout:.0f} s, "
+                "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
+                "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
+                "in an evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
+            ) from error
         self.exchanges += 1
 
-    def _fail(self, error: RuntimeError) -> NoReturn:
-        raise SparsifyError(
-            f"rank {dist.get_rank()} of {num_ranks()} got no answer from another rank within {self.timeout:.0f} s, or "
-            "lost it: that rank has died (its own error is in its output), or it runs fewer backward passes than this "
-            "one. Every rank has to run as many, over the same modules; a rank that is merely slow, say in an "
-            "evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
-        ) from error
 
-    def _group(self) -> Any:
-        world = dist.group.WORLD
-        if world not in _GROUPS:
-            _GROUPS[world] = dist.new_group(timeout=timedelta(seconds=self.timeout))
-        return _GROUPS[world]
-
-    def _count(self, sent: int) -> None:
-        self.bytes_sent += sent
-
-
-def _apart(places: Sequence[int], names: Sequence[str]) -> str:
-    shown = [f"rank {rank} is at {_place(place, names)}" for rank, place in enumerate(places)]
+def _different_places(places: Sequence[int], names: Sequence[str]) -> str:
+    ends = {BEGIN: "the beginning", END: "the end"}
+    shown = [f"rank {rank} is at {ends.get(place) or f'`{names[place]}`'}" for rank, place in enumerate(places)]
     return (
         f"the ranks are at different places of their backward passes: {', '.join(shown[:8])}"
-        f"{', ...' if len(shown) > 8 else ''}. To choose the same entries, every rank has to run the same modules in "
-        "each backward that chooses some. Let a module that a batch does not need run on an empty input, or take its "
+        f"{', ...' if len(shown) > 8 else ''}. To select the same entries, every rank has to run the same modules in "
+        "each backward that selects some. Let a module that a batch does not need run on an empty input, or take its "
         "parameters out of the candidates with exclude_modules; run a compiled model under no_grad() where it is only "
         "evaluated."
     )
-
-
-def _place(place: int, names: Sequence[str]) -> str:
-    return {BEGIN: "the beginning", END: "the end"}.get(place) or f"`{names[place]}`"

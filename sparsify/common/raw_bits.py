@@ -1,4 +1,4 @@
-"""Tensors as the bits that they are stored in: hash, compare and write them, whatever their dtype and strides."""
+"""Raw bits of tensors: hash, compare and write them, for any dtype and strides."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """Writes values (n,) into a tensor at distinct flat, row-major indices (n,), whatever its strides.
+    """Writes values (n,) into a tensor of any strides, at distinct flat, row-major indices (n,).
 
-    ``Tensor.put_`` does so too, but ``torch.use_deterministic_algorithms(True)`` forbids it.
+    Unlike ``Tensor.put_``, it is allowed under ``torch.use_deterministic_algorithms(True)``.
 
     Example:
         >>> put(torch.zeros(2, 2), torch.tensor([3, 0]), torch.tensor([1.0, 2.0]))
@@ -27,14 +27,14 @@ def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """The same memory as integers: tensors are equal in every bit where these are, NaN and -0.0 included."""
+    """Views a tensor as integers, which are equal where the bits are, NaN and -0.0 included."""
     if values.element_size() == 16:  # complex128
         values = torch.view_as_real(values)
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def digest(values: Tensor) -> str:
-    """SHA-256, in hex, of a tensor's values as little-endian bytes in its own dtype.
+    """SHA-256, in hex, of a tensor's values as little-endian bytes of its dtype.
 
     Example:
         >>> digest(torch.tensor([1.0])) == hashlib.sha256(bytes.fromhex("0000803f")).hexdigest()

@@ -1,7 +1,7 @@
-"""Weights of which each rank holds some rows: what FSDP2 (``fully_shard``) makes of parameters outside their forward.
+"""Entries of weights that FSDP2 (``fully_shard``) shards by rows; every other weight is read and written directly.
 
-In forward and in a block's backward a parameter is whole, as ever; elsewhere it is a DTensor. Here are reading and
-writing entries of either kind. Reading entries of a sharded weight is a collective call, writing them is not.
+In forward and in a block's backward a parameter is a plain tensor with all its rows; elsewhere it is a DTensor. Reading
+entries of a sharded weight is a collective call, writing them is not.
 """
 
 from __future__ import annotations
@@ -19,40 +19,39 @@ from sparsify.errors import SparsifyError
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on this very module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
 
 def is_shard(parameter: Tensor) -> bool:
-    """Whether this rank holds a part of the parameter only."""
+    """Whether this rank holds only a part of the parameter."""
     return hasattr(parameter, "to_local")
 
 
 def reshard(root: nn.Module) -> None:
-    """Outside forward and backward: every weight that FSDP2 manages is in its shards, where it may be written to."""
+    """Puts all weights that FSDP2 manages back into their shards, where they can be written; outside a pass."""
     for module in root.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """The parameter's values, gathered from all ranks if they are sharded; detached."""
+def full_values(parameter: Tensor) -> Tensor:
+    """Returns the parameter's values, detached; of a sharded one gathered from all ranks."""
     full: Any = parameter.detach()
     values: Tensor = full.full_tensor() if is_shard(parameter) else full
     return values
 
 
-def take(parameter: Tensor, indices: Tensor) -> Tensor:
-    """The values (n,) at flat indices (n,); of a sharded parameter the same on all ranks, which all have to ask."""
-    values = take_own(parameter, indices)
+def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
+    """Reads the values (n,) at flat indices (n,); for a sharded parameter, a call that all ranks make together."""
+    values = read_own_entries(parameter, indices)
     if is_shard(parameter):
         dist.all_reduce(values, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
     return values
 
 
-def take_own(parameter: Tensor, indices: Tensor) -> Tensor:
-    """The values (n,) at flat indices (n,); zero where another rank holds them."""
+def read_own_entries(parameter: Tensor, indices: Tensor) -> Tensor:
+    """Reads the values (n,) at flat indices (n,); zero where another rank holds them."""
     if not is_shard(parameter):
         return parameter.detach().take(indices)
     local, start = _own_rows(parameter)
@@ -63,8 +62,8 @@ def take_own(parameter: Tensor, indices: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def put_own(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes values (n,) at flat indices (n,); of a sharded parameter those that this rank holds."""
+def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Writes values (n,) at flat indices (n,); of a sharded parameter, those that this rank holds."""
     if not is_shard(parameter):
         put(parameter, indices, values)
         return
@@ -74,7 +73,7 @@ def put_own(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raises where a model is sharded already."""
+    """Raises ``SparsifyError`` where a model is sharded already."""
     for name, parameter in model.named_parameters():
         if is_shard(parameter):
             raise SparsifyError(
@@ -84,7 +83,7 @@ def check_unsharded(model: nn.Module) -> None:
 
 
 def check_shards(name: str, parameter: Tensor) -> None:
-    """Raises where a weight is sharded in another way than by ``fully_shard`` over all ranks."""
+    """Raises ``SparsifyError`` where a weight is sharded other than by ``fully_shard`` over all ranks."""
     sharded: Any = parameter
     mesh, placements = sharded.device_mesh, sharded.placements
     if mesh.ndim != 1 or not placements[0].is_shard(0) or mesh.size() != dist.get_world_size():
@@ -96,7 +95,7 @@ def check_shards(name: str, parameter: Tensor) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows, flat and to be written to, and the flat index that they begin at."""
+    """This rank's rows, flat and writable, and the flat index of their first entry."""
     sharded: Any = parameter.detach()
     local = sharded.to_local()
     mesh = sharded.device_mesh

@@ -1,1 +1,1 @@
-"""Sparsified models in the training loops of others; each module imports the library that it is about."""
+"""Training with the Hugging Face Trainer, accelerate and FSDP2."""

@@ -1,4 +1,4 @@
-"""Training on several ranks: a check that all of them hold the same."""
+"""Training on several ranks: a check for debugging, and the setting that accelerate's FSDP2 needs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sparsify.training.rank_checks import check_ranks_alike
 
 
 def check_ranks(model: nn.Module) -> None:
-    """Compares settings, weights, unmasked entries, base values and the flat delta of all ranks; to debug with.
+    """Compares settings, weights, unmasked entries, base values and the flat delta of all ranks, for debugging.
 
-    To be called on all ranks at the same point; digests of what has B entries, and a sample of every weight. It is done
-    of its own accord in the first two steps; that all ranks choose the same entries is checked in every one.
+    All ranks call it at the same point. It compares digests of the O(budget) tensors, and a sample of every weight. The
+    first two training steps do the same automatically; the unmasked entries are compared in every step.
 
     Args:
-        model: a sparsified model, or one that holds it.
+        model: a sparsified model, or one that contains it.
 
     Raises:
-        SparsifyError: on all ranks, when they differ; says in what.
+        SparsifyError: on all ranks, when they differ; the text names the difference.
 
     Example:
         >>> import torch, sparsify
-        >>> check_ranks(sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=1))  # a single rank is like itself
+        >>> check_ranks(sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=1))  # nothing to compare on one rank
     """
     engine = get_unmasker(model)
     if num_ranks() > 1:
@@ -31,7 +31,7 @@ def check_ranks(model: nn.Module) -> None:
 
 
 def keep_whole(model: nn.Module) -> list[nn.Module]:
-    """What accelerate's FSDP2 plugin is to leave alone: the flat delta, which is to stay whole on every rank.
+    """Returns the modules for accelerate's FSDP2 plugin to ignore: one with the flat delta, which must not be sharded.
 
     With ``fully_shard()`` itself pass ``ignored_params={model.sparse_values}`` instead.
 

@@ -1,21 +1,18 @@
-"""The Hugging Face Trainer, and those that derive from it: what a callback does for a sparsified model.
+"""Callback for the Hugging Face Trainer and the trainers derived from it.
 
-    on_init_end      checkpoint folders that an interrupted run left incomplete are set aside
-    on_train_begin   the callback moves before the reporters; the number of steps is found; from here on, checkpoints
-                     hold the trained state only
-    on_pre_optimizer_step
-                     a run that was done already stays as it is
-    on_log           how far the unmasking has come
-    on_push_begin    the delta goes to the hub beside the model
-    on_train_end     ``save_pretrained`` is the model's own again
+    on_init_end             sets incomplete checkpoint folders of an interrupted run aside
+    on_train_begin          moves the callback before the reporters, finds the number of steps, makes checkpoints small
+    on_pre_optimizer_step   leaves a finished run unchanged
+    on_log                  adds the progress of the unmasking
+    on_push_begin           saves the delta for the hub
+    on_train_end            restores ``save_pretrained``
 
-What is in a checkpoint is in checkpoints.py. To load one, the Trainer needs no callback. A model of strategy "full" is
-plain: its logs have the same numbers, and its checkpoints are the Trainer's own.
+Checkpoints are described in checkpoints.py; loading one needs no callback. A model of strategy "full" is plain: its
+logs have the same numbers, and its checkpoints are the Trainer's own.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from pathlib import Path
@@ -45,33 +42,29 @@ from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held
 from sparsify.training.summary import find_full
 
-logger = logging.getLogger(__name__)
-
-SAVE = "save_pretrained"  # attribute of the model in which the writer stands while it is trained
+SAVE = "save_pretrained"  # attribute of the model that a CheckpointWriter replaces during training
 
 
 class SparsifyCallback(TrainerCallback):
-    """Makes the Hugging Face Trainer know that its model is sparsified; no subclass of the Trainer is needed.
+    """Trains a sparsified model with the Hugging Face Trainer; no subclass of the Trainer is needed.
 
-    - It finds ``steps``, where ``sparsify`` was not given them; the next Trainer's, if it makes others, take their
-      place.
+    - It finds ``steps`` where ``sparsify`` was not given them. A later Trainer's steps replace found ones.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
-      loss, for every reporter that ``report_to`` brings, and to ``trainer.state.log_history``. What the last step
-      looked at to choose is logged on the logger ``sparsify``, at level DEBUG.
-    - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
-      ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
-      the same way, by the steps that the interrupted run had planned. ``trainer.save_model()``, elsewhere than in a
-      checkpoint, writes an ordinary model as ever.
+      loss, for every reporter of ``report_to``, and to ``trainer.state.log_history``.
+    - Checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
+      ``modules_to_save``. ``resume_from_checkpoint`` continues bit for bit from a model that was built and sparsified
+      in the same way, by the steps that the interrupted run had planned. ``trainer.save_model()``, elsewhere than in a
+      checkpoint, writes an ordinary model.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
-      ``resume_from_checkpoint=True`` takes the one before it. Only one run may use an ``output_dir`` at a
-      time: make no Trainer with this callback on that of a run that goes on, not even to evaluate. Ask
-      ``get_last_checkpoint`` after the Trainer was made.
-    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, beside the Trainer's own files
-      (transformers 5; version 4 does not tell callbacks of an upload).
+      ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Only one
+      run may use an ``output_dir`` at a time: make no Trainer with this callback on that of a running one, not even to
+      evaluate.
+    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, in addition to the Trainer's files
+      (transformers 5; version 4 has no event for uploads).
 
     Args:
         extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
-            ``get_unmasker(model).extend(steps=...)``; otherwise it keeps to the steps it had, with a warning.
+            ``get_unmasker(model).extend(steps=...)``; otherwise it keeps its steps, with a warning.
 
     Example:
         >>> from transformers import Trainer
@@ -92,8 +85,8 @@ class SparsifyCallback(TrainerCallback):
         """Finds the steps, and makes checkpoints small.
 
         Raises:
-            SparsifyError: when the model is not sparsified; when the optimizer was made before it was; when the run was
-                resumed from a checkpoint that is incomplete, or does not tell which entries were trained.
+            SparsifyError: when the model is not sparsified; when the optimizer was made before; when the run was
+                resumed from a checkpoint that is incomplete, or has no unmasked entries.
         """
         _move_to_front(self)
         model = event["model"]
@@ -101,7 +94,7 @@ class SparsifyCallback(TrainerCallback):
             return
         engine = get_unmasker(model)
         _check_resumed(args, state, engine.step)
-        if not (args.fsdp or args.deepspeed):  # whose optimizers hold parameters of their own
+        if not (args.fsdp or args.deepspeed):  # their optimizers hold other parameters
             check_held(engine, getattr(event["optimizer"], "optimizer", event["optimizer"]))
         if self._extend and state.global_step and (engine.steps or state.max_steps) < state.max_steps:
             engine.extend(steps=state.max_steps, optimizer=event["optimizer"])
@@ -113,8 +106,8 @@ class SparsifyCallback(TrainerCallback):
         elif engine.steps != state.max_steps:
             warnings.warn(
                 f"sparsify(), or the run that is resumed, has steps={engine.steps:,}, and the Trainer makes "
-                f"{state.max_steps:,}: entries are unmasked by the former. Leave steps out, and the Trainer's are "
-                "taken; a run that is resumed takes more with SparsifyCallback(extend=True).",
+                f"{state.max_steps:,}: entries are unmasked by the former. Leave steps out to use the Trainer's; to "
+                "resume with more steps, pass SparsifyCallback(extend=True).",
                 stacklevel=2,
             )
         warn_of_unheld(engine, model)
@@ -122,14 +115,14 @@ class SparsifyCallback(TrainerCallback):
             vars(model)[SAVE] = CheckpointWriter(model, args, state)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        # A run that was done when it was resumed makes a step more, if that is in the middle of an epoch: it shall
-        # change nothing. GradScaler wants a gradient, though.
+        # The Trainer makes one more step in a run that was finished when it was resumed in the middle of an epoch: it
+        # must change nothing. GradScaler needs a gradient, though.
         if state.global_step >= state.max_steps and not args.fp16:
             event["model"].zero_grad()
 
     def on_log(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         logs = event["logs"]
-        if "loss" not in logs:  # an evaluation's, or the last of all
+        if "loss" not in logs:  # of an evaluation, or the final one
             return
         now = summary(event["model"])
         numbers = {
@@ -140,13 +133,12 @@ class SparsifyCallback(TrainerCallback):
         }
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
-        logger.debug("step %d: %s", state.global_step, now.last_work)
 
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if find_full(event["model"]):
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        # a model without save_pretrained was just written with its frozen weights
+        # a model without save_pretrained has been written with its frozen weights
         if args.should_save and (folder / WEIGHTS).is_file() and not has_trained_state(folder):
             write_trained_state(event["model"], folder, expected_files(args))
 
@@ -160,24 +152,22 @@ class SparsifyCallback(TrainerCallback):
         model = event["model"]
         vars(model).pop(SAVE, None)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            # of a PEFT model the Trainer has loaded the adapter, which does not tell what is unmasked
+            # for a PEFT model the Trainer has loaded only the adapter, which has no unmasked entries
             best = Path(state.best_model_checkpoint)
             if has_trained_state(best):
                 model.load_state_dict(load_file(best / WEIGHTS), strict=False)
 
 
 def _move_to_front(callback: SparsifyCallback) -> None:
-    """Moves a callback before all others of its Trainer.
+    """Moves a callback before the reporters, which read the logs before a user's callbacks.
 
-    The Trainer puts the user's callbacks after the reporters, which read the logs before these add to them. No event
-    hands over the list of callbacks; the handler that holds it is the caller.
+    No event and no public method of the Trainer gives access to the order; the handler with the list is the caller.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            # the handler goes through the list by position: those before the callback move up by one, and those after
-            # it stay, so that none is passed over or called twice
+            # the handler iterates by position: the callbacks before this one move up by one, and none is called twice
             handler.callbacks.remove(callback)
             handler.callbacks.insert(0, callback)
             return
@@ -185,19 +175,19 @@ def _move_to_front(callback: SparsifyCallback) -> None:
 
 
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
-    """Warns where a run that begins anew has a budget that a shorter one has used up."""
+    """Warns where a new run has a budget that an earlier, shorter one has used up."""
     full = engine.unmasked >= engine.budget
     if isinstance(engine.strategy.selection, Increment) and full and 0 < engine.step < steps:
         warnings.warn(
             f"all {engine.unmasked:,} entries were unmasked by an earlier run of {engine.step:,} steps, and the "
-            f"Trainer's {steps:,} steps train these and choose no others. To choose over all steps, start from a model "
+            f"Trainer's {steps:,} steps train these and select no others. To select over all steps, start from a model "
             "that is sparsified anew.",
             stacklevel=3,
         )
 
 
 def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
-    """Raises where a resumed run would silently not be the interrupted one."""
+    """Raises where a resumed run would silently differ from the interrupted one."""
     if not state.global_step:
         return
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -205,7 +195,7 @@ def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
         raise SparsifyError(f"`{folder}` {problem}, so training cannot go on from it; resume from the one before it.")
     if not steps_done and not args.fp16:  # under fp16 the first steps may all have been skipped
         raise SparsifyError(
-            f"the run was resumed at step {state.global_step:,}, but its checkpoint does not tell which entries were "
-            "trained: it was written without SparsifyCallback. Resume from one that was written with it, or start "
-            "afresh from its weights, which are ordinary ones."
+            f"the run was resumed at step {state.global_step:,}, but its checkpoint has no unmasked entries: it was "
+            "written without SparsifyCallback. Resume from one that was written with it, or start afresh from its "
+            "weights, which are ordinary ones."
         )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.shards import is_shard, put_own, take, take_own, whole
+from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
 from sparsify.errors import SparsifyError
 from sparsify.masked.handles import new_handle
 from sparsify.masked.index_buffers import IndexBuffers
@@ -294,7 +294,7 @@ class MaskedTensor:
     @property
     def weight(self) -> Tensor:
         """The effective values, detached; gathered from all ranks where they are sharded."""
-        return whole(self.parameter)
+        return full_values(self.parameter)
 
     @property
     def numel(self) -> int:
@@ -332,7 +332,7 @@ class MaskedTensor:
     @property
     def own_effective(self) -> Tensor:
         """(k,) likewise, or zero at entries that another rank holds: to be written back."""
-        return take_own(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
+        return read_own_entries(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
 
     @property
     def matrix(self) -> Tensor:
@@ -359,15 +359,15 @@ class MaskedTensor:
 
     def take(self, indices: Tensor) -> Tensor:
         """The effective values (n,) at flat indices (n,)."""
-        return take(self.parameter, indices)
+        return read_entries(self.parameter, indices)
 
     def write(self, values: Tensor) -> None:
         """Puts values (k,) into the weight at the indices; autograd's version counter sees it."""
-        put_own(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
     def write_unseen(self, values: Tensor) -> None:
         """Likewise, through ``.data``: a graph that was built before has saved this weight and gets it unchanged."""
-        put_own(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
     def write_base(self) -> None:
         """Puts the pretrained values into the weight, in the same way."""

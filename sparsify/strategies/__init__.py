@@ -1,1 +1,1 @@
-"""What a user chooses: importance, selection, schedule, targets, budget, and calibration for those that need it."""
+"""User settings: importance, selection, schedule, targets, budget and calibration."""

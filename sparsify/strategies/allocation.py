@@ -1,7 +1,4 @@
-"""How a budget is shared out among the tensors of a selection that is made once.
-
-In: the budget, and the tensors' shapes and numbers of candidates. Out: whole numbers that add up to the budget.
-"""
+"""Allocation: how a static selection divides its budget among the tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +9,11 @@ ALLOCATIONS = (GLOBAL, UNIFORM, ERDOS_RENYI)
 
 
 def allocate(budget: int, shapes: Sequence[Sequence[int]], candidates: Sequence[int], allocation: str) -> list[int]:
-    """How many entries each tensor gets.
+    """Divides a budget, at most the sum of ``candidates``, among tensors; returns the number of entries of each.
 
     ``"uniform"``: the same density in each. ``"erdos-renyi"``: a density in proportion to the sum of the dimensions
-    over their product, for a matrix (n_in + n_out) / (n_in n_out), so that small tensors stay denser. What goes beyond
-    a tensor's candidates is shared out among the others; what rounding down leaves goes to the largest remainders.
-
-    Args:
-        budget: entries in all, from 0 to the sum of ``candidates``.
-        shapes: of the tensors.
-        candidates: entries that each tensor can get at most.
-        allocation: ``"uniform"`` or ``"erdos-renyi"``.
-
-    Returns:
-        A number for each tensor; their sum is the budget.
+    over their product, for a matrix (n_in + n_out) / (n_in n_out), so that small tensors stay denser. What exceeds a
+    tensor's candidates is divided among the others; what rounding down leaves goes to the largest remainders.
 
     Example:
         >>> allocate(30, [(10, 10), (2, 10), (3, 2)], [100, 20, 6], "erdos-renyi")
@@ -35,27 +23,17 @@ def allocate(budget: int, shapes: Sequence[Sequence[int]], candidates: Sequence[
     inspired by network science"; for more than two dimensions Evci et al. 2020, "Rigging the lottery".
     """
     weights = list(candidates) if allocation == UNIFORM else [sum(shape) if shape else 1 for shape in shapes]
-    counts, open_ = [0] * len(weights), [i for i, number in enumerate(candidates) if number]
-    left = budget
-    while True:
-        total = sum(weights[i] for i in open_)
-        full = [i for i in open_ if left * weights[i] >= candidates[i] * total]  # in whole numbers: exact
-        if not full:
-            break
+    counts, rest = [0] * len(weights), [i for i, number in enumerate(candidates) if number]
+    left, total = budget, sum(weights[i] for i in rest)
+    while full := [i for i in rest if left * weights[i] >= candidates[i] * total]:  # in whole numbers: exact
         for i in full:
             counts[i] = candidates[i]
             left -= candidates[i]
-        open_ = [i for i in open_ if i not in full]
-    if left:
-        _share_out(left, weights, open_, counts)
-    return counts
-
-
-def _share_out(left: int, weights: Sequence[int], among: Sequence[int], counts: list[int]) -> None:
-    """Writes the shares of those for whom there is room, by largest remainder; equal remainders by position."""
-    total = sum(weights[i] for i in among)
-    for i in among:
+        rest = [i for i in rest if i not in full]
+        total = sum(weights[i] for i in rest)
+    for i in rest:
         counts[i] = left * weights[i] // total
-    missing = left - sum(counts[i] for i in among)
-    for i in sorted(among, key=lambda i: -(left * weights[i] % total))[:missing]:
+    largest_first = sorted(rest, key=lambda i: -(left * weights[i] % total))  # equal remainders by position
+    for i in largest_first[: budget - sum(counts)]:
         counts[i] += 1
+    return counts

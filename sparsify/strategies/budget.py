@@ -1,4 +1,4 @@
-"""How many entries: the budget as a number, whoever says it, and the room that it takes in the flat delta."""
+"""The budget as a number of entries, and the length of the flat delta."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ from sparsify.strategies.strategy import Repeat, Strategy
 
 
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
-    """The budget as a number of entries.
-
-    Args:
-        budget: a number of entries, a share of the candidates, or ``None``.
-        strategy: any that selects.
-        candidates: how many candidates each tensor has, by name.
-
-    Raises:
-        SparsifyError: when it is neither, or there are not as many candidates.
-    """
+    """Returns the budget, a number or a share of the candidates (by tensor name), as a number of entries."""
     importance: Any = strategy.importance
     available = sum(n for name, n in candidates.items() if importance.uses_gradient or importance.covers(name))
     if available == 0:
@@ -32,12 +23,12 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
             return available
         raise SparsifyError(
             f"budget=None with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
-            "the candidates, a float in (0, 1). Only bitfit and full say by themselves how many they train."
+            "the candidates, a float in (0, 1). Only bitfit and full need no budget."
         )
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise SparsifyError(f"budget={budget!r}; expected an int (entries), a float in (0, 1) (a share), or None.")
     if not isinstance(budget, Integral):
-        if not 0 < budget < 1:  # a share
+        if not 0 < budget < 1:
             raise SparsifyError(
                 f"budget={budget!r} is a float and so a share of the candidates, which must lie in (0, 1); "
                 "pass an int for a number of entries."
@@ -57,7 +48,7 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
 
 
 def check_given_budget(budget: int | float | None, given: int) -> None:
-    """Raises ``SparsifyError`` unless the budget leaves it to the given set to say how many."""
+    """Raises ``SparsifyError`` for a budget that is not the size of a given set."""
     if budget is not None and (isinstance(budget, bool) or budget != given):
         raise SparsifyError(f"budget={budget!r} with a given set of {given:,} entries; pass budget=None.")
 
@@ -65,19 +56,15 @@ def check_given_budget(budget: int | float | None, given: int) -> None:
 def resolve_capacity(
     budget: int, strategy: Strategy, schedule: Schedule, steps: int | None, candidates: Mapping[str, int]
 ) -> int:
-    """Length of the flat delta: the budget, or for repeat-S all that its steps can touch.
-
-    Raises:
-        SparsifyError: for repeat-S with a schedule, without steps and capacity, or with less capacity than budget.
-    """
+    """Returns the length of the flat delta: the budget, or for repeat-S all entries that its steps can select."""
     selection = strategy.selection
     if not isinstance(selection, Repeat):
         return budget
     if schedule != Schedule():
-        raise SparsifyError(f"{selection} takes no schedule: each step chooses the whole budget; leave schedule= out.")
+        raise SparsifyError(f"{selection} takes no schedule: each step selects the whole budget; leave schedule= out.")
     if selection.capacity is None and steps is None:
         raise SparsifyError(
-            f"{selection} needs room for every entry that it may touch; pass steps= (optimizer steps, not batches), "
+            f"{selection} needs room for every entry that it may select; pass steps= (optimizer steps, not batches), "
             "or Repeat(capacity=...)."
         )
     capacity = min(sum(candidates.values()), selection.capacity or budget * (steps or 0))

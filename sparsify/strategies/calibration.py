@@ -1,14 +1,15 @@
-"""Gradients before training, for strategies that choose by them once: summed up over a few backward passes.
+"""Calibration: gradients summed over a few backward passes before training, for static strategies that need them.
 
-In: the model as it is and some data. Out: for every candidate a tensor of its size, all that is kept of the passes:
-the sum of the gradients, of their squares (Fisher), or the Hessian times the gradient (GraSP).
-The model is left as it was: its modes, its gradients, and, in evaluation mode, its statistics.
+In: the model and data. Out: for every candidate a tensor of its shape: the sum of the gradients, of their squares
+(Fisher), or the Hessian times the gradient (GraSP). The model's modes, gradients and, through evaluation mode, its
+statistics are unchanged afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ def calibrate(
     calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:
-    """Runs the backward passes and sums up what the importance needs of them.
+    """Runs the backward passes and sums up what the importance needs.
 
     Args:
         model: runs in evaluation mode.
         parameters: the candidates.
-        importance: :class:`Fisher` looks at examples one by one and sums squared gradients, up to ``num_samples`` of
-            them; :class:`GraSP` gets H g, of the loss and its gradient summed over the batches; for any other the
+        importance: for :class:`Fisher` squared gradients of single examples are summed, up to ``num_samples``; for
+            :class:`GraSP` the result is H g, of the loss and its gradient summed over the batches; for any other the
             gradients of whole batches are summed.
         calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
             once for each example or batch.
@@ -43,19 +44,18 @@ def calibrate(
 
     Returns:
         For each parameter, in its shape, float32 or float64.
-
-    Raises:
-        SparsifyError: when these are rows in place of batches, there is no loss, or no gradient reaches a candidate.
     """
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    if isinstance(importance, GraSP):
-        totals = _hessian_gradient_product(model, parameters, calibration, loss_fn or _loss_of_model)
-    else:
-        totals = _sum_of_gradients(model, parameters, importance, calibration, loss_fn or _loss_of_model)
+    loss_fn = loss_fn or _loss_of_model
+    with _left_unchanged(model), torch.enable_grad():
+        if isinstance(importance, GraSP):
+            totals = _hessian_gradient_product(model, parameters, calibration, loss_fn)
+        else:
+            totals = _sum_of_gradients(model, parameters, importance, calibration, loss_fn)
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
@@ -71,18 +71,18 @@ def _sum_of_gradients(
     calibration: Calibration,
     loss_fn: LossFunction,
 ) -> list[Tensor]:
-    totals = _zeros_like(parameters)
-    examples = importance.num_samples if isinstance(importance, Fisher) else None
-    with (
-        _progress(examples) as bar,
-        _as_it_was(model),
-        _sum_up(parameters, totals, squared=examples is not None, done=bar.update),
-        torch.enable_grad(),
-    ):
+    totals, device = _zeros_like(parameters), next(model.parameters()).device
+    is_fisher = isinstance(importance, Fisher)
+    with _summed_into(totals, parameters, squared=is_fisher):
         if callable(calibration):
             calibration(model)
-        else:
-            _run_batches(model, calibration, loss_fn, examples)
+            return totals
+        batches, number = calibration, None
+        if isinstance(importance, Fisher):
+            number = importance.num_samples
+            batches = islice((example for batch in calibration for example in _examples(batch)), number)
+        for batch in _progress(batches, total=number, unit="example" if is_fisher else "batch"):
+            loss_fn(model, _to(batch, device)).backward()
     return totals
 
 
@@ -99,26 +99,21 @@ def _hessian_gradient_product(
             f"{GraSP()} got a function as its calibration, but has to differentiate each loss twice; expected an "
             "iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
         )
-    device = next(model.parameters()).device
-    batches = list(calibration)
+    device, batches = next(model.parameters()).device, list(calibration)
     gradient, product = _zeros_like(parameters), _zeros_like(parameters)
-    # the fused attention kernels have no second derivative, plain matrix products do
-    with _progress(None) as bar, _as_it_was(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        for batch in batches:
-            _add(gradient, _gradients(loss_fn(model, _to(batch, device)), parameters))
-            bar.update(1)
-        for batch in batches:
-            grads = _gradients(loss_fn(model, _to(batch, device)), parameters, create_graph=True)
+
+    def gradients(of: Tensor, *, create_graph: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(of, parameters, create_graph=create_graph, materialize_grads=True)
+
+    with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
+        for batch in _progress(batches, unit="batch"):
+            _add(gradient, gradients(loss_fn(model, _to(batch, device))))
+        for batch in _progress(batches, unit="batch"):
+            grads = gradients(loss_fn(model, _to(batch, device)), create_graph=True)
             along = sum((grad.to(g.dtype) * g).sum() for grad, g in zip(grads, gradient, strict=True) if grad.grad_fn)
             if isinstance(along, Tensor):
-                _add(product, _gradients(along, parameters))
-            bar.update(1)
+                _add(product, gradients(along))
     return product
-
-
-def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, create_graph: bool = False) -> tuple[Tensor, ...]:
-    """The gradient of every parameter, zeros where the loss does not depend on it."""
-    return torch.autograd.grad(loss, parameters, create_graph=create_graph, materialize_grads=True)
 
 
 def _add(totals: list[Tensor], more: Sequence[Tensor]) -> None:
@@ -128,18 +123,6 @@ def _add(totals: list[Tensor], more: Sequence[Tensor]) -> None:
 
 def _zeros_like(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-
-
-def _run_batches(model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction, examples: int | None) -> None:
-    device = next(model.parameters()).device
-    left = examples
-    for batch in batches:
-        batch = _to(batch, device)
-        for part in [batch] if left is None else _examples(batch)[:left]:
-            loss_fn(model, part).backward()
-            left = None if left is None else left - 1
-        if left == 0:
-            return
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -152,7 +135,7 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     except Exception as error:
         if not _is_row(batch):
             raise
-        values = ", ".join(f"`{name}` is {_described(value)}" for name, value in batch.items())
+        values = ", ".join(f"`{name}` is {_kind_of(value)}" for name, value in batch.items())
         raise SparsifyError(
             f"calibration= got single rows of a dataset, and expects batches of tensors: {values}. Pass a DataLoader, "
             "such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
@@ -167,30 +150,29 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _is_row(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch that the model failed on looks like one row of a dataset."""
+    """Whether a batch on which the model failed looks like one row of a dataset."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     tokens, labels = tensors.get("input_ids"), tensors.get("labels", tensors.get("label"))
     return not tensors or (tokens is not None and tokens.dim() < 2) or (labels is not None and not labels.dim())
 
 
-def _described(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _examples(batch: Any) -> list[Any]:
-    """A batch as batches of one; what is no tensor of the batch's length goes along as it is."""
+    """Splits a batch into batches of one; values other than tensors of the batch's length are in each of them."""
     if not isinstance(batch, Mapping):
         raise SparsifyError(
             f"a calibration batch is a {type(batch).__name__}; expected a dict of tensors, to be cut into single "
             "examples, or a function of the model that runs backward for each of them."
         )
-    sizes = [value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()]
-    size = sizes[0] if sizes else 1
-
-    def part(value: Any, i: int) -> Any:
-        return value[i : i + 1] if isinstance(value, Tensor) and value.dim() and value.shape[0] == size else value
-
-    return [{key: part(value, i) for key, value in batch.items()} for i in range(size)]
+    size = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
+    split = {
+        key: value.split(1) if isinstance(value, Tensor) and value.dim() and len(value) == size else [value] * size
+        for key, value in batch.items()
+    }
+    return [{key: parts[i] for key, parts in split.items()} for i in range(size)]
 
 
 def _to(batch: Any, device: torch.device) -> Any:
@@ -200,27 +182,18 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _sum_up(
-    parameters: Sequence[nn.Parameter], totals: list[Tensor], *, squared: bool, done: Callable[[int], object]
-) -> Iterator[None]:
-    """Takes every gradient as soon as it is there, so that never all of them are."""
-    passes = [0] * len(parameters)  # that reached each parameter; the largest number is that of all passes so far
-    seen = 0
+def _summed_into(totals: list[Tensor], parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[None]:
+    """Adds each gradient to its total as soon as it is computed, and frees it."""
 
-    def take(index: int, parameter: Tensor) -> None:
-        nonlocal seen
+    def add(total: Tensor, parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        grad = (grad.to_dense() if grad.is_sparse else grad).to(totals[index].dtype)
-        totals[index] += grad.square() if squared else grad
-        passes[index] += 1
-        if passes[index] > seen:
-            seen = passes[index]
-            done(1)
+        grad = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
+        total += grad.square() if squared else grad
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p, index=index: take(index, p))
-        for index, parameter in enumerate(parameters)
+        parameter.register_post_accumulate_grad_hook(lambda p, total=total: add(total, p))
+        for parameter, total in zip(parameters, totals, strict=True)
     ]
     try:
         yield
@@ -230,8 +203,8 @@ def _sum_up(
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards modes and gradients are those of before."""
+def _left_unchanged(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; afterwards modes and gradients are those of before."""
     modes = {module: module.training for module in model.modules()}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     model.eval()
@@ -246,7 +219,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _progress(examples: int | None) -> Any:
+def _progress(batches: Iterable[Any], **settings: Any) -> Any:
     from tqdm.auto import tqdm
 
-    return tqdm(total=examples, desc="calibrating", unit="example" if examples else "batch", leave=False)
+    return tqdm(batches, desc="calibrating", leave=False, **settings)

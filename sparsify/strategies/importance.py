@@ -1,12 +1,10 @@
-"""How much an entry matters: pure scores of weights and gradients, block by block.
+"""Importance of entries: pure functions of weights and gradients, applied block by block.
 
-Two kinds, told apart by ``uses_gradient``:
+* A *gradient importance* (``uses_gradient``) scores ``(weight, grad)`` blocks during backward. An entry whose gradient
+  or score is zero is never unmasked.
+* A *weight importance* needs no gradient, so that its ranking is known before a step.
 
-* a *gradient importance* scores ``(weight, grad)`` blocks during backward. An entry whose gradient or score is zero is
-  never unmasked;
-* a *weight importance* needs no gradient, so its ranking is known ahead of a step.
-
-A user's own is a pure function with a name: :func:`register_importance`.
+:func:`register_importance` makes one of a user's function.
 """
 
 from __future__ import annotations
@@ -21,20 +19,22 @@ from torch import Tensor
 
 from sparsify.errors import SparsifyError
 
-ROUNDING_SLACK = 1 + 1e-5  # a bound has to stay above the score however either is rounded
+ROUNDING_SLACK = 1 + 1e-5  # a bound stays above the score however either is rounded
+
+
+class Importance(Protocol):
+    """A named score of entries; ``uses_gradient`` tells the two kinds below apart."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def uses_gradient(self) -> bool: ...
 
 
 @runtime_checkable
-class GradientImportance(Protocol):
-    """What the streaming selection asks of an importance that looks at gradients."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in JSON."""
-
-    @property
-    def uses_gradient(self) -> bool:
-        """True."""
+class GradientImportance(Importance, Protocol):
+    """An importance that scores entries by their weights and gradients."""
 
     @property
     def monotone(self) -> bool:
@@ -48,32 +48,21 @@ class GradientImportance(Protocol):
 
 
 @runtime_checkable
-class WeightImportance(Protocol):
-    """What a selection asks of an importance that looks at weights only."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in JSON."""
-
-    @property
-    def uses_gradient(self) -> bool:
-        """False."""
+class WeightImportance(Importance, Protocol):
+    """An importance that scores entries by their weights only."""
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         """Scores (n,) of a block of weights (n,); ``generator`` is the only source of randomness."""
 
     def covers(self, parameter_name: str) -> bool:
-        """Whether entries of the parameter with this name can be selected at all."""
-
-
-Importance = GradientImportance | WeightImportance
+        """Whether entries of the parameter with this name can be selected."""
 
 
 @dataclass(frozen=True)
 class D3:
-    """Dynamic magnitude and gradient importance: abs(grad) / (abs(weight) + eps)^exp.
+    """Dynamic magnitude and gradient importance, the paper's H: abs(grad) / (abs(weight) + eps)^exp.
 
-    The paper's equation for H (D3). ``exp=0`` is the gradient's magnitude alone; a large ``exp`` prefers small weights.
+    ``exp=0`` is the gradient's magnitude alone; a large ``exp`` prefers small weights.
 
     Args:
         exp: how strongly a large weight lowers the importance; may be negative.
@@ -104,15 +93,15 @@ class D3:
         floor = _with_slack(floor)
         if self.exp >= 0:  # the denominator is smallest where the weight is 0: no pass over the weights is needed
             return (floor * self.eps**self.exp).expand(weight.shape[0])
-        return _or_any(floor * (_largest(weight, floor) + self.eps) ** self.exp)
+        return _zero_for_nan(floor * (_row_maximum(weight).to(floor.dtype) + self.eps) ** self.exp)
 
 
 @dataclass(frozen=True)
 class Fisher:
-    """The diagonal of the empirical Fisher information: grad^2, summed over examples one by one (Sung et al. 2021).
+    """The diagonal of the empirical Fisher information: grad^2, summed over single examples (Sung et al. 2021).
 
-    With :class:`sparsify.Static` the sum is taken over calibration examples at their true labels, before training. Any
-    other selection sees one gradient a step, that of the batch, and squares that.
+    With :class:`sparsify.Static` the sum is over calibration examples at their true labels, before training. Any other
+    selection squares the gradient of each step's batch.
 
     Args:
         num_samples: calibration examples, at least 1.
@@ -128,7 +117,7 @@ class Fisher:
     monotone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_samples, bool) or not isinstance(self.num_samples, int) or self.num_samples < 1:
+        if type(self.num_samples) is not int or self.num_samples < 1:
             raise SparsifyError(f"Fisher got num_samples={self.num_samples!r}; expected an int of at least 1.")
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
@@ -140,17 +129,17 @@ class Fisher:
 
 @dataclass(frozen=True)
 class SNIP:
-    """Connection sensitivity: abs(weight x grad), how much the loss changes to first order without the entry.
+    """Connection sensitivity: abs(weight x grad), the first-order change of the loss without the entry.
 
-    An entry that is zero scores zero and is never unmasked: a new LoRA, whose ``B`` is all zeros, has no entry that
-    scores at all, unless PEFT is told ``init_lora_weights=False``.
+    An entry that is zero scores zero and is never unmasked. In a new LoRA, whose ``B`` is zero, no entry scores above
+    zero unless it was made with ``init_lora_weights=False``.
 
     Example:
         >>> SNIP().score(torch.tensor([0.5, 0.0]), torch.tensor([-3.0, 4.0]))
         tensor([1.5000, 0.0000])
 
     Source: Lee et al. 2019, "SNIP: Single-shot network pruning based on connection sensitivity". The paper divides the
-    scores by their sum, which changes no order.
+    scores by their sum, which does not change their order.
     """
 
     name: ClassVar[str] = "snip"
@@ -161,20 +150,19 @@ class SNIP:
         return (weight * grad).abs()
 
     def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return _or_any(_with_slack(floor) / _largest(weight, floor))
+        return _zero_for_nan(_with_slack(floor) / _row_maximum(weight).to(floor.dtype))
 
 
 @dataclass(frozen=True)
 class GraSP:
     """Gradient signal preservation: weight x (H grad), with H the loss's Hessian. For pruning (:class:`Prune`).
 
-    Without an entry the squared norm of the gradient changes by -2 weight x (H grad), to first order. The paper removes
-    the entries for which -weight x (H grad) is largest; here the entries to *keep* score highest, hence the sign. A
-    score below zero says that the gradient flows better without the entry.
+    Without an entry, the squared norm of the gradient changes by -2 weight x (H grad), to first order. The paper
+    removes the entries with the largest -weight x (H grad); here the entries to *keep* score highest.
 
-    It takes a calibration of batches that differentiates the loss twice and so holds the whole graph of one batch and a
-    dense gradient of all candidates; a training step has nothing like it, so that it goes with ``Static`` and ``Prune``
-    only. The paper divides the logits by 200 first: pass a ``loss_fn`` that does, for that.
+    The calibration differentiates the loss twice, and holds the graph of one batch and a dense gradient of all
+    candidates. A training step has no Hessian, so that GraSP goes with ``Static`` and ``Prune`` only. The paper divides
+    the logits by 200 first: pass a ``loss_fn`` that does so.
 
     Example:
         >>> GraSP().score(torch.tensor([0.5, -2.0]), torch.tensor([-3.0, -4.0]))
@@ -188,19 +176,19 @@ class GraSP:
     monotone: ClassVar[bool] = False
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
-        """Scores (..., n) from the weights (..., n) and, in the gradients' place, H grad (..., n)."""
+        """Scores (..., n) from the weights (..., n) and, in place of the gradients, H grad (..., n)."""
         return weight * grad
 
     def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return floor.new_zeros(()).expand(weight.shape[0])
+        return _no_bound(floor, weight)
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """The smallest weights matter most: score -abs(weight), zeros first (PaFi, Liao et al. 2023).
+    """Smallest weights first: -abs(weight) (PaFi, Liao et al. 2023).
 
     Args:
-        largest: score abs(weight) instead, so that the largest weights come first.
+        largest: largest weights first: abs(weight).
 
     Example:
         >>> Magnitude().score(torch.tensor([0.5, -0.25]), torch.Generator())
@@ -220,13 +208,13 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class Random:
-    """Every entry is as likely as any other, from a generator seeded by (seed, parameter name)."""
+    """Entries drawn uniformly, from a generator seeded by (seed, parameter name)."""
 
     name: ClassVar[str] = "random"
     uses_gradient: ClassVar[bool] = False
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        # drawn on the CPU, so that a seed means the same entries on every device
+        # drawn on the CPU, so that a seed selects the same entries on every device
         return torch.rand(weight.shape, generator=generator, dtype=torch.float32).to(weight.device)
 
     def covers(self, parameter_name: str) -> bool:
@@ -235,7 +223,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Bias:
-    """Parameters named ``bias``, all alike, and nothing else (BitFit, Ben Zaken et al. 2022).
+    """Only parameters named ``bias``, all with the same score (BitFit, Ben Zaken et al. 2022).
 
     Example:
         >>> Bias().covers("encoder.layer.0.output.dense.bias"), Bias().covers("encoder.layer.0.output.dense.weight")
@@ -254,12 +242,12 @@ class Bias:
 
 @dataclass(frozen=True)
 class Custom:
-    """An importance of the user's own; made by :func:`register_importance`."""
+    """A user's function as an importance; made by :func:`register_importance`."""
 
     name: str
     function: Callable[..., Tensor] = field(repr=False, compare=False)
     uses_gradient: bool = field(default=True, compare=False)
-    monotone: ClassVar[bool] = False  # nothing is known of the function, so every entry is scored
+    monotone: ClassVar[bool] = False  # nothing is known about the function, so every entry is scored
 
     def score(self, weight: Tensor, other: Any) -> Tensor:
         scores = self.function(weight, other) if self.uses_gradient else self.function(weight)
@@ -271,25 +259,29 @@ class Custom:
         return scores
 
     def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return floor.new_zeros(()).expand(weight.shape[0])
+        return _no_bound(floor, weight)
 
     def covers(self, parameter_name: str) -> bool:
         return True
 
 
+def _no_bound(floor: Tensor, weight: Tensor) -> Tensor:
+    """Zeros (rows,): any gradient may score ``floor``."""
+    return floor.new_zeros(()).expand(weight.shape[0])
+
+
 def _with_slack(floor: Tensor) -> Tensor:
-    """A little below the floor, or 0: an entry has to be found however its score was rounded, or flushed to zero."""
+    """A little below the floor, at least 0, so that no entry is missed by rounding or by flushing to zero."""
     return (floor - torch.finfo(floor.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)
 
 
-def _or_any(least: Tensor) -> Tensor:
-    """0 where nothing can be said."""
+def _zero_for_nan(least: Tensor) -> Tensor:
     return least.nan_to_num(nan=0.0, posinf=torch.inf)
 
 
-def _largest(weight: Tensor, like: Tensor) -> Tensor:
+def _row_maximum(weight: Tensor) -> Tensor:
     """The largest abs(weight) (rows,) of each row (rows, cols)."""
-    return torch.linalg.vector_norm(weight, torch.inf, dim=1).to(like.dtype)
+    return torch.linalg.vector_norm(weight, torch.inf, dim=1)
 
 
 IMPORTANCES: dict[str, Callable[..., Importance]] = {
@@ -297,21 +289,24 @@ IMPORTANCES: dict[str, Callable[..., Importance]] = {
 }
 
 
+_BUILT_IN = frozenset(IMPORTANCES)
+
+
 def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:
-    """Makes an importance of a pure function, for any selection, under a name that JSON can hold.
+    """Makes a pure function an importance, for any selection.
 
     Args:
-        name: what it is called in a delta's config.
+        name: the importance's name in a delta's config.
         uses_gradient: whether the function takes (weight, grad) or the weight alone.
 
     Returns:
         A decorator. The function gets blocks of weights and gradients of one shape, in float32 or float64, and
-        returns their scores in that shape; entry by entry, since where the blocks begin and end is not its business.
-        With the gradient, only entries that score above 0 are ever unmasked. Scores that are not finite do not count,
-        and where no entry has one that does, an error (before training) or a warning (in training) names it.
+        returns their scores in that shape. It works entry by entry: scores must not depend on block boundaries. With
+        the gradient, only entries that score above 0 are unmasked. Non-finite scores are ignored; where no score is
+        finite, an error (before training) or a warning (in training) names the importance.
 
     Raises:
-        SparsifyError: when the name is one of the built-in importances'.
+        SparsifyError: when the name is that of a built-in importance.
 
     Example:
         >>> @register_importance("movement")
@@ -321,17 +316,13 @@ def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[C
         tensor([ 3., -2.])
     """
     if not isinstance(name, str) or not name:
-        raise SparsifyError(f"an importance is to be called {name!r}; expected a string that is not empty.")
-    if name in IMPORTANCES and name not in _REGISTERED:
-        raise SparsifyError(f"{name!r} is an importance of sparsify's own; register yours under another name.")
+        raise SparsifyError(f"name={name!r}; expected a string that is not empty.")
+    if name in _BUILT_IN:
+        raise SparsifyError(f"{name!r} is a built-in importance; register yours under another name.")
 
     def register(function: Callable[..., Tensor]) -> Custom:
         importance = Custom(name, function, uses_gradient)
         IMPORTANCES[name] = lambda: importance
-        _REGISTERED.add(name)
         return importance
 
     return register
-
-
-_REGISTERED: set[str] = set()

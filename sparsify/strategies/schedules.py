@@ -1,21 +1,21 @@
-"""When entries are unmasked: cumulative targets over the optimizer steps.
+"""Schedules: cumulative numbers of unmasked entries over the optimizer steps.
 
-A schedule says how many entries are unmasked *after* each step, never how many to add: places that a step could not
-fill are caught up by the next one, and the last step lands on the budget exactly.
+A schedule gives the number of entries unmasked *after* each step, not how many to add: a step makes up for earlier ones
+that found too few entries, and the last one reaches the budget exactly.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fractions import Fraction
 
+from sparsify.common.names import did_you_mean
 from sparsify.errors import SparsifyError
 
 
 def _cosine(share: Fraction) -> Fraction:
-    # rounding takes back the last bits that pi and cos lose, so that c(1/2) is 1/2
+    # rounding restores the last bits that pi and cos lose, so that c(1/2) is 1/2
     return Fraction(round((1 - math.cos(math.pi * float(share))) / 2, 15))
 
 
@@ -34,9 +34,8 @@ class Schedule:
     Args:
         shape: ``"uniform"`` c(s) = s, ``"linear"`` 1 - (1 - s)^2, ``"cubic"`` 1 - (1 - s)^3 or
             ``"cosine"`` (1 - cos(pi s)) / 2, with s the share of the unmasking done.
-        every: steps 0, n, 2n, ... unmask at once what the n steps from there on would; the others unmask nothing and
-            need no selection.
-        until: share of the steps after which the budget is full, in (0, 1].
+        every: steps 0, n, 2n, ... unmask the entries of n steps at once; the others unmask nothing.
+        until: share of the steps after which the whole budget is unmasked, in (0, 1].
 
     Raises:
         SparsifyError: for an unknown shape, ``every`` below 1, or ``until`` outside (0, 1].
@@ -54,10 +53,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            near = get_close_matches(str(self.shape), SHAPES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise SparsifyError(f"unknown schedule {self.shape!r}; expected one of {', '.join(SHAPES)}.{hint}")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise SparsifyError(
+                f"unknown schedule {self.shape!r}; expected one of {', '.join(SHAPES)}."
+                f"{did_you_mean(self.shape, SHAPES)}"
+            )
+        if type(self.every) is not int or self.every < 1:
             raise SparsifyError(f"every={self.every!r} steps; expected an int of at least 1 (1 unmasks at each step).")
         if isinstance(self.until, bool) or not isinstance(self.until, (int, float)) or not 0 < self.until <= 1:
             raise SparsifyError(
@@ -80,10 +80,9 @@ class Schedule:
         return math.floor(budget * SHAPES[self.shape](share))
 
     def quota(self, step: int, steps: int, budget: int, unmasked: int) -> int:
-        """Number of entries to unmask in an optimizer step, given how many are unmasked before it.
+        """Number of entries to unmask in an optimizer step, with ``unmasked`` before it.
 
-        What earlier steps could not fill is caught up; steps between the multiples of ``every`` and steps beyond the
-        plan unmask nothing.
+        0 between the multiples of ``every``, and beyond the plan.
         """
         if step >= steps or step % self.every:
             return 0
@@ -91,11 +90,7 @@ class Schedule:
 
 
 def resolve_schedule(schedule: str | Schedule) -> Schedule:
-    """The schedule itself, or the one with the given name's shape.
-
-    Raises:
-        SparsifyError: when it is neither.
-    """
+    """Returns the schedule itself, or the one with this shape."""
     if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, str):

@@ -1,18 +1,18 @@
-"""Which entries are trained: a strategy is a row of the table importance x selection.
+"""Strategies: the table importance x selection, with the presets as rows (``PRESETS``).
 
-``PRESETS`` is that table with the paper's settings. A strategy is a frozen dataclass and round-trips through JSON.
+A strategy is a frozen dataclass that round-trips through JSON.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from sparsify.common.names import did_you_mean
 from sparsify.errors import SparsifyError
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL
 from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
@@ -20,11 +20,11 @@ from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, 
 
 @dataclass(frozen=True)
 class Static:
-    """static-S: choose once, before training; by gradients only if there is a calibration pass for them.
+    """static-S: select once, before training. A gradient importance needs a calibration.
 
     Args:
-        allocation: how many of the entries each tensor gets: ``"global"``, as many as are among the best of the whole
-            model; ``"uniform"``, the same density in each; ``"erdos-renyi"``, a density in proportion to
+        allocation: how the budget is divided among the tensors: ``"global"``, the best entries of the whole model;
+            ``"uniform"``, the same density in each tensor; ``"erdos-renyi"``, a density in proportion to
             (n_in + n_out) / (n_in n_out), so that small tensors stay denser (Mocanu et al. 2018).
     """
 
@@ -35,20 +35,19 @@ class Static:
         if self.allocation not in ALLOCATIONS:
             raise SparsifyError(
                 f"{type(self).__name__} got allocation={self.allocation!r}; expected one of "
-                f"{', '.join(ALLOCATIONS)}.{_hint(self.allocation, ALLOCATIONS)}"
+                f"{', '.join(ALLOCATIONS)}.{did_you_mean(self.allocation, ALLOCATIONS)}"
             )
 
 
 @dataclass(frozen=True)
 class Prune(Static):
-    """Pruning at initialisation: choose once, set every entry that is not chosen to zero, train those that are.
+    """Pruning at initialisation: select once, set every other entry to zero, train the selected ones.
 
-    For modules that are new, such as adapters: a pretrained matrix loses what is not chosen, and ``sparsify`` refuses
-    to prune one unless ``pretrained`` is set. Matrices, and tensors of more dimensions, are pruned; biases, norms and
-    other vectors are trained whole. The budget counts both, so that it is the number of entries that are trained, and
-    has to leave some to the matrices.
+    For new modules such as adapters; a pretrained matrix loses all entries that are not selected, so that ``sparsify``
+    refuses it unless ``pretrained`` is set. Matrices and tensors of more dimensions are pruned; biases, norms and other
+    vectors are trained whole. The budget is the number of trained entries, vectors included.
 
-    ``desparsify()`` leaves the zeros where they are; the base, for ``base_weights()``, is the pruned model.
+    ``desparsify()`` keeps the zeros. The base of ``base_weights()`` is the pruned model.
 
     Args:
         allocation: as for :class:`Static`.
@@ -60,7 +59,7 @@ class Prune(Static):
         Strategy(importance=SNIP(), selection=Prune(allocation='global', pretrained=False))
 
     Source: He et al. 2022, "SparseAdapter: An easy approach for improving the parameter-efficiency of adapters", where
-    biases and norms are not pruned either, and come on top of the budget.
+    biases and norms are not pruned either, and are not part of the budget.
     """
 
     pretrained: bool = False
@@ -73,47 +72,46 @@ class Prune(Static):
 
 @dataclass(frozen=True)
 class Increment:
-    """increment-S: each step unmasks some more entries and never masks one again (the paper's Algorithm 1)."""
+    """increment-S: each step unmasks more entries, and none is ever masked again (the paper's Algorithm 1)."""
 
     name: ClassVar[str] = "increment"
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """repeat-S: each step chooses the whole budget afresh, among all entries. A baseline, for small models.
+    """repeat-S: each step selects the whole budget afresh, among all entries. A baseline, for small models.
 
-    An entry that is no longer chosen keeps its value and its optimizer state and gets no gradient, so the flat delta
-    has a place for every entry that was ever chosen.
+    An entry that is no longer selected keeps its value and its optimizer state and gets no gradient, so that the flat
+    delta has a place for every entry that was ever selected.
 
     Args:
-        capacity: how many entries can be touched in all; beyond it, a step goes without those that would be new.
-            ``None``: as many as budget x steps can touch.
+        capacity: maximum number of entries that are ever selected; beyond it, a step leaves out new ones. ``None``:
+            budget x steps.
     """
 
     capacity: int | None = None
     name: ClassVar[str] = "repeat"
 
     def __post_init__(self) -> None:
-        number = self.capacity
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise SparsifyError(f"Repeat got capacity={number!r}; expected an int of at least 1, or None.")
+        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
+            raise SparsifyError(f"Repeat got capacity={self.capacity!r}; expected an int of at least 1, or None.")
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A set of entries that is known already: an earlier delta's support, or a mask.
+    """A given set of entries: an earlier delta's support, or a mask.
 
     Args:
         support: the entries by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64.
     """
 
-    support: Mapping[str, Tensor] = field(compare=False)  # no setting: it is what a delta's file is made of
+    support: Mapping[str, Tensor] = field(compare=False)  # not a setting: the delta's file holds it
     name: ClassVar[str] = "given"
 
 
 @dataclass(frozen=True)
 class Dense:
-    """No selection at all: every candidate is trained, the model stays dense. The baseline."""
+    """No selection: every candidate is trained and the model stays dense. The baseline."""
 
     name: ClassVar[str] = "dense"
 
@@ -124,17 +122,17 @@ SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, P
 
 @dataclass(frozen=True)
 class Strategy:
-    """An importance with a selection; any goes with any.
+    """An importance and a selection, in any combination.
 
     Args:
-        importance: which entries matter: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`GraSP`,
+        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`GraSP`,
             :class:`Magnitude`, :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`);
             ``None`` only with ``Given`` and ``Dense``.
-        selection: when they are chosen: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
+        selection: when entries are selected: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
-        SparsifyError: when one of the two is no importance or selection, or they make no sense together: GraSP while
-            training, or pruning that keeps the smallest weights.
+        SparsifyError: when a part has the wrong type, or the two cannot be combined: GraSP while training, or pruning
+            that keeps the smallest weights.
 
     Example:
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
@@ -159,7 +157,7 @@ class Strategy:
             )
         if isinstance(self.importance, GraSP) and not isinstance(self.selection, Static):
             raise SparsifyError(
-                f"{self.importance} with {self.selection}: a training step has no Hessian, which GraSP is made of; "
+                f"{self.importance} with {self.selection}: a training step has no Hessian, which GraSP needs; "
                 "expected Prune() or Static(), with calibration batches."
             )
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
@@ -171,48 +169,45 @@ class Strategy:
     @property
     def calibrates(self) -> bool:
         """Whether gradients are needed before training."""
-        return (
-            isinstance(self.selection, Static) and self.importance is not None and bool(self.importance.uses_gradient)
-        )
+        return isinstance(self.selection, Static) and self.importance is not None and self.importance.uses_gradient
 
     def to_dict(self) -> dict[str, Any]:
-        """The strategy as plain JSON types."""
+        """Returns the strategy as plain JSON types."""
         return {
-            "importance": None if self.importance is None else _described(self.importance),
-            "selection": _described(self.selection),
+            "importance": None if self.importance is None else _to_dict(self.importance),
+            "selection": _to_dict(self.selection),
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Strategy:
-        """The strategy that :meth:`to_dict` described."""
+        """Builds the strategy that :meth:`to_dict` described."""
         if not isinstance(data, dict) or not {"importance", "selection"} <= data.keys():
             raise SparsifyError(f"{data!r} describes no strategy; expected a dict with `importance` and `selection`.")
         importance = data["importance"]
         return cls(
-            None if importance is None else _named(IMPORTANCES, importance, "importance"),
-            _named(SELECTIONS, data["selection"], "selection"),
+            None if importance is None else _from_dict(IMPORTANCES, importance, "importance"),
+            _from_dict(SELECTIONS, data["selection"], "selection"),
         )
 
 
-def _described(part: Any) -> dict[str, Any]:
-    """An importance or selection as its name and settings; what is compared is what counts as a setting."""
-    settings = {setting.name: getattr(part, setting.name) for setting in fields(part) if setting.compare}
-    return {"name": part.name, **settings}
+def _to_dict(part: Any) -> dict[str, Any]:
+    """The name and settings of an importance or selection; its settings are the fields that are compared."""
+    return {"name": part.name, **{item.name: getattr(part, item.name) for item in fields(part) if item.compare}}
 
 
-def _named(kinds: dict[str, Any], data: dict[str, Any], what: str) -> Any:
+def _from_dict(kinds: dict[str, Any], data: dict[str, Any], part: str) -> Any:
     if not isinstance(data, dict) or data.get("name") not in kinds:
         name = data.get("name") if isinstance(data, dict) else data
-        raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(kinds)}.")
+        raise SparsifyError(f"unknown {part} {name!r}; expected one of {', '.join(kinds)}.")
     kind = kinds[data["name"]]
-    settings = {key: value for key, value in data.items() if key != "name"}
     if kind is Given:
-        raise SparsifyError("a given set is not described by its name; pass the set itself, such as delta.support.")
+        raise SparsifyError("a given set is not stored in the config; pass the set itself, such as delta.support.")
+    settings = {key: value for key, value in data.items() if key != "name"}
     try:
         return kind(**settings)
     except TypeError:
         expected = ", ".join(inspect.signature(kind).parameters) or "none"
-        raise SparsifyError(f"{what} {data['name']!r} with settings {settings!r}; it has these: {expected}.") from None
+        raise SparsifyError(f"{part} {data['name']!r} with settings {settings!r}; it has these: {expected}.") from None
 
 
 PRESETS: dict[str, Strategy] = {
@@ -228,11 +223,7 @@ PRESETS: dict[str, Strategy] = {
 
 
 def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strategy:
-    """The strategy itself, the preset of that name, or the one that trains a given set.
-
-    Raises:
-        SparsifyError: for an unknown name (the nearest is suggested) or another type.
-    """
+    """Returns the strategy itself, the preset of that name, or the one that trains a given set."""
     if isinstance(strategy, Strategy):
         return strategy
     if isinstance(strategy, Mapping) and all(isinstance(entries, Tensor) for entries in strategy.values()):
@@ -241,11 +232,5 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
         return PRESETS[strategy]
     raise SparsifyError(
         f"unknown strategy {strategy!r}; expected one of {', '.join(PRESETS)}, a Strategy(importance=..., "
-        f"selection=...), or a set of entries such as delta.support.{_hint(strategy, PRESETS)}"
+        f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, PRESETS)}"
     )
-
-
-def _hint(value: Any, names: Iterable[str]) -> str:
-    """A sentence with the name that is nearest to a value, whatever its case; empty where none is near."""
-    near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

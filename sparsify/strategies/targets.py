@@ -1,4 +1,4 @@
-"""Which tensors may be trained: candidates, their owners, and the patterns that narrow them.
+"""Candidates: the tensors that may be trained, and the patterns that narrow them.
 
 In: a model and PEFT's words (``target_modules``, ``exclude_modules``, ``modules_to_save``). Out: the candidates in
 ``named_parameters`` order, each with every module that holds it, so that a tied tensor is one candidate.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,8 +19,9 @@ from sparsify.common.quantized import is_quantized
 from sparsify.errors import SparsifyError
 
 ALL_LINEAR = "all-linear"
-PEFT_SAVED = "modules_to_save"  # the part of a module's name under which PEFT keeps its own dense modules
+PEFT_SAVED = "modules_to_save"  # the component of a module's name under which PEFT keeps its dense modules
 Pattern = str | list[str] | tuple[str, ...] | set[str] | None
+Owner = tuple[str, nn.Module, str]  # module name, module, attribute
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,17 @@ class Candidate:
     Attributes:
         name: its first name in ``named_parameters``.
         parameter: the tensor.
-        owners: (module name, module, attribute) of every place that holds it; several where weights are tied.
+        owners: every place that holds it; several where weights are tied.
     """
 
     name: str
     parameter: nn.Parameter
-    owners: tuple[tuple[str, nn.Module, str], ...]
+    owners: tuple[Owner, ...]
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a call of ``sparsify`` is about: the candidates, the dense parameters by name, and the rest to freeze."""
+    """A model's trainable parameters: candidates, those trained dense, and those to freeze, by name."""
 
     candidates: tuple[Candidate, ...]
     saved: dict[str, nn.Parameter]
@@ -58,11 +60,11 @@ def find_targets(
     PEFT model, whose base is frozen.
 
     Args:
-        model: the model; it is only read.
+        model: it is only read.
         target_modules: modules whose parameters are candidates; a list matches suffixes of module names, a string is
             a regular expression for the whole name, ``"all-linear"`` every linear layer but the output head.
         exclude_modules: modules to leave out, in the same words.
-        modules_to_save: modules that are trained dense and saved whole.
+        modules_to_save: modules that are trained and saved dense.
 
     Raises:
         SparsifyError: when a pattern matches no module, or nothing trainable is left.
@@ -76,26 +78,20 @@ def find_targets(
     excluded = match_modules(model, exclude_modules, "exclude_modules")
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
 
-    named_quantized = target_modules is not None and not _is_peft(modules)
+    takes_quantized = target_modules is not None and not _is_peft(modules)
     owners = _owners(modules)
     candidates: list[Candidate] = []
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        is_named_quantized = named_quantized and is_quantized(parameter)
-        if not parameter.requires_grad and not is_named_quantized:
+        if not parameter.requires_grad and not (takes_quantized and is_quantized(parameter)):
             continue
-        places = owners[id(parameter)]
-        if is_named_quantized:
-            if any(owner in targeted and not _inside(owner, excluded | saved_modules) for owner, _, _ in places):
-                candidates.append(Candidate(name, parameter, places))
-            continue
-        if any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner, _, _ in places):
-            saved[name] = parameter
-        elif any(owner in targeted and not _inside(owner, excluded) for owner, _, _ in places):
-            candidates.append(Candidate(name, parameter, places))
-        else:
-            frozen[name] = parameter
+        names = [owner for owner, _, _ in owners[parameter]]
+        is_saved = any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner in names)
+        if not is_saved and any(owner in targeted and not _inside(owner, excluded) for owner in names):
+            candidates.append(Candidate(name, parameter, tuple(owners[parameter])))
+        elif parameter.requires_grad:
+            (saved if is_saved else frozen)[name] = parameter
 
     if not candidates:
         raise SparsifyError(_nothing_left(model, target_modules))
@@ -107,44 +103,39 @@ def find_targets(
     return Targets(tuple(candidates), saved, frozen)
 
 
-def _owners(modules: dict[str, nn.Module]) -> dict[int, tuple[tuple[str, nn.Module, str], ...]]:
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+def _owners(modules: dict[str, nn.Module]) -> dict[nn.Parameter, list[Owner]]:
+    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
     for module_name, module in modules.items():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module_name, module, attribute))
-    return {key: tuple(places) for key, places in owners.items()}
+                owners[parameter].append((module_name, module, attribute))
+    return owners
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
-    """Refuses parameters over the same numbers, one perhaps transposed: they would write over each other's entries.
+    """Raises ``SparsifyError`` where a candidate shares memory with another parameter, such as its transpose.
 
-    Args:
-        model: the model; it is only read.
-        candidates: those of its parameters that are to be trained at some of their entries.
-
-    Raises:
-        SparsifyError: naming both.
+    Each would overwrite the other's trained entries.
     """
-    chosen = {candidate.name for candidate in candidates}
+    trained = {candidate.name for candidate in candidates}
     names = [name for name, _ in model.named_parameters()]
     shared, furthest = [], (0, 0)  # end of the memory seen so far, and the position of the parameter that ends there
     for start, end, position in sorted(_spans(model)):
-        both = sorted((position, furthest[1]), key=lambda at: (names[at] not in chosen, at))
-        if start < furthest[0] and names[both[0]] in chosen:
+        both = sorted((position, furthest[1]), key=lambda at: (names[at] not in trained, at))
+        if start < furthest[0] and names[both[0]] in trained:
             shared.append(both)
         furthest = max(furthest, (end, position))
     if shared:
         first, other = min(shared)
         raise SparsifyError(
             f"`{names[first]}` shares its memory with `{names[other]}`, which is a parameter of its own, so that each "
-            "would write over what is trained of the other; untie them, or make them one parameter (PEFT ties adapters "
-            "so with ensure_weight_tying=True)."
+            "would overwrite the trained entries of the other; untie them, or make them one parameter (PEFT ties "
+            "adapters so with ensure_weight_tying=True)."
         )
 
 
 def _spans(model: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """First byte, end and position of every plain parameter that has memory without gaps."""
+    """First byte, end and position of every plain parameter whose memory has no gaps."""
     for position, (_, parameter) in enumerate(model.named_parameters()):
         if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
             continue
@@ -155,26 +146,21 @@ def _spans(model: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 
 def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
-    """First names of the modules that a pattern in PEFT's words matches; a module may have several names.
+    """Returns the first names of the modules that a pattern matches under any of their names.
 
-    Args:
-        model: the model; it is only read.
-        pattern: a list of names' ends, a regular expression for the whole name, or ``"all-linear"``.
-        argument: what the caller's users call the pattern.
-
-    Raises:
-        SparsifyError: when it matches nothing; near names are listed.
+    The pattern is a list of suffixes, a regular expression for the whole name, or ``"all-linear"``. One that matches
+    nothing is an error that lists near names and calls the pattern by ``argument``.
 
     Example:
         >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
         {'0'}
     """
-    first_names = {module: name for name, module in model.named_modules()}
-    names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
     if pattern is None:
         return set()
     if pattern == ALL_LINEAR:
         return set(_linear_names(model))
+    first_names = {module: name for name, module in model.named_modules()}
+    names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
     if isinstance(pattern, str):
         try:
             found = {first for name, first in names.items() if re.fullmatch(pattern, name)}
@@ -193,12 +179,12 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
 
 
 def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
-    """First names of the modules with a name that is, or ends in, the suffix."""
-    return {first for name, first in names.items() if name == suffix or name.endswith(f".{suffix}")}
+    """First names of the modules with a name that is the suffix, or ends in it."""
+    return {first for name, first in names.items() if f".{name}".endswith(f".{suffix}")}
 
 
 def _linear_names(model: nn.Module) -> Iterator[str]:
-    """Linear layers but the output head, as PEFT's "all-linear" has it."""
+    """Linear layers except the output head, as PEFT's "all-linear"."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     for name, module in model.named_modules():
@@ -212,7 +198,7 @@ def _inside(name: str, parents: Iterable[str]) -> bool:
 
 
 def _no_full_match(argument: str, pattern: str, names: Mapping[str, str]) -> str:
-    """What to say of a string that matches no whole name."""
+    """The error text for a string that matches no whole name."""
     if get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
         return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
     if number := len(_ending_in(pattern, names)):
@@ -233,8 +219,8 @@ def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:
 def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
     if target_modules is None and any(is_quantized(parameter) for parameter in model.parameters()):
         return (
-            "no parameter of the model requires grad, and quantized weights cannot; name the layers that may be "
-            'trained with target_modules, such as "all-linear".'
+            "no parameter of the model requires grad, and quantized weights cannot; name the layers to train with "
+            'target_modules, such as "all-linear".'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return (
@@ -261,18 +247,18 @@ def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], cand
 
 
 def _is_peft(modules: dict[str, nn.Module]) -> bool:
-    """Whether PEFT has put adapters into the model, and so frozen its base."""
+    """Whether PEFT has added adapters to the model, and so frozen its base."""
     return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())
 
 
 def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Warns where quantized weights stay frozen although nobody seems to have frozen the model."""
-    quantized = {name: module for name, module in modules.items() if is_quantized(module._parameters.get("weight"))}
-    others = (module for name, module in modules.items() if name not in quantized)
-    frozen = any(not p.requires_grad for module in others for p in module._parameters.values() if p is not None)
+    """Warns of quantized weights that stay frozen in a model that is not frozen otherwise."""
+    quantized = [name for name, module in modules.items() if is_quantized(module._parameters.get("weight"))]
+    others = (p for name, p in model.named_parameters() if name.rpartition(".")[0] not in quantized)
+    frozen = any(not parameter.requires_grad for parameter in others)
     if quantized and not frozen and not _is_peft(modules):
         warnings.warn(
-            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {', '.join(list(quantized)[:3])}"
+            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {', '.join(quantized[:3])}"
             f"{', ...' if len(quantized) > 3 else ''}. To train entries of them too, name their layers with "
             'target_modules, such as "all-linear".',
             stacklevel=4,

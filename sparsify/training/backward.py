@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from sparsify.common.devices import Streams
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import num_ranks
-from sparsify.common.streams import Streams
 from sparsify.errors import SparsifyError
 from sparsify.masked.arithmetic import without_autocast
 from sparsify.masked.recompute import release_memory

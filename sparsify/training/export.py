@@ -18,7 +18,7 @@ from sparsify.adapters.extensions import record_extensions
 from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import plain_model, plain_name
 from sparsify.common.raw_bits import digest, put
-from sparsify.common.shards import is_shard, whole
+from sparsify.common.shards import full_values, is_shard
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
@@ -176,7 +176,7 @@ def _is_base(engine: Engine, name: str, parameter: Tensor) -> bool:
     if not parameter.requires_grad:
         return True
     known = engine.base_digests.get(name)
-    return known is not None and known == (parameter.dtype, digest(whole(parameter)))
+    return known is not None and known == (parameter.dtype, digest(full_values(parameter)))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -228,13 +228,13 @@ def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
 def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
     later = tensor.slots >= budget
-    weight = whole(tensor.parameter).clone(memory_format=torch.contiguous_format)
+    weight = full_values(tensor.parameter).clone(memory_format=torch.contiguous_format)
     return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
 
 
 def _whole(engine: Engine) -> dict[str, Tensor]:
     parameters = dict(engine.root.named_parameters())
-    dense = {plain_name(name): whole(parameters[name]) for name in engine.dense_names if name in parameters}
+    dense = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
     return dense | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, reshard, take_own
+from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
@@ -72,7 +72,7 @@ def read_base(engine: Engine, first: int) -> None:
     pending = buffers.all_slots >= first
     parts = []
     for tensor, own in zip(engine.tensors, buffers.split(pending), strict=True):
-        read = take_own(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
+        read = read_own_entries(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
         parts.append(read if is_shard(tensor.parameter) or engine.ranks.is_first else torch.zeros_like(read))
     buffers.set_base(pending, engine.ranks.sum_(torch.cat(parts)))
 

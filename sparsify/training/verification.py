@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import digest, put
-from sparsify.common.shards import whole
+from sparsify.common.shards import full_values
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.export import Engine as Exportable
@@ -108,7 +108,7 @@ def digest_base(
             tensor = None  # replaced since, and the entries are another parameter's
         if tensor is not None and tensor.packed:
             digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
-        elif name not in left_out and not parameter.is_meta and type(values := whole(parameter)) is Tensor:
+        elif name not in left_out and not parameter.is_meta and type(values := full_values(parameter)) is Tensor:
             digests[name] = (parameter.dtype, digest(_base(values, tensor)))
     return digests
 

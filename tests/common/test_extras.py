@@ -1,4 +1,4 @@
-"""Optional dependencies: imported in one place, and named with their extra where they are missing."""
+"""Optional dependencies: imported in one place, with an error that names the extra."""
 
 import sys
 

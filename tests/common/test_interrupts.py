@@ -1,11 +1,12 @@
-"""Ctrl-C at any moment: an interrupted call has happened or it has not, and what follows is as without it."""
+"""Ctrl-C at any moment: an interrupted call has either happened or not, and training continues the same."""
 
 import contextlib
 import copy
 import random
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,21 +19,21 @@ from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_unm
 from sparsify.common.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
-# where a signal may come; not in threading, logging and the like, whose locks it would leave locked for other tests
+# files that are interrupted; not threading, logging and the like, whose locks would stay locked for other tests
 PACKAGES = (package, torch.optim, torch.nn.modules)
 INTERRUPTED = (*(str(Path(module.__file__).parent) for module in PACKAGES), signal.__file__, __file__)
 
 
 @pytest.fixture(autouse=True)
 def handler():
-    """Python's own handler of SIGINT, which a process in the background does not have."""
+    """Installs Python's own handler of SIGINT, which a background process does not have."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 class Tied(nn.Module):
-    """A table that is looked up in and multiplied by, a norm and a convolution in the generic form, a linear layer."""
+    """A tied embedding and head, a norm and a convolution in the generic form, a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +74,7 @@ class Interrupter:
 
 
 def trained(model, ids, optimizer, interrupters):
-    """Trains to the end, an interrupter around each try at a step; what was interrupted is done again.
+    """Trains to the end, with an interrupter around each attempt at a step; an interrupted step is repeated.
 
     Returns:
         The trained state, and how often it was interrupted.
@@ -96,45 +97,29 @@ def trained(model, ids, optimizer, interrupters):
     return model.state_dict(), interrupted
 
 
-def never():
-    while True:
-        yield Interrupter()
-
-
-def fresh(strategy, optimizer):
+def fresh(strategy="id3"):
     torch.manual_seed(0)
     model = sparsify(Tied().double(), BUDGET, strategy, steps=STEPS)
-    return model, torch.randint(9, (STEPS, 4, 5)), optimizer([model.sparse_values])
+    return model, torch.randint(9, (STEPS, 4, 5)), torch.optim.SGD([model.sparse_values], lr=0.1)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+MANY = pytest.param(350, marks=pytest.mark.slow)  # each with three interrupts
 
 
-def check_training(strategy, moments):
-    expected, _ = trained(*fresh(strategy, sgd), never())
-    counter = Interrupter()
-    trained(*fresh(strategy, sgd), iter([counter, *[Interrupter() for _ in range(STEPS)]]))
+@pytest.mark.parametrize("moments", [30, MANY])
+@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
+def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strategy, moments):
+    straight = [Interrupter() for _ in range(STEPS)]
+    expected, _ = trained(*fresh(strategy), iter(straight))
     generator, interrupts = random.Random(0), 0
     for _ in range(moments):
-        at = [generator.randrange(1, counter.lines + 1) for _ in range(STEPS)]
-        interrupters = iter([*map(Interrupter, at), *[Interrupter() for _ in range(STEPS)]])
-        state, interrupted = trained(*fresh(strategy, sgd), interrupters)
+        at = [generator.randrange(1, straight[0].lines + 1) for _ in range(STEPS)]
+        interrupters = chain(map(Interrupter, at), iter(Interrupter, None))
+        state, interrupted = trained(*fresh(strategy), interrupters)
         interrupts += interrupted
         for name, tensor in expected.items():
             assert torch.equal(tensor, state[name]), f"`{name}`, interrupted at {at}"
     assert interrupts > moments, "most signals came as interrupts, and the others after a section"
-
-
-@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
-def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strategy):
-    check_training(strategy, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
-def test_training_that_is_interrupted_at_a_thousand_moments_goes_on_as_if_it_were_not(strategy):
-    check_training(strategy, 350)  # three interrupts each
 
 
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
@@ -165,7 +150,7 @@ def test_a_model_whose_conversion_is_interrupted_is_plain_or_sparsified(strategy
 
 
 def test_an_interrupted_forward_leaves_the_plain_parameters():
-    model, ids, _ = fresh("id3", sgd)
+    model, ids, _ = fresh()
     parameters = list(model.parameters())
     handle = model.convolution.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -179,7 +164,7 @@ def test_an_interrupted_forward_leaves_the_plain_parameters():
 
 
 def test_a_load_that_is_interrupted_leaves_the_trained_weights():
-    model, ids, optimizer = fresh("id3", sgd)
+    model, ids, optimizer = fresh()
     model(ids[0]).backward()
     optimizer.step()
     loss, state = model(ids[1]), {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -191,7 +176,7 @@ def test_a_load_that_is_interrupted_leaves_the_trained_weights():
 
 
 def test_the_base_may_be_entered_twice_and_copied_within():
-    model, ids, optimizer = fresh("id3", sgd)
+    model, ids, optimizer = fresh()
     base = model(ids[0])
     base.backward()
     optimizer.step()
@@ -227,32 +212,22 @@ def test_an_error_in_a_section_passes_and_the_handler_is_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_section_in_another_thread_leaves_the_handler_alone():
-    seen = []
-
-    def run():
-        with uninterrupted():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]
+def handler_in_a_section():
+    with uninterrupted():
+        return signal.getsignal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_signal_that_is_ignored_stays_ignored(handler):
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with uninterrupted():
-            assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_another_thread_and_a_signal_that_is_ignored_are_left_alone():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(handler_in_a_section).result() is signal.default_int_handler
+    for ignored in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGINT, ignored)
+        assert handler_in_a_section() == ignored
 
 
 def test_a_step_that_was_cut_off_is_counted_once():
     """The optimizer has moved the values, and its hooks did not run."""
-    model, ids, optimizer = fresh("id3", sgd)
+    model, ids, optimizer = fresh()
     model(ids[0]).backward()
     handle = optimizer.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -290,48 +265,49 @@ def is_equal(state, other):
 
 
 class Interrupted:
-    """Calls functions, each interrupted at a random one of its lines."""
+    """Calls functions and interrupts each at a random line."""
 
     def __init__(self):
         self._generator, self._lines, self.count = random.Random(0), {}, 0
 
     def call(self, name, function):
-        seen = Interrupter(self._at(name))
+        lines = self._lines.get(name)
+        seen = Interrupter(self._generator.randrange(1, lines + 1) if lines else None)
         try:
             with seen:
                 function()
         except KeyboardInterrupt:
             self.count += 1
-        self._lines[name] = max(seen.lines, self._lines.get(name, 0))
-
-    def _at(self, name):
-        return self._generator.randrange(1, self._lines[name] + 1) if name in self._lines else None
+        self._lines[name] = max(seen.lines, lines or 0)
 
 
-def check_deltas(moments):
+MOMENTS = pytest.mark.parametrize("moments", [20, pytest.param(200, marks=pytest.mark.slow)])
+
+
+@MOMENTS
+def test_a_delta_whose_apply_swap_or_revert_is_interrupted_is_on_the_model_or_not(moments):
     base, (first, second) = tasks()
     plain, interrupted = state_of(base), Interrupted()
     with first.applied(base):
         of_first = state_of(base)
     with second.applied(base):
         of_second = state_of(base)
+    verbs = {
+        "apply": (lambda: first.apply(base), plain, of_first),
+        "swap": (lambda: first.swap(base, second), of_first, of_second),
+        "revert": (lambda: second.revert(base), of_second, plain),
+    }
     for _ in range(moments):
-        interrupted.call("apply", lambda: first.apply(base))
-        if is_equal(state_of(base), plain):
-            first.apply(base)
-        assert is_equal(state_of(base), of_first)
-        interrupted.call("swap", lambda: first.swap(base, second))
-        if is_equal(state_of(base), of_first):
-            first.swap(base, second)
-        assert is_equal(state_of(base), of_second)
-        interrupted.call("revert", lambda: second.revert(base))
-        if is_equal(state_of(base), of_second):
-            second.revert(base)
-        assert is_equal(state_of(base), plain)
+        for name, (verb, before, after) in verbs.items():
+            interrupted.call(name, verb)
+            if is_equal(state_of(base), before):
+                verb()
+            assert is_equal(state_of(base), after)
     assert interrupted.count > moments
 
 
-def check_switch(moments):
+@MOMENTS
+def test_a_switch_that_is_interrupted_has_one_delta_active_or_the_other(moments):
     base, deltas = tasks()
     switch, states, interrupted = DeltaSwitch(base), {None: state_of(base)}, Interrupted()
     for name, delta in zip("ab", deltas, strict=True):
@@ -347,32 +323,13 @@ def check_switch(moments):
     assert interrupted.count > moments / 2
 
 
-def check_saving(moments, folder):
+@MOMENTS
+def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(moments, tmp_path):
     _, deltas = tasks()
-    deltas[0].save(folder)
-    interrupted, names = Interrupted(), {path.name for path in folder.iterdir()}
+    deltas[0].save(tmp_path)
+    interrupted, names = Interrupted(), {path.name for path in tmp_path.iterdir()}
     for moment in range(moments):
-        interrupted.call("save", lambda delta=deltas[moment % 2]: delta.save(folder))
-        assert {path.name for path in folder.iterdir()} <= names
-        loaded = SparseDelta.load(folder)
-        assert any(
-            all(torch.equal(part.values, delta.tensors[name].values) for name, part in loaded.tensors.items())
-            for delta in deltas
-        )
+        interrupted.call("save", lambda delta=deltas[moment % 2]: delta.save(tmp_path))
+        assert {path.name for path in tmp_path.iterdir()} <= names
+        assert SparseDelta.load(tmp_path) in deltas
     assert interrupted.count > moments / 2
-
-
-def test_a_delta_whose_apply_swap_or_revert_is_interrupted_is_on_the_model_or_not():
-    check_deltas(20)
-    check_switch(20)
-
-
-def test_a_save_that_is_interrupted_leaves_the_old_file_or_the_new_one(tmp_path):
-    check_saving(20, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_thousand_interrupts_leave_deltas_on_their_model_or_not(tmp_path):
-    check_deltas(200)
-    check_switch(200)
-    check_saving(200, tmp_path)

@@ -1,4 +1,4 @@
-"""A real Hugging Face Trainer around a small model, and what a run of it leaves to compare."""
+"""A real Hugging Face Trainer around a small model, and the outcome of its runs to compare."""
 
 import torch
 from models import build
@@ -12,9 +12,9 @@ BUDGET, STEPS = 60, 8
 NUMBERS = ("loss", "grad_norm", "learning_rate", "unmasked")
 
 
-def make_model(name="bert", steps=None, base=None, dtype=torch.float32, **options):
+def make_model(name="bert", steps=None, base=None, **options):
     """A sparsified model, of a checkpoint if there is one; with dropout, a run depends on the random generators."""
-    model, _ = build(name, dtype=dtype)
+    model, _ = build(name)
     model = type(model).from_pretrained(base) if base else model
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -27,7 +27,7 @@ def rows_of(name="bert"):
     return [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(len(batch["labels"]))]
 
 
-def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, optimizers=(None, None), **arguments):
+def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, None), **arguments):
     """A Trainer of eight steps that shuffles its data and writes a checkpoint every two."""
     chosen = {
         "per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 3,
@@ -35,7 +35,7 @@ def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, optimiz
         **arguments,
     }  # fmt: skip
     rows = rows_of() if rows is None else rows
-    return kind(
+    return Trainer(
         model,
         TrainingArguments(str(folder), **chosen),
         train_dataset=rows,
@@ -46,7 +46,7 @@ def make_trainer(model, folder, rows=None, callbacks=None, kind=Trainer, optimiz
 
 
 def outcome(trainer):
-    """What two equal runs have in common: the log of each step, the unmasked entries, the weights, the moments."""
+    """The log of each step, the unmasked entries, the weights and the moments, which two equal runs share."""
     model = trainer.model
     logs = {log["step"]: [log.get(key) for key in NUMBERS] for log in trainer.state.log_history if "loss" in log}
     moments = trainer.optimizer.state_dict()["state"]
@@ -54,7 +54,7 @@ def outcome(trainer):
 
 
 def assert_same(one, other):
-    """Two runs ended in the same place by the same way, bit for bit."""
+    """Asserts that two outcomes are equal bit for bit."""
     for first, second in zip(one[:2], other[:2], strict=True):
         assert first == second
     assert one[2].keys() == other[2].keys()

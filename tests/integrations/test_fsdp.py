@@ -87,12 +87,8 @@ def checkpointed(rank):
 
 
 LIKE_ONE_PROCESS = [
-    tied_and_twice_used,
-    rows_that_do_not_divide,
-    static_beside_a_dense_head,
-    accumulating,
-    checkpointed,
-]
+    tied_and_twice_used, rows_that_do_not_divide, static_beside_a_dense_head, accumulating, checkpointed,
+]  # fmt: skip
 
 # ------------------------------------------------------------------- scenarios of their own
 
@@ -164,34 +160,23 @@ def state(rank):
 
 
 def refused(rank):
-    messages = {}
-    model, batches = mlp()
-    fully_shard(sparsify(model, BUDGET, steps=STEPS))
-    messages["flat delta"] = error_of(lambda: model(**own_part(batches[0], rank)))
+    def sparse():
+        return sparsify(mlp()[0], BUDGET, steps=STEPS)
 
-    model, _ = mlp()
-    sparsify(model, BUDGET, steps=STEPS)
+    def trains(model):
+        return error_of(train, rank, model, mlp()[1])
+
     mesh = init_device_mesh("cpu", (num_ranks(), 1), mesh_dim_names=("replicate", "shard"))
-    shard(model, mesh=mesh)
-    messages["hybrid"] = error_of(lambda: model(**own_part(batches[0], rank)))
-
-    model, _ = mlp()
-    fully_shard(sparsify(model, BUDGET, steps=STEPS).second)
-    messages["blocks only"] = error_of(train, rank, model, batches)
-
-    model, _ = mlp()
-    fully_shard(model)
-    messages["too late"] = error_of(sparsify, model, BUDGET)
-
-    model, _ = mlp()
-    shard(sparsify(model, BUDGET, steps=STEPS))
-    messages["desparsify"] = error_of(desparsify, model)
-
-    model, _ = mlp()
-    sparsify(model, BUDGET, steps=STEPS)
-    older = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    messages["fsdp1"] = error_of(train, rank, older, batches)
-    return messages
+    blocks_only = sparse()
+    fully_shard(blocks_only.second)
+    return {
+        "flat delta": trains(fully_shard(sparse())),
+        "hybrid": trains(shard(sparse(), mesh=mesh)),
+        "blocks only": trains(blocks_only),
+        "too late": error_of(sparsify, fully_shard(mlp()[0]), BUDGET),
+        "desparsify": error_of(desparsify, shard(sparse())),
+        "fsdp1": trains(FullyShardedDataParallel(sparse(), device_id=torch.device("cpu"), use_orig_params=True)),
+    }
 
 
 OWN = [rounded_in_forward, written_behind_its_back, state, refused]
@@ -203,7 +188,7 @@ def all_scenarios(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """What every scenario gave on each of two ranks."""
+    """The result of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios)
 
 

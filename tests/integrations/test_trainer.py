@@ -3,9 +3,6 @@
 import copy
 import json
 import logging
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,29 +30,24 @@ from sparsify import (
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 
-ACCUMULATION = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-
-
-def test_the_callback_is_a_public_name_that_imports_transformers_when_it_is_asked_for():
-    code = "import sys, sparsify; before = 'transformers' in sys.modules; sparsify.SparsifyCallback; print(before)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert run.stdout.strip().endswith("False")
+def test_the_callback_is_a_public_name_and_misspelt_ones_are_not():
     with pytest.raises(AttributeError, match="has no attribute 'SparsifyCallbacks'"):
         package.SparsifyCallbacks  # noqa: B018
 
 
+def run(model, folder, callback=None, **arguments):
+    make_trainer(model, folder, callbacks=[callback or SparsifyCallback()], save_strategy="no", **arguments).train()
+    return model
+
+
 def test_the_steps_are_found(tmp_path):
-    model = make_model(steps=None)
-    trainer = make_trainer(model, tmp_path, save_strategy="no")
-    trainer.train()
+    model = run(make_model(), tmp_path)
     assert steps_done(model) == (STEPS, BUDGET)
     assert get_unmasker(model).steps == STEPS
-    by_epochs = make_model(steps=None)
-    make_trainer(
-        by_epochs, tmp_path, max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=5, save_strategy="no"
-    ).train()  # 48 rows, 12 batches: three optimizer steps
-    assert get_unmasker(by_epochs).steps == 3
-    assert steps_done(by_epochs) == (3, BUDGET)
+    epochs = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
+    model = run(make_model(), tmp_path, **epochs)  # 48 rows, 12 batches: three optimizer steps
+    assert get_unmasker(model).steps == 3
+    assert steps_done(model) == (3, BUDGET)
 
 
 def test_without_the_callback_steps_have_to_be_given(tmp_path):
@@ -70,80 +62,42 @@ def test_without_the_callback_steps_have_to_be_given(tmp_path):
     assert_same(*runs)
 
 
-def test_other_steps_than_the_trainers_are_complained_of(tmp_path):
-    model = make_model(steps=STEPS * 2)
+def test_other_steps_than_the_trainers_give_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="has steps=16, and the Trainer makes 8"):
-        make_trainer(model, tmp_path, save_strategy="no").train()
+        model = run(make_model(steps=2 * STEPS), tmp_path)
     assert steps_done(model) == (STEPS, BUDGET // 2)
 
 
-def test_steps_that_were_found_are_found_again_in_a_second_run(tmp_path, recwarn):
-    model, callback = make_model(steps=None), SparsifyCallback()
-    make_trainer(model, tmp_path, callbacks=[callback], max_steps=3, save_strategy="no").train()
-    make_trainer(model, tmp_path, callbacks=[callback], max_steps=6, save_strategy="no").train()
-    assert get_unmasker(model).steps == 6
-    assert not [warning for warning in recwarn if "the Trainer makes" in str(warning.message)]
-
-
-def test_a_short_run_leaves_the_next_trainer_its_own_steps(tmp_path, recwarn):
+def test_found_steps_are_found_again_by_each_run_and_given_ones_are_kept(tmp_path, recwarn):
     callback = SparsifyCallback()
-    tried = make_model(steps=None)
-    make_trainer(tried, tmp_path, callbacks=[callback], max_steps=2, save_strategy="no").train()
-    fresh = make_model(steps=None)
-    make_trainer(fresh, tmp_path, callbacks=[callback], save_strategy="no").train()
-    assert (get_unmasker(fresh).steps, steps_done(fresh)) == (STEPS, (STEPS, BUDGET))
+    short = run(make_model(), tmp_path, callback, max_steps=2)
+    other = run(make_model(), tmp_path, callback)
+    assert (get_unmasker(other).steps, steps_done(other)) == (STEPS, (STEPS, BUDGET))
     assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 steps, and .* 8 steps"):
-        make_trainer(copy.deepcopy(tried), tmp_path, callbacks=[SparsifyCallback()], save_strategy="no").train()
-    with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 steps") as told:
-        make_trainer(tried, tmp_path, callbacks=[SparsifyCallback()], save_strategy="no").train()
-    assert get_unmasker(tried).steps == STEPS
-    assert not any("the Trainer makes" in str(warning.message) for warning in told)
-
-
-def test_steps_that_were_given_are_not_taken_for_found_ones(tmp_path):
-    callback = SparsifyCallback()
-    make_trainer(make_model(steps=None), tmp_path, callbacks=[callback], max_steps=2, save_strategy="no").train()
-    model = make_model(steps=2)
+    given = make_model(steps=2)
     with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 8"):
-        make_trainer(model, tmp_path, callbacks=[callback], save_strategy="no").train()
-    assert get_unmasker(model).steps == 2
+        run(given, tmp_path, callback)
+    assert get_unmasker(given).steps == 2
+    for model in (copy.deepcopy(short), short):
+        with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 .* 8 steps") as told:
+            run(model, tmp_path)
+        assert get_unmasker(model).steps == STEPS
+        assert not any("the Trainer makes" in str(warning.message) for warning in told)
 
 
-def test_an_optimizer_that_was_made_before_is_refused_before_the_first_step(tmp_path):
+def test_models_that_cannot_be_trained_are_refused_before_the_first_step(tmp_path):
     plain = build("bert")[0]
     optimizer = torch.optim.AdamW(plain.parameters())
+    with pytest.raises(SparsifyError, match="is not sparsified"):
+        run(plain, tmp_path)
     model = sparsify(plain, BUDGET)
     with pytest.raises(SparsifyError, match=r"AdamW is to train .*holds `sparse_values`.*optimizers="):
-        make_trainer(model, tmp_path, optimizers=(optimizer, None)).train()
+        run(model, tmp_path, optimizers=(optimizer, None))
     assert summary(model).unmasked == 0
 
 
-def test_a_model_that_is_not_sparsified_is_an_error(tmp_path):
-    with pytest.raises(SparsifyError, match="is not sparsified"):
-        make_trainer(build("bert")[0], tmp_path).train()
-
-
-def test_the_logs_say_how_far_the_unmasking_has_come(tmp_path, capsys):
-    model = make_model()
-    trainer = make_trainer(model, tmp_path, eval_strategy="steps", eval_steps=4, save_strategy="no")
-    trainer.train()
-    training = [log for log in trainer.state.log_history if "loss" in log]
-    assert [log["unmasked"] for log in training] == [7, 15, 22, 30, 37, 45, 52, 60]
-    assert [log["budget_share"] for log in training] == pytest.approx(
-        [n / BUDGET for n in (7, 15, 22, 30, 37, 45, 52, 60)]
-    )
-    last = summary(model)
-    assert training[-1]["tensor_sparsity"] == last.tensor_sparsity
-    assert training[-1]["selection_entropy"] == last.selection_entropy
-    assert not any(key.startswith("entries_") for log in training for key in log)
-    assert not any("unmasked" in log for log in trainer.state.log_history if "eval_loss" in log)
-    assert "'unmasked'" in capsys.readouterr().out  # the printer comes after the callback
-    json.dumps(trainer.state.log_history)
-
-
 class Reporter(TrainerCallback):
-    """As TensorBoard's and W&B's: sends on what it is given at the moment when it is given it."""
+    """Sends the logs at once, as TensorBoard's and W&B's reporters do."""
 
     sent = None
 
@@ -155,26 +109,29 @@ class Reporter(TrainerCallback):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_reporters_that_the_trainer_brings_see_how_far_the_unmasking_has_come(tmp_path, monkeypatch, late):
+def test_reporters_and_the_printer_see_how_far_the_unmasking_has_come(tmp_path, monkeypatch, capsys, late):
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "recorder", Reporter)
-    trainer = make_trainer(
-        make_model(),
-        tmp_path,
-        callbacks=[] if late else [SparsifyCallback()],
-        report_to=["recorder"],
-        save_strategy="no",
-    )
+    model, callback = make_model(), SparsifyCallback()
+    options = {"report_to": ["recorder"], "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 4}
+    trainer = make_trainer(model, tmp_path, callbacks=[] if late else [callback], **options)
     if late:
-        trainer.add_callback(SparsifyCallback())
+        trainer.add_callback(callback)
     events, handler = [], trainer.callback_handler
-    for callback in handler.callbacks:
-        monkeypatch.setattr(callback, "on_train_begin", counted(events, callback.on_train_begin))
+    for each in handler.callbacks:
+        monkeypatch.setattr(each, "on_train_begin", counted(events, each.on_train_begin))
     before = list(handler.callbacks)
     trainer.train()
-    sent = [log for log in Reporter.sent if "loss" in log]
-    assert [log["unmasked"] for log in sent] == [7, 15, 22, 30, 37, 45, 52, 60]
-    assert all({"budget_share", "tensor_sparsity", "selection_entropy"} <= log.keys() for log in sent)
-    assert isinstance(handler.callbacks[0], SparsifyCallback)
+    last = summary(model)
+    for logs in (Reporter.sent, trainer.state.log_history):
+        training = [log for log in logs if "loss" in log]
+        assert [log["unmasked"] for log in training] == [7, 15, 22, 30, 37, 45, 52, 60]
+        assert [log["budget_share"] for log in training] == [log["unmasked"] / BUDGET for log in training]
+        assert training[-1]["tensor_sparsity"] == last.tensor_sparsity
+        assert training[-1]["selection_entropy"] == last.selection_entropy
+        assert not any("unmasked" in log for log in logs if "loss" not in log)
+        json.dumps(logs)
+    assert "'unmasked'" in capsys.readouterr().out
+    assert handler.callbacks[0] is callback
     assert sorted(map(id, handler.callbacks)) == sorted(map(id, before))
     assert len(events) == len(before), "each callback is called once although one of them moves"
 
@@ -185,15 +142,6 @@ def counted(events, method):
         return method(*args, **event)
 
     return call
-
-
-def test_what_was_looked_at_to_choose_is_logged_for_debugging(tmp_path, caplog):
-    model = make_model()
-    with caplog.at_level(logging.DEBUG, logger="sparsify"):
-        make_trainer(model, tmp_path, save_strategy="no").train()
-    messages = [record.getMessage() for record in caplog.records if record.name.endswith("integrations.transformers")]
-    assert messages[-1] == f"step 8: {summary(model).last_work}"
-    assert len(messages) == STEPS
 
 
 def test_full_fine_tuning_takes_the_callback_too(tmp_path):
@@ -278,8 +226,6 @@ def test_the_final_model_is_an_ordinary_one(tmp_path):
 
 
 def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):
-    from transformers import TrainerCallback
-
     class Save(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **_):
             if state.global_step == 3:
@@ -296,38 +242,66 @@ def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):
 # ------------------------------------------------------------------------------------ resuming
 
 
+class Named(nn.Module):
+    """A plain module that returns its loss by name, as the Trainer expects it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = build("mlp")[0]
+
+    def forward(self, x, labels):
+        return {"loss": self.inner(x, labels)}
+
+
+def own_adapters():
+    from peft import LoraConfig
+
+    plain = build("llama")[0]
+    torch.manual_seed(0)
+    plain.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return sparsify(plain, 0.3)
+
+
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "per_device_train_batch_size": 16}
 CASES = {
-    "bert": ("bert", {}, {}),
-    "llama": ("llama", {}, {}),
-    "a new head": ("bert", {"modules_to_save": ["classifier"]}, {}),
-    "repeat": ("bert", {"strategy": "d3-repeat", "steps": STEPS, "budget": 12}, {}),
-    "static": ("bert", {"strategy": "pafi"}, {}),
-    "accumulation": ("bert", {}, ACCUMULATION),
-    "epochs": ("bert", {}, EPOCHS),
-    "autocast": ("bert", {}, {"bf16": True}),
-    "sgd": ("bert", {}, {"optim": "sgd"}),
-    "workers": ("bert", {}, {"dataloader_num_workers": 1}),
-    "cosine": ("bert", {"schedule": "cosine"}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-}  # fmt: skip
+    "bert": (make_model, {}),
+    "llama": (lambda: make_model("llama"), {"rows": rows_of("llama")}),
+    "a new head": (lambda: make_model(modules_to_save=["classifier"]), {}),
+    "repeat": (lambda: make_model(strategy="d3-repeat", steps=STEPS, budget=12), {}),
+    "static": (lambda: make_model(strategy="pafi"), {}),
+    "accumulation": (make_model, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    "epochs": (make_model, EPOCHS),
+    "autocast": (make_model, {"bf16": True}),
+    "sgd": (make_model, {"optim": "sgd"}),
+    "workers": (make_model, {"dataloader_num_workers": 1}),
+    "cosine": (lambda: make_model(schedule="cosine"), {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    "limit": (make_model, {"save_total_limit": 2}),
+    "plain": (lambda: sparsify(Named(), 20), {"rows": rows_of("mlp"), "remove_unused_columns": False}),
+    "transformers' own adapters": (own_adapters, {"rows": rows_of("llama")}),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it for good
-    name, options, arguments = CASES[case]
-    straight = make_trainer(make_model(name, **options), tmp_path, rows_of(name), **arguments)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    make, arguments = CASES[case]
+    straight = make_trainer(make(), tmp_path, **arguments)
     straight.train()
     expected = outcome(straight)
     checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    resumed = make_trainer(make_model(name, **options), tmp_path, rows_of(name), **arguments)
+    assert len(checkpoints) == {"epochs": 3, "limit": 2}.get(case, 4)
+    resumed = make_trainer(make(), tmp_path, **arguments)
     resumed.train(resume_from_checkpoint=str(checkpoints[0]))
     assert_same(outcome(resumed), expected)
+    assert "missing keys" not in caplog.text
+    assert "unexpected keys" not in caplog.text
+    if case == "plain":
+        state = load_file(checkpoints[-1] / "model.safetensors")
+        assert [name for name in state if not name.startswith("sparse_")] == ["inner.first.weight"]  # it is empty
 
 
 def test_a_run_that_stops_and_goes_on_is_the_one_that_does_not(tmp_path):
-    from transformers import TrainerCallback
-
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             control.should_training_stop = state.global_step == 4
@@ -354,30 +328,21 @@ def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
     assert_same((logs, *rest), expected)
 
 
-def test_nothing_is_missed_when_a_checkpoint_is_loaded(tmp_path, caplog):
-    import logging
-
-    make_trainer(make_model(), tmp_path).train()
-    resumed = make_trainer(make_model(), tmp_path)
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        resumed.train(resume_from_checkpoint=True)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "missing keys" not in caplog.text
-    assert "unexpected keys" not in caplog.text
-
-
-def test_a_checkpoint_of_other_settings_is_refused_by_name(tmp_path):
-    make_trainer(make_model(), tmp_path, max_steps=2).train()
-    for options, what in (
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
         ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(budget=120\)"),
         ({"schedule": "cubic"}, r"schedule=uniform\(every=1, until=1.0\), and .* schedule=cubic"),
         ({"strategy": "pafi"}, r"importance=d3\(exp=2, eps=1\), selection=increment, and .* selection=static"),
-    ):
-        with pytest.raises(SparsifyError, match=what):
-            make_trainer(make_model(**options), tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+        ({"seed": 7}, "build the model from the same base"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_or_another_base_is_refused(options, text, tmp_path):
+    make_trainer(make_model(), tmp_path, max_steps=2).train()
+    seed = options.pop("seed", None)
+    model = make_model(**options) if seed is None else sparsify(build("bert", seed=seed)[0], BUDGET)
+    with pytest.raises(SparsifyError, match=text):
+        make_trainer(model, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 def test_a_resumed_run_keeps_its_plan_though_the_trainer_makes_more_steps_and_extends_it_on_request(tmp_path):
@@ -402,27 +367,6 @@ def test_a_trainer_warns_before_it_trains_what_no_delta_holds(tmp_path):
         make_trainer(model, tmp_path, max_steps=1, save_strategy="no").train()
 
 
-def test_a_plain_module_is_resumed_too_and_its_checkpoint_is_as_small(tmp_path):
-    class Named(nn.Module):
-        """Gives its loss under a name, as the Trainer wants it."""
-
-        def __init__(self):
-            super().__init__()
-            self.inner = build("mlp")[0]
-
-        def forward(self, x, labels):
-            return {"loss": self.inner(x, labels)}
-
-    runs = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
-        trainer = make_trainer(sparsify(Named(), 20), tmp_path, rows_of("mlp"), remove_unused_columns=False)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        runs.append(outcome(trainer))
-    assert_same(*runs)
-    state = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
-    assert [name for name in state if not name.startswith("sparse_")] == ["inner.first.weight"]  # it is empty
-
-
 def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on_from(tmp_path):
     make_trainer(make_model(steps=STEPS), tmp_path, callbacks=[]).train()
     with (
@@ -430,31 +374,6 @@ def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on
         pytest.raises(SparsifyError, match="written without SparsifyCallback"),
     ):
         make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_of_another_base_is_refused(tmp_path):
-    make_trainer(make_model(), tmp_path).train()
-    other = sparsify(build("bert", seed=7)[0], BUDGET)
-    with pytest.raises(SparsifyError, match="build the model from the same base"):
-        make_trainer(other, tmp_path).train(resume_from_checkpoint=True)
-
-
-def test_a_model_init_makes_the_model_that_is_resumed(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    runs = []
-    for checkpoint in (None, True):
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
-            use_cpu=True, logging_steps=1,
-        )  # fmt: skip
-        trainer = Trainer(
-            model_init=lambda: make_model(), args=arguments, train_dataset=rows_of(), callbacks=[SparsifyCallback()]
-        )
-        trainer.train(resume_from_checkpoint=checkpoint)
-        runs.append(outcome(trainer))
-        shutil.rmtree(tmp_path / "checkpoint-4")
-    assert_same(*runs)
 
 
 # ------------------------------------------------------------------------------------ the best, and the limit
@@ -483,15 +402,6 @@ def test_the_best_checkpoint_is_loaded_at_the_end(limit, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
     if limit:
         assert [path.name for path in (tmp_path / "best").iterdir()] == [f"checkpoint-{best}"]
-
-
-def test_with_a_limit_the_last_checkpoints_are_kept_and_resumed_from(tmp_path):
-    straight = make_trainer(make_model(), tmp_path, save_total_limit=2)
-    straight.train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-8"]
-    resumed = make_trainer(make_model(), tmp_path, save_total_limit=2)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert_same(outcome(resumed), outcome(straight))
 
 
 # ------------------------------------------------------------------------------------ PEFT
@@ -529,20 +439,3 @@ def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
     assert get_unmasker(trainer.model).unmasked == best["sparse_indices"].numel()
     state = trained_state(trainer.model)
     assert all(torch.equal(value, state[name]) for name, value in best.items() if value.numel())
-
-
-def test_a_run_of_transformers_own_adapters_is_resumed(tmp_path):
-    from peft import LoraConfig
-
-    def model():
-        plain = build("llama")[0]
-        torch.manual_seed(0)
-        plain.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        return sparsify(plain, 0.3)
-
-    runs = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
-        trainer = make_trainer(model(), tmp_path, rows_of("llama"))
-        trainer.train(resume_from_checkpoint=checkpoint)
-        runs.append(outcome(trainer))
-    assert_same(*runs)

@@ -1,4 +1,4 @@
-"""Checkpoint folders that an interrupted run left: found, set aside, and never gone on from as if they were good."""
+"""Incomplete checkpoint folders of an interrupted run: found, set aside, and never resumed from."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A Trainer that pushes to the hub: what is there while it trains and at the end, and a run that goes on from it."""
+"""A Trainer that pushes to the hub: its files during training and at the end, and a run that resumes from them."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def hub():
 
 @pytest.fixture
 def client(hub, tmp_path, request):
-    """Runs code in a process that has this hub for the hub."""
+    """Runs code in a process that uses this hub."""
 
     def run(code):
         code = PUSHES.replace("TESTS", repr(str(request.path.parents[1] / "helpers"))) + code

@@ -1,4 +1,4 @@
-"""Budgets shared out among tensors: exact, within every tensor's size, in proportion."""
+"""Budgets divided among tensors: exact, within every tensor's size, in proportion."""
 
 from fractions import Fraction
 from math import prod
@@ -79,20 +79,14 @@ def test_densities_are_erdos_renyis():
         assert count / (rows * cols) == pytest.approx(scale * (rows + cols) / (rows * cols), abs=1 / (rows * cols))
 
 
-def test_what_a_small_tensor_cannot_take_goes_to_the_others_in_proportion():
-    # (3, 2) would get 60 x 5 / 40 = 7.5 of its 6 entries; 54 are left for weights 20 and 15
-    assert allocate(60, [(10, 10), (3, 2), (5, 10)], [100, 6, 50], ERDOS_RENYI) == [31, 6, 23]
-
-
-def test_uniform_is_the_same_density_everywhere():
-    assert allocate(30, [(10, 10), (10, 20)], [100, 200], UNIFORM) == [10, 20]
-
-
-def test_equal_remainders_go_to_the_first():
-    assert allocate(5, [(2, 2)] * 4, [4] * 4, UNIFORM) == [2, 1, 1, 1]
-
-
-@pytest.mark.parametrize("allocation", [UNIFORM, ERDOS_RENYI])
-def test_nothing_and_everything_are_shared_out_too(allocation):
-    assert allocate(0, [(2, 3), ()], [6, 1], allocation) == [0, 0]
-    assert allocate(7, [(2, 3), ()], [6, 1], allocation) == [6, 1]
+@pytest.mark.parametrize(
+    ("budget", "shapes", "candidates", "allocation", "counts"),
+    [
+        # (3, 2) would get 60 x 5 / 40 = 7.5 of its 6 entries; 54 are left for weights 20 and 15
+        (60, [(10, 10), (3, 2), (5, 10)], [100, 6, 50], ERDOS_RENYI, [31, 6, 23]),
+        (30, [(10, 10), (10, 20)], [100, 200], UNIFORM, [10, 20]),
+        (5, [(2, 2)] * 4, [4] * 4, UNIFORM, [2, 1, 1, 1]),  # equal remainders go to the first
+    ],
+)
+def test_by_hand(budget, shapes, candidates, allocation, counts):
+    assert allocate(budget, shapes, candidates, allocation) == counts

@@ -1,4 +1,4 @@
-"""Budgets: a number, a share, or what the strategy says; and the room they take."""
+"""Budgets: a number, a share, or none; and the length of the flat delta."""
 
 import pytest
 
@@ -34,11 +34,14 @@ def test_a_share_of_less_than_one_entry_is_an_error_that_names_the_smallest():
 
 @pytest.mark.parametrize(
     ("selection", "steps", "capacity"),
-    [(Static(), None, 6), (Increment(), 100, 6), (Repeat(), 2, 12), (Repeat(), 100, 19), (Repeat(7), None, 7)],
+    [
+        (Static(), None, 6),
+        (Increment(), 100, 6),
+        (Repeat(), 2, 12),
+        (Repeat(), 100, 19),
+        (Repeat(7), None, 7),
+        (Repeat(10**9), None, 19),
+    ],
 )
 def test_only_repeat_needs_more_room_than_the_budget(selection, steps, capacity):
     assert resolve_capacity(6, Strategy(D3(), selection), Schedule(), steps, CANDIDATES) == capacity
-
-
-def test_room_is_never_for_more_than_all_candidates():
-    assert resolve_capacity(6, Strategy(D3(), Repeat(capacity=10**9)), Schedule(), None, CANDIDATES) == 19

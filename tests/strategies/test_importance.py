@@ -34,10 +34,6 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def d3_as_in_the_paper(weight, grad, exp, eps):
-    return abs(grad) / (abs(weight) + eps) ** exp
-
-
 def matrices(dtype):
     """Finite matrices (ROWS, COLS): ordinary numbers, denormals and the largest ones alike."""
     width = 32 if dtype == torch.float32 else 64
@@ -53,7 +49,7 @@ def test_d3_is_the_papers_formula(exp, eps):
     scores = D3(exp=exp, eps=eps).score(
         torch.tensor(weight, dtype=torch.float64), torch.tensor(grad, dtype=torch.float64)
     )
-    expected = [d3_as_in_the_paper(w, g, exp, eps) for w, g in zip(weight, grad, strict=True)]
+    expected = [abs(g) / (abs(w) + eps) ** exp for w, g in zip(weight, grad, strict=True)]
     assert scores.tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -61,22 +57,6 @@ def test_d3_scores_blocks_of_any_shape():
     weight, grad = torch.randn(4, 5), torch.randn(4, 5)
     by_row = [D3().score(w, g) for w, g in zip(weight, grad, strict=True)]
     assert torch.equal(D3().score(weight, grad), torch.stack(by_row))
-
-
-def test_d3_prefers_small_weights_with_a_positive_exponent_and_large_ones_with_a_negative():
-    weight, grad = torch.tensor([0.1, 2.0]), torch.tensor([1.0, 1.0])
-    small, large = D3(exp=1).score(weight, grad)
-    assert small > large
-    small, large = D3(exp=-1).score(weight, grad)
-    assert small < large
-
-
-def test_d3_leaves_its_inputs_alone():
-    weight, grad = torch.tensor([-1.0, 2.0]), torch.tensor([-3.0, 4.0])
-    D3(exp=-1).score(weight, grad)
-    D3(exp=-1).least_gradient(torch.tensor(1.0), weight[None])
-    assert weight.tolist() == [-1, 2]
-    assert grad.tolist() == [-3, 4]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +70,7 @@ def test_d3_refuses_settings_without_a_finite_score(arguments):
 
 
 def assert_bounded(importance, weight, grad):
-    """No entry that can be selected has a smaller gradient than its row's entries with its score have at least."""
+    """Asserts that each selectable entry's gradient is at least the bound for its score."""
     scores = importance.score(weight, grad)
     for row, column in (scores.isfinite() & (scores > 0)).nonzero().tolist():
         least = importance.least_gradient(scores[row, column], weight)
@@ -156,25 +136,21 @@ def test_any_gradient_reaches_no_floor(importance):
     assert (importance.least_gradient(torch.tensor(-torch.inf), torch.randn(ROWS, COLS)) <= 0).all()
 
 
-def test_magnitude_prefers_the_smallest_weights_zeros_first():
-    weight = torch.tensor([0.5, -0.25, 0.0, -2.0])
-    scores = Magnitude().score(weight, torch.Generator())
-    assert scores.argsort(descending=True).tolist() == [2, 1, 0, 3]
-    assert scores.tolist() == [-0.5, -0.25, 0, -2]
+def test_scores_of_weights():
+    weight, unused = torch.tensor([0.5, -0.25, 0.0, -2.0]), torch.Generator()
+    assert Magnitude().score(weight, unused).tolist() == [-0.5, -0.25, 0, -2]
+    assert Magnitude(largest=True).score(weight, unused).tolist() == [0.5, 0.25, 0, 2]
+    assert Bias().score(weight, unused).unique().numel() == 1
 
 
 def test_random_is_settled_by_the_generator_and_blind_to_the_weights():
     def draw(weight, seed):
         return Random().score(weight, torch.Generator().manual_seed(seed))
 
-    assert torch.equal(draw(torch.zeros(100), 1), draw(torch.randn(100), 1))
+    before = torch.get_rng_state()
+    assert torch.equal(draw(torch.zeros(100), 1), draw(torch.ones(100), 1))
     assert not torch.equal(draw(torch.zeros(100), 1), draw(torch.zeros(100), 2))
     assert draw(torch.zeros(100), 1).unique().numel() > 90
-
-
-def test_random_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    Random().score(torch.zeros(10), torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -183,25 +159,12 @@ def test_random_leaves_the_global_generator_alone():
     [
         ("bias", True),
         ("encoder.0.bias", True),
-        ("encoder.0.weight", False),
-        ("bias.weight", False),
         ("relative_attention_bias.weight", False),
-        ("unbias", False),
         ("encoder.rel_bias", False),
     ],
 )
 def test_bias_covers_parameters_called_bias_and_nothing_else(name, covered):
     assert Bias().covers(name) is covered
-
-
-def test_bias_has_no_favourites():
-    assert Bias().score(torch.randn(5), torch.Generator()).unique().numel() == 1
-
-
-@pytest.mark.parametrize("importance", [Magnitude(), Random()])
-def test_weight_importances_cover_every_parameter(importance):
-    assert importance.covers("encoder.weight")
-    assert importance.covers("encoder.bias")
 
 
 def test_every_importance_is_registered_under_its_own_name():
@@ -218,16 +181,11 @@ def test_every_importance_keeps_its_protocol(kind):
         importance.anything = 1
 
 
-def test_fisher_squares_the_gradient_and_its_bound_holds():
-    grad = torch.tensor([[0.5, -3.0], [0.0, 1e-3]])
-    weight = torch.randn(2, 2)
-    assert torch.equal(Fisher().score(weight, grad), grad**2)
+def test_scores_of_fisher_and_snip():
+    weight, grad = torch.tensor([[0.5, -2.0], [0.0, 3.0]]), torch.tensor([[-3.0, -1.0], [5.0, 0.0]])
+    assert Fisher().score(weight, grad).tolist() == [[9, 1], [25, 0]]
     assert_bounded(Fisher(), weight, grad)
-
-
-def test_snip_is_the_magnitude_of_weight_times_gradient():
-    weight, grad = torch.tensor([0.5, -2.0, 0.0, 3.0]), torch.tensor([-3.0, -1.0, 5.0, 0.0])
-    assert SNIP().score(weight, grad).tolist() == [1.5, 2.0, 0.0, 0.0]
+    assert SNIP().score(weight, grad).tolist() == [[1.5, 2], [0, 0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,28 +213,13 @@ def test_fisher_takes_a_number_of_examples(number):
         Fisher(num_samples=number)
 
 
-def test_the_largest_magnitudes_are_the_smallest_ones_reversed():
-    weight = torch.tensor([0.5, -2.0, 0.0])
-    largest = Magnitude(largest=True).score(weight, torch.Generator())
-    assert torch.equal(largest, -Magnitude().score(weight, torch.Generator()))
-
-
-def test_a_users_function_is_an_importance():
-    @register_importance("test-importance-product")
-    def product(weight, grad):
-        return weight * grad
-
-    assert product.name == "test-importance-product"
-    assert product.uses_gradient
-    assert product.score(torch.tensor([2.0]), torch.tensor([3.0])).tolist() == [6.0]
-    assert IMPORTANCES["test-importance-product"]() is product
-
-
 def test_a_name_may_be_registered_again_but_not_one_of_ours():
     first = register_importance("test-importance-again")(lambda weight, grad: grad.abs())
     second = register_importance("test-importance-again")(lambda weight, grad: grad.abs())
     assert IMPORTANCES["test-importance-again"]() is second is not first
-    with pytest.raises(SparsifyError, match="'d3' is an importance of sparsify's own; register yours under another"):
+    assert (second.name, second.uses_gradient) == ("test-importance-again", True)
+    assert second.score(torch.tensor([2.0]), torch.tensor([-3.0])).tolist() == [3.0]
+    with pytest.raises(SparsifyError, match="'d3' is a built-in importance; register yours under another"):
         register_importance("d3")
     with pytest.raises(SparsifyError, match="expected a string that is not empty"):
         register_importance("")

@@ -30,26 +30,13 @@ def test_targets_grow_to_the_budget_and_land_on_it(schedule, steps, budget):
 
 
 @cheap
-@given(**plans)
-def test_a_run_without_trouble_unmasks_the_budget(schedule, steps, budget):
-    unmasked = 0
-    for step in range(steps):
-        quota = schedule.quota(step, steps, budget, unmasked)
-        if step % schedule.every:
-            assert quota == 0
-        else:
-            assert unmasked + quota == schedule.target(step, steps, budget)
-        unmasked += quota
-    assert unmasked == budget
-
-
-@cheap
 @given(**plans, data=st.data())
 def test_what_a_step_could_not_fill_is_caught_up(schedule, steps, budget, data):
     unmasked = 0
     last = (steps - 1) // schedule.every * schedule.every  # the last step that unmasks
     for step in range(steps):
         quota = schedule.quota(step, steps, budget, unmasked)
+        assert quota == (0 if step % schedule.every else schedule.target(step, steps, budget) - unmasked)
         filled = quota if step == last else data.draw(st.integers(0, quota), label=f"filled in step {step}")
         unmasked += filled
         assert unmasked <= schedule.target(step, steps, budget)
@@ -57,14 +44,9 @@ def test_what_a_step_could_not_fill_is_caught_up(schedule, steps, budget, data):
 
 
 @cheap
-@given(**plans, beyond=st.integers(0, 1000))
-def test_steps_beyond_the_plan_unmask_nothing(schedule, steps, budget, beyond):
-    assert schedule.quota(steps + beyond, steps, budget, unmasked=0) == 0
-
-
-@cheap
-@given(**plans, step=st.integers(0, 119), more=st.integers(0, 10))
-def test_a_quota_is_never_negative(schedule, steps, budget, step, more):
+@given(**plans, step=st.integers(0, 1000), more=st.integers(0, 10))
+def test_nothing_is_unmasked_beyond_the_plan_or_ahead_of_it(schedule, steps, budget, step, more):
+    assert schedule.quota(steps + step, steps, budget, unmasked=0) == 0
     ahead = schedule.target(step, steps, budget) + more  # as after loading a fuller state
     assert schedule.quota(step, steps, budget, unmasked=ahead) == 0
 
@@ -79,31 +61,24 @@ def test_targets_are_the_oracles(shape, every, until):
 
 
 @pytest.mark.parametrize(
-    ("shape", "targets"),
+    ("schedule", "budget", "targets"),
     [
-        ("uniform", [250, 500, 750, 1000]),
-        ("linear", [437, 750, 937, 1000]),
-        ("cubic", [578, 875, 984, 1000]),
-        ("cosine", [146, 500, 853, 1000]),
+        (Schedule("uniform"), 1000, [250, 500, 750, 1000]),
+        (Schedule("linear"), 1000, [437, 750, 937, 1000]),
+        (Schedule("cubic"), 1000, [578, 875, 984, 1000]),
+        (Schedule("cosine"), 1000, [146, 500, 853, 1000]),
+        (Schedule(until=0.5), 10, [5, 10, 10, 10]),
+        (Schedule(), 3, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]),
     ],
 )
-def test_shapes_by_hand(shape, targets):
-    assert [Schedule(shape).target(step, steps=4, budget=1000) for step in range(4)] == targets
-
-
-def test_a_budget_below_the_number_of_steps_is_spread_out():
-    schedule = Schedule()
-    assert [schedule.target(step, steps=10, budget=3) for step in range(10)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+def test_targets_by_hand(schedule, budget, targets):
+    assert [schedule.target(step, len(targets), budget) for step in range(len(targets))] == targets
 
 
 def test_shares_that_floats_cannot_hold_lose_no_entry():
     # 0.7 * 10 steps and thirds are exact, so that no floor falls one short
     assert Schedule(until=0.7).target(6, steps=10, budget=10**15) == 10**15
     assert Schedule().target(0, steps=3, budget=3 * 10**15) == 10**15
-
-
-def test_until_fills_the_budget_early():
-    assert [Schedule(until=0.5).target(step, steps=4, budget=10) for step in range(4)] == [5, 10, 10, 10]
 
 
 def test_an_unknown_shape_names_the_nearest():
@@ -113,13 +88,13 @@ def test_an_unknown_shape_names_the_nearest():
         Schedule("zzz")
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, "2", True, None])
+@pytest.mark.parametrize("every", [0, 1.5, "2", True])
 def test_every_is_a_whole_number_of_steps(every):
     with pytest.raises(SparsifyError, match=rf"every={every!r} steps; expected an int of at least 1"):
         Schedule(every=every)
 
 
-@pytest.mark.parametrize("until", [0, 0.0, -0.5, 1.01, float("nan"), float("inf"), "0.5", None])
+@pytest.mark.parametrize("until", [0, -0.5, 1.01, float("nan"), "0.5"])
 def test_until_is_a_share(until):
     with pytest.raises(SparsifyError, match=rf"until={until!r}; expected a share of the steps in \(0, 1\]"):
         Schedule(until=until)

@@ -8,17 +8,7 @@ import torch
 from sparsify import sparsify, summary
 from sparsify.errors import SparsifyError
 from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
-from sparsify.strategies.strategy import (
-    PRESETS,
-    SELECTIONS,
-    Dense,
-    Increment,
-    Prune,
-    Repeat,
-    Static,
-    Strategy,
-    resolve_strategy,
-)
+from sparsify.strategies.strategy import PRESETS, Dense, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
 
 
 def test_presets_have_the_papers_settings():
@@ -39,21 +29,19 @@ def test_presets_have_the_papers_settings():
     [
         *PRESETS.values(),
         Strategy(D3(exp=-1.5, eps=1e-3), Increment()),
-        Strategy(D3(exp=0), Increment()),
-        Strategy(SNIP(), Increment()),
         Strategy(GraSP(), Prune()),
-        Strategy(Random(), Prune("erdos-renyi")),
-        Strategy(Random(), Prune(pretrained=True)),
+        Strategy(Random(), Prune("erdos-renyi", pretrained=True)),
         Strategy(Magnitude(largest=True), Static("uniform")),
     ],
     ids=repr,
 )
 def test_strategies_survive_json(strategy):
-    text = json.dumps(strategy.to_dict(), allow_nan=False)
-    assert Strategy.from_dict(json.loads(text)) == strategy
+    data = json.loads(json.dumps(strategy.to_dict(), allow_nan=False))
+    assert Strategy.from_dict(data) == strategy
+    assert data == strategy.to_dict(), "reading changes nothing"
 
 
-def test_a_strategys_json_is_for_people_too():
+def test_the_json_has_names_and_settings():
     assert PRESETS["id3"].to_dict() == {
         "importance": {"name": "d3", "exp": 2, "eps": 1},
         "selection": {"name": "increment"},
@@ -61,42 +49,23 @@ def test_a_strategys_json_is_for_people_too():
     assert PRESETS["full"].to_dict() == {"importance": None, "selection": {"name": "dense"}}
 
 
-def test_from_dict_leaves_its_input_alone():
-    data = PRESETS["id3"].to_dict()
-    Strategy.from_dict(data)
-    assert data == PRESETS["id3"].to_dict()
-
-
-def test_selections_are_registered_under_their_own_names():
-    assert {name: kind.name for name, kind in SELECTIONS.items()} == {
-        name: name for name in ("static", "prune", "increment", "repeat", "given", "dense")
-    }
-
-
 @pytest.mark.parametrize(
-    ("part", "text"),
+    ("change", "text"),
     [
-        ("importance", r"unknown importance 'd4'; expected one of d3, fisher, snip, grasp, magnitude, random, bias"),
-        ("selection", r"unknown selection 'd4'; expected one of static, prune, increment, repeat, given, dense"),
+        ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, grasp, magnitude"),
+        ({"selection": {"name": "d4"}}, "unknown selection 'd4'; .* static, prune, increment, repeat, given, dense"),
+        ({"importance": {"name": "d3", "power": 2}}, r"importance 'd3' with settings .*; it has these: exp, eps"),
+        ({"importance": "d3"}, "unknown importance 'd3'"),
     ],
 )
-def test_from_dict_names_an_unknown_part(part, text):
+def test_from_dict_names_what_it_does_not_know(change, text):
     with pytest.raises(SparsifyError, match=text):
-        Strategy.from_dict({**PRESETS["id3"].to_dict(), part: {"name": "d4"}})
+        Strategy.from_dict({**PRESETS["id3"].to_dict(), **change})
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"importance": {"name": "d3"}},
-        {"importance": {"name": "d3", "power": 2}, "selection": {"name": "increment"}},
-        {"importance": "d3", "selection": {"name": "increment"}},
-    ],
-    ids=["empty", "no selection", "unknown setting", "not a dict"],
-)
-def test_from_dict_refuses_what_is_no_strategy(data):
-    with pytest.raises(SparsifyError):
+@pytest.mark.parametrize("data", [{}, {"importance": {"name": "d3"}}, "id3"], ids=str)
+def test_from_dict_refuses_other_data(data):
+    with pytest.raises(SparsifyError, match="describes no strategy; expected a dict with"):
         Strategy.from_dict(data)
 
 
@@ -116,12 +85,12 @@ def test_grasp_does_not_go_with_a_selection_that_is_made_while_training(selectio
 def test_pruning_does_not_keep_the_smallest_weights():
     with pytest.raises(SparsifyError, match=r"remove the large ones; magnitude pruning is Magnitude\(largest=True\)"):
         Strategy(Magnitude(), Prune())
-    assert Strategy(Magnitude(largest=True), Prune()).selection == Prune()
+    assert Strategy(Magnitude(largest=True), Prune()).selection == Prune() != Static()
 
 
 @pytest.mark.parametrize("kind", [Static, Prune])
 @pytest.mark.parametrize(("typo", "meant"), [("erdos_renyi", "erdos-renyi"), ("local", None), (None, None)])
-def test_an_unknown_allocation_lists_those_that_there_are(kind, typo, meant):
+def test_an_unknown_allocation_lists_the_known_ones(kind, typo, meant):
     with pytest.raises(
         SparsifyError, match=rf"{kind.__name__} got allocation={typo!r}; expected one of global, uniform, erdos-renyi"
     ) as caught:
@@ -129,23 +98,18 @@ def test_an_unknown_allocation_lists_those_that_there_are(kind, typo, meant):
     assert (meant is not None) == str(caught.value).endswith(f"Did you mean {meant!r}?")
 
 
-def test_a_static_selection_from_before_there_were_allocations_is_read():
+def test_a_config_from_before_there_were_allocations_is_read():
     data = {"importance": {"name": "magnitude", "largest": False}, "selection": {"name": "static"}}
     assert Strategy.from_dict(data) == PRESETS["pafi"]
 
 
-def test_pruning_is_another_selection_than_static():
-    assert Prune() != Static()
-    assert Prune("uniform") != Prune()
-
-
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True])
-def test_the_room_of_repeat_is_a_number_of_entries(capacity):
+def test_the_capacity_of_repeat_is_a_number_of_entries(capacity):
     with pytest.raises(SparsifyError, match="expected an int of at least 1, or None"):
         Repeat(capacity=capacity)
 
 
-def test_a_given_set_stands_for_itself_and_is_not_made_from_its_description():
+def test_a_given_set_is_a_strategy_that_is_not_made_from_its_description():
     support = {"weight": torch.tensor([1, 2])}
     strategy = resolve_strategy(support)
     assert strategy.selection.support is support
@@ -155,10 +119,7 @@ def test_a_given_set_stands_for_itself_and_is_not_made_from_its_description():
 
 
 def test_a_registered_importance_survives_json_under_its_name():
-    @register_importance("test-strategies-cubed")
-    def cubed(weight, grad):
-        return grad.abs() ** 3
-
+    cubed = register_importance("test-strategies-cubed")(lambda weight, grad: grad.abs() ** 3)
     strategy = Strategy(cubed, Increment())
     assert strategy.to_dict()["importance"] == {"name": "test-strategies-cubed"}
     assert Strategy.from_dict(json.loads(json.dumps(strategy.to_dict()))) == strategy
@@ -166,37 +127,33 @@ def test_a_registered_importance_survives_json_under_its_name():
         Strategy.from_dict({**strategy.to_dict(), "importance": {"name": "test-strategies-cubed", "power": 3}})
 
 
-@pytest.mark.parametrize("selection", [Static(), Increment(), Repeat()], ids=repr)
-def test_a_selection_needs_an_importance(selection):
-    with pytest.raises(SparsifyError, match=r"without an importance; expected one, such as D3\(\)"):
-        Strategy(None, selection)
-
-
 @pytest.mark.parametrize(
-    ("importance", "selection"),
-    [(D3(), Increment), (D3, Increment()), (D3(), "increment"), ("d3", Increment()), (D3(), None)],
-    ids=["class for a selection", "class for an importance", "named selection", "named importance", "no selection"],
+    ("importance", "selection", "text"),
+    [
+        (None, Static(), r"without an importance; expected one, such as D3\(\)"),
+        (None, Increment(), r"without an importance; expected one, such as D3\(\)"),
+        (D3, Increment(), r"importance=<class .*expected an object such as D3\(\)"),
+        ("d3", Increment(), r"importance='d3'; expected an object such as D3\(\)"),
+        (D3(), Increment, r"selection=<class .*expected an object such as Increment\(\)"),
+        (D3(), "increment", r"selection='increment'; expected an object such as Increment\(\)"),
+        (D3(), None, r"selection=None; expected an object such as Increment\(\)"),
+    ],
+    ids=str,
 )
-def test_parts_of_the_wrong_type_are_refused_at_once(importance, selection):
-    with pytest.raises(SparsifyError):
+def test_parts_of_the_wrong_type_are_refused_at_once(importance, selection, text):
+    with pytest.raises(SparsifyError, match=text):
         Strategy(importance, selection)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_name_stands_for_its_preset(name):
-    assert resolve_strategy(name) is PRESETS[name]
-
-
-def test_a_strategy_stands_for_itself():
-    strategy = Strategy(D3(exp=1), Increment())
-    assert resolve_strategy(strategy) is strategy
+def test_a_preset_is_found_by_its_name_and_a_strategy_is_returned_as_it_is():
+    for name, strategy in PRESETS.items():
+        assert resolve_strategy(name) is resolve_strategy(strategy) is strategy
 
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
-        ("id-3", "id3"), ("ID3", "id3"), ("Id3", "id3"), ("d3", "id3"), ("D3_Repeat", "d3-repeat"),
-        ("bitft", "bitfit"), ("pafy", "pafi"), ("SparseAdapter", "sparseadapter"), ("xyz", None),
+        ("id-3", "id3"), ("ID3", "id3"), ("d3", "id3"), ("D3_Repeat", "d3-repeat"), ("bitft", "bitfit"), ("xyz", None),
     ],
 )  # fmt: skip
 def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant):
@@ -204,12 +161,11 @@ def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant)
         SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat, pafi, fish,"
     ) as caught:
         resolve_strategy(typo)
-    if meant:
-        assert str(caught.value).endswith(f"Did you mean {meant!r}?")
+    assert str(caught.value).endswith(f"Did you mean {meant!r}?") == (meant is not None)
 
 
 @pytest.mark.parametrize("other", [None, 3, D3(), ["id3"], {"importance": None}], ids=repr)
-def test_what_is_no_strategy_is_refused(other):
+def test_anything_else_is_no_strategy(other):
     with pytest.raises(SparsifyError, match=r"unknown strategy .*a Strategy\(importance=\.\.\., selection=\.\.\.\)"):
         resolve_strategy(other)
 

@@ -1,4 +1,4 @@
-"""The order of a device's streams, with streams that write down which others they have waited for."""
+"""The order of a device's streams, with streams that record which others they have waited for."""
 
 import copy
 import pickle
@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from sparsify.common.streams import Streams
+from sparsify.common.devices import Streams
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
