@@ -6,8 +6,9 @@ import functools
 import pytest
 import torch
 from models import build, loss_of
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from twins import Twins, sgd
 
 from sparsify import SparsifyError, get_unmasker, sparsify, summary
 
@@ -37,27 +38,12 @@ def with_a_cache(model):
     model.gradient_checkpointing_enable()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def compare(name, prepare, wrap=lambda model: model):
     """Trains a checkpointed sparsified copy beside the dense oracle, which is not checkpointed."""
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=STEPS)
     prepare(sparse)
-    oracle, optimizer = DenseOracle(dense, sgd(dense.parameters()), BUDGET, STEPS), sgd([sparse.sparse_values])
-    model = wrap(sparse)
-    for batch in batches[:STEPS]:
-        dense_loss, loss = loss_of(dense, batch), loss_of(model, batch)
-        torch.testing.assert_close(loss, dense_loss)
-        oracle.step(dense_loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
-    for parameter_name, parameter in dense.named_parameters():
-        torch.testing.assert_close(sparse.get_parameter(parameter_name), parameter)
+    Twins(dense, sparse, BUDGET, STEPS, run=wrap(sparse)).train(batches[:STEPS])
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])

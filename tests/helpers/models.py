@@ -83,7 +83,7 @@ def build(name, seed=0, dtype=torch.float32):
 
 def loss_of(model, batch):
     output = model(**batch)
-    return output if isinstance(output, torch.Tensor) else output.loss
+    return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
 def train(model, batches, lr=0.01):
