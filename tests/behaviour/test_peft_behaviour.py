@@ -17,7 +17,7 @@ from peft_twins import (
     ATTENTION,
     OWN_MODELS,
     RATE,
-    Twins,
+    AdapterTwins,
     adapted,
     assert_close,
     base_of,
@@ -48,7 +48,7 @@ def is_plain(model):
 @adapters
 @pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
 def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name, safe):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     before = twins.check()
     twins.do(lambda model: model.merge_adapter(safe_merge=safe))
@@ -63,7 +63,7 @@ def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name, safe
 @adapters
 @pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
 def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, tmp_path):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(3)
     trained = twins.check()
     merged = twins.sparse.merge_and_unload(safe_merge=safe)
@@ -82,7 +82,7 @@ def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, 
 
 @adapters
 def test_unload_gives_the_base_model_back(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(1)
     base, (batch, *_) = base_of(name)
     unloaded = twins.sparse.unload()
@@ -93,7 +93,7 @@ def test_unload_gives_the_base_model_back(name):
 
 
 def test_several_adapters_are_merged_as_peft_merges_them():
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.train()
     twins.do(lambda model: model.set_adapter("other"))
     twins.train()
@@ -109,7 +109,7 @@ def test_several_adapters_are_merged_as_peft_merges_them():
 
 @adapters
 def test_a_disabled_adapter_gives_the_base_models_outputs_and_training_goes_on(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     trained = twins.check()
     base, (batch, *_) = base_of(name)
@@ -132,7 +132,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA on experts", "LoHa"])
 def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(name, strategy, optimizer):
-    twins = Twins(name, strategy=strategy, optimizer=OPTIMIZERS[optimizer])
+    twins = AdapterTwins(name, strategy=strategy, make_optimizer=OPTIMIZERS[optimizer])
     with twins.sparse.disable_adapter():
         pass
     twins.new_optimizer()
@@ -168,7 +168,7 @@ def test_what_peft_sets_back_is_frozen_again_by_the_next_forward_pass():
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
 @pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 def test_adapters_are_trained_one_after_the_other(name):
-    twins = Twins(name, "other")
+    twins = AdapterTwins(name, "other")
     weights = dict(twins.sparse.named_parameters())
     twins.do(lambda model: model.set_adapter("default"))
     for active, inactive in (("default", "other"), ("other", "default"), ("default", "other")):
@@ -182,7 +182,7 @@ def test_adapters_are_trained_one_after_the_other(name):
 
 
 def test_two_active_adapters_are_trained_together():
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.do(lambda model: model.base_model.set_adapter(["default", "other"]))
     twins.train(4)
     trained = {n.split(".")[-2] for n, indices in unmasked_sets(twins.sparse).items() if indices}
@@ -190,7 +190,7 @@ def test_two_active_adapters_are_trained_together():
 
 
 def test_an_adapter_that_is_added_later_is_plain():
-    twins = Twins("LoRA")
+    twins = AdapterTwins("LoRA")
     twins.train()
     frozen = {t.name: t.parameter.detach().clone() for t in get_unmasker(twins.sparse).tensors}
     twins.sparse.add_adapter("late", lora(target_modules=ATTENTION, init_lora_weights=False))
@@ -212,7 +212,7 @@ def test_an_adapter_that_is_added_later_is_plain():
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
 @pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
-    twins = Twins(name, "other")
+    twins = AdapterTwins(name, "other")
     twins.do(lambda model: model.set_adapter("other"))
     twins.train()
     twins.do(lambda model: model.delete_adapter("other"))
@@ -239,7 +239,7 @@ def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
 
 @pytest.mark.parametrize("combination", ["linear", "svd", "cat", "ties", "magnitude_prune"])
 def test_weighted_adapters_are_what_peft_makes_of_them(combination):
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.train()
     options = {"density": 0.5} if combination in ("ties", "magnitude_prune") else {}
     twins.do(lambda model: model.add_weighted_adapter(["default", "other"], [0.7, 0.4], "both", combination, **options))
@@ -251,7 +251,7 @@ def test_weighted_adapters_are_what_peft_makes_of_them(combination):
 
 
 def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
-    twins = Twins("LoRA on an embedding", "other")
+    twins = AdapterTwins("LoRA on an embedding", "other")
     twins.train()
     names = ["default", "other", "__base__", "default"]
     dense, sparse = twins.do(lambda model: outputs(model, {**twins.batches[0], "adapter_names": names}))
@@ -265,7 +265,7 @@ def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
 @pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if ADAPTERS[name][0] != "mixtral"])  # does not pickle
 def test_a_copy_trains_like_the_original(name, duplicate, tmp_path):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     if duplicate == "torch.save":
         torch.save(twins.sparse, tmp_path / "model.pt")
@@ -279,7 +279,7 @@ def test_a_copy_trains_like_the_original(name, duplicate, tmp_path):
 
 @pytest.mark.parametrize("name", [n for n in ADAPTERS if ADAPTERS[n][0] not in OWN_MODELS])
 def test_activation_checkpointing_changes_nothing(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     for model in (twins.dense, twins.sparse):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -288,7 +288,7 @@ def test_activation_checkpointing_changes_nothing(name):
 
 @adapters
 def test_desparsify_gives_pefts_model_back(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     trained = twins.check()
     plain = desparsify(twins.sparse)

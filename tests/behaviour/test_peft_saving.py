@@ -11,7 +11,7 @@ from peft_twins import (
     OWN_MODELS,
     RATE,
     STEPS,
-    Twins,
+    AdapterTwins,
     adapted,
     assert_close,
     base_of,
@@ -29,7 +29,7 @@ adapters = pytest.mark.parametrize("name", ADAPTERS)
 @adapters
 @pytest.mark.filterwarnings("error:.*missing adapter keys")
 def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, tmp_path):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(3)
     twins.sparse.save_pretrained(tmp_path / "sparse")
     adapted(name)[0].save_pretrained(tmp_path / "plain")
@@ -45,7 +45,7 @@ def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, tmp_pat
 
 
 def test_selected_adapters_are_saved_each_in_its_folder(tmp_path):
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.train()
     twins.do(lambda model: model.set_adapter("other"))
     twins.train()
@@ -63,7 +63,7 @@ def test_selected_adapters_are_saved_each_in_its_folder(tmp_path):
 def test_an_adapter_is_loaded_beside_the_one_that_is_trained(tmp_path):
     torch.manual_seed(5)
     adapted("LoRA")[0].save_pretrained(tmp_path)
-    twins = Twins("LoRA")
+    twins = AdapterTwins("LoRA")
     twins.train()
     trained = twins.check()
     twins.do(lambda model: model.load_adapter(tmp_path, "loaded"))
@@ -78,10 +78,10 @@ def test_an_adapter_is_loaded_beside_the_one_that_is_trained(tmp_path):
 @adapters
 @pytest.mark.parametrize("low_memory", [False, True], ids=["", "low memory"])
 def test_an_adapter_is_loaded_over_the_one_that_is_trained(name, low_memory, tmp_path):
-    other = Twins(name)
+    other = AdapterTwins(name)
     other.train(4)
     other.sparse.save_pretrained(tmp_path)
-    twins = Twins(name, strategy="pafi")
+    twins = AdapterTwins(name, strategy="pafi")
     twins.train()
     twins.sparse.load_adapter(tmp_path, "default", low_cpu_mem_usage=low_memory)
     twins.sparse.double()
@@ -96,7 +96,7 @@ def test_an_adapter_is_loaded_over_the_one_that_is_trained(name, low_memory, tmp
 
 @adapters
 def test_pefts_state_dict_of_a_sparsified_model_is_the_plain_ones(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     dense, sparse = twins.do(get_peft_model_state_dict)
     assert sparse.keys() == dense.keys()
@@ -106,7 +106,7 @@ def test_pefts_state_dict_of_a_sparsified_model_is_the_plain_ones(name):
 
 @adapters
 def test_a_state_dict_of_pefts_is_loaded_into_a_sparsified_model(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(3)
     fresh = sparsify(adapted(name)[0], twins.budget, steps=STEPS)
     with pytest.warns(UserWarning, match="loaded without index buffers"):
@@ -115,7 +115,7 @@ def test_a_state_dict_of_pefts_is_loaded_into_a_sparsified_model(name):
 
 
 def test_modules_to_save_are_trained_dense_and_stored_whole(tmp_path):
-    twins = Twins("LoRA and modules to save")
+    twins = AdapterTwins("LoRA and modules to save")
     saved = saved_names(twins.sparse)
     before = {name: twins.sparse.get_parameter(name).detach().clone() for name in saved}
     twins.train()

@@ -41,7 +41,7 @@ class Twins:
         self, dense, sparse, budget, steps, make_optimizer=sgd, *, run=None, loss_of=loss_of_output, tolerance=1e-9,
         sets=unmasked_sets, **options,
     ):  # fmt: skip
-        self.dense, self.sparse, self.run = dense, sparse, sparse if run is None else run
+        self.dense, self.sparse, self.run = dense, sparse, run
         self.make_optimizer, self.loss_of, self.tolerance, self.sets = make_optimizer, loss_of, tolerance, sets
         self.oracle = DenseOracle(dense, make_optimizer(trainable(dense)), budget, steps, **options)
         self.new_optimizer()
@@ -53,7 +53,7 @@ class Twins:
     def train(self, batches):
         for batch in batches:
             losses = []
-            for model in (self.dense, self.run):
+            for model in (self.dense, self.sparse if self.run is None else self.run):
                 torch.manual_seed(self.oracle.step_number)  # for models that draw numbers in their forward
                 losses.append(self.loss_of(model, batch))
             self.assert_close(losses[1], losses[0])
