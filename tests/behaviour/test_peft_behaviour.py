@@ -9,8 +9,10 @@ import pickle
 
 import pytest
 import torch
+from models import train
 from oracle import unmasked_sets
 from peft import get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_twins import (
     ADAPTERS,
@@ -25,6 +27,7 @@ from peft_twins import (
     outputs,
 )
 from requirements import IS_TRANSFORMERS_4
+from twins import sgd, trainable
 
 from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.masked.module import masked_tensors
@@ -122,17 +125,11 @@ def test_a_disabled_adapter_gives_the_base_models_outputs_and_training_goes_on(n
     twins.train()
 
 
-OPTIMIZERS = {
-    "sgd": None,
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make_optimizer", [sgd, torch.optim.Adam])
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA on experts", "LoHa"])
-def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(name, strategy, optimizer):
-    twins = AdapterTwins(name, strategy=strategy, make_optimizer=OPTIMIZERS[optimizer])
+def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(name, strategy, make_optimizer):
+    twins = AdapterTwins(name, strategy=strategy, make_optimizer=make_optimizer)
     with twins.sparse.disable_adapter():
         pass
     twins.new_optimizer()
@@ -145,11 +142,7 @@ def test_weight_decay_of_an_optimizer_made_after_an_adapter_was_disabled_moves_n
     model, batches = adapted("LoRA")
     sparsify(model, 20, steps=3)
     model.set_adapter("default")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.5)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    train(model, batches, optimizer=torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.5))
     assert summary(model, verify=True).verification.ok
 
 
@@ -262,17 +255,15 @@ def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
 # ------------------------------------------------------------------------------------- the model itself
 
 
-@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if ADAPTERS[name][0] != "mixtral"])  # does not pickle
-def test_a_copy_trains_like_the_original(name, duplicate, tmp_path):
+def test_a_copy_trains_like_the_original(name, duplicate):
     twins = AdapterTwins(name)
     twins.train()
-    if duplicate == "torch.save":
-        torch.save(twins.sparse, tmp_path / "model.pt")
-        twins.sparse = torch.load(tmp_path / "model.pt", weights_only=False)
-    else:
-        make = copy.deepcopy if duplicate == "deepcopy" else (lambda model: pickle.loads(pickle.dumps(model)))
-        twins.sparse = make(twins.sparse)
+    twins.sparse = COPIES[duplicate](twins.sparse)
     twins.new_optimizer()
     twins.train()
 
@@ -317,11 +308,7 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
     batches = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     sparsify(model, 20, steps=len(batches))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    train(model, batches)
     changed = sum(int((t.parameter != before[t.name]).sum()) for t in get_unmasker(model).tensors)
     assert 0 < changed <= 20
     trained = outputs(model, batches[0])
@@ -340,14 +327,8 @@ def test_pefts_reports_of_a_sparsified_model_work(capsys):
 
 
 def test_pefts_lora_plus_optimizer_trains_the_flat_delta():
-    from peft.optimizers import create_loraplus_optimizer
-
     model, batches = adapted("LoRA")
     sparsify(model, 20, steps=3)
-    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    train(model, batches, optimizer=create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4))
     assert get_unmasker(model).step == 3
     assert summary(model, verify=True).verification.ok

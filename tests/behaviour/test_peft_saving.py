@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft_twins import (
     ADAPTERS,
@@ -20,6 +20,7 @@ from peft_twins import (
     saved_names,
 )
 from safetensors.torch import load_file
+from twins import Twins
 
 from sparsify import SparseDelta, get_unmasker, sparsify
 
@@ -134,15 +135,8 @@ def test_transformers_own_adapters_are_sparsified_too(tmp_path):
         models.append(model.double().train())
     dense, sparse = models
     dense.load_state_dict(sparse.state_dict())
-    sparsify(sparse, 30, steps=3)
-    oracle = DenseOracle(dense, torch.optim.SGD([p for p in dense.parameters() if p.requires_grad], RATE), 30, 3)
-    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
-    for batch in batches:
-        oracle.step(dense(**batch)["loss"])
-        optimizer.zero_grad()
-        sparse(**batch)["loss"].backward()
-        optimizer.step()
-    assert_close(outputs(sparse, batches[0]), outputs(dense, batches[0]))
+    names = {name for name, parameter in dense.named_parameters() if parameter.requires_grad}
+    Twins(dense, sparsify(sparse, 30, steps=3), 30, 3, names=names).train(batches)
     for model, folder in ((sparse, "sparse"), (dense, "dense")):
         model.save_pretrained(tmp_path / folder)
     saved, plain = [load_file(tmp_path / which / "adapter_model.safetensors") for which in ("sparse", "dense")]

@@ -86,9 +86,9 @@ def loss_of(model, batch):
     return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
-def train(model, batches, lr=0.01):
-    """One step of AdamW for each batch; the model itself."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+def train(model, batches, lr=0.01, optimizer=None):
+    """One step of AdamW, or of a given optimizer, for each batch; the model itself."""
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for batch in batches:
         optimizer.zero_grad()
         loss_of(model, batch).backward()
