@@ -4,21 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, train
 
 from sparsify import D3, Repeat, SparseDelta, Strategy, get_unmasker, sparsify, summary
 
 BUDGET = 12
-
-
-def train(model, batches, optimizer=None, micro_batches=1):
-    optimizer = optimizer or torch.optim.AdamW([model.sparse_values], lr=0.01)
-    for start in range(0, len(batches), micro_batches):
-        optimizer.zero_grad()
-        for batch in batches[start : start + micro_batches]:
-            loss_of(model, batch).backward()
-        optimizer.step()
-    return model
 
 
 @pytest.fixture
@@ -76,12 +66,12 @@ def test_it_resumes_exactly(plain_and_batches):
     whole = train(sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6), batches[:6])
     half = sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6)
     optimizer = torch.optim.AdamW([half.sparse_values], lr=0.01)
-    train(half, batches[:3], optimizer)
+    train(half, batches[:3], optimizer=optimizer)
     resumed = sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6)
     resumed.load_state_dict(half.state_dict())
     again = torch.optim.AdamW([resumed.sparse_values], lr=0.01)
     again.load_state_dict(optimizer.state_dict())
-    train(resumed, batches[3:6], again)
+    train(resumed, batches[3:6], optimizer=again)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], tensor), name
 
