@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsify import SparseDelta, SparsifyError, sparsify, summary
@@ -20,9 +20,7 @@ def trained(update, start, strategy="id3"):
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
     average, seen = start(model), []
     for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train(model, [batch], optimizer=optimizer)
         update(average, model)
         seen.append({name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"})
     return pretrained, average, seen, batches
@@ -64,19 +62,22 @@ def test_torchs_exponential_average_is_one():
 @torch.no_grad()
 def average_parameters(average, model):
     for own, other in zip(average.parameters(), model.parameters(), strict=True):
-        own.mul_(DECAY).add_(other, alpha=1 - DECAY)
+        own.lerp_(other, 1 - DECAY)
 
 
 @torch.no_grad()
 def average_parameters_and_copy_buffers(average, model):
     average_parameters(average, model)
-    for own, other in zip(average.buffers(), model.buffers(), strict=True):
-        own.copy_(other)
+    copy_buffers(average, model)
 
 
 @torch.no_grad()
 def average_what_trains_and_copy_buffers(average, model):
-    average.sparse_values.mul_(DECAY).add_(model.sparse_values, alpha=1 - DECAY)
+    average.sparse_values.lerp_(model.sparse_values, 1 - DECAY)
+    copy_buffers(average, model)
+
+
+def copy_buffers(average, model):
     for own, other in zip(average.buffers(), model.buffers(), strict=True):
         own.copy_(other)
 
@@ -110,11 +111,8 @@ def test_an_average_of_the_index_buffers_is_refused():
 def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():
     model, batches = build("mlp")
     sparsify(model, BUDGET, steps=STEPS)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    loss_of(model, batches[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train(model, batches[:1])
     (loss_of(model, batches[1]) * torch.nan).backward()
-    optimizer.step()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
     with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):
         SparseDelta.from_model(model)
