@@ -75,17 +75,13 @@ def assert_every_gradient_is_the_plain_models(plain, batch, tolerance):
 
 
 @every_architecture
-def test_every_gradient_is_the_plain_models(name):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_every_gradient_is_the_plain_models(name, checkpointed):
     model, batches = build(name)
-    assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
-
-
-@every_architecture
-def test_every_gradient_is_the_plain_models_under_activation_checkpointing(name):
-    model, batches = build(name)
-    if not getattr(model, "supports_gradient_checkpointing", False):
+    if checkpointed and not getattr(model, "supports_gradient_checkpointing", False):
         pytest.skip("has no activation checkpointing")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
 
 

@@ -194,36 +194,3 @@ def test_a_model_within_a_module_is_gone_on_with_from_the_modules_state(kept):
     torch.set_rng_state(generator)
     assert resumed.fit(batches[3:], optimizer)[0] == losses
     assert_same_states(resumed, straight)
-
-
-def test_a_closure_that_is_called_several_times_in_a_step_selects_once():
-    """LBFGS evaluates its closure again and again, at values that it has just set."""
-    model = make_model().eval()  # without dropout
-    batch = build("bert")[1][0]
-    optimizer = torch.optim.LBFGS([model.sparse_values], lr=0.1, max_iter=4)
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    for step in range(1, STEPS + 1):
-        optimizer.step(closure)
-        assert summary(model).step == step
-        assert summary(model).unmasked == BUDGET * step // STEPS
-    assert len(losses) > STEPS
-    assert losses[-1] < losses[0]
-
-
-def test_two_optimizers_on_parts_of_the_model_count_one_step_each_time():
-    model = make_model(modules_to_save=["classifier"])
-    optimizers = [torch.optim.AdamW([model.sparse_values]), torch.optim.SGD(model.classifier.parameters(), lr=0.1)]
-    for batch in build("bert")[1][:STEPS]:
-        loss_of(model, batch).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (summary(model).step, summary(model).unmasked) == (STEPS, BUDGET)
