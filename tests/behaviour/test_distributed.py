@@ -3,6 +3,7 @@
 Each scenario is a function that every rank runs; a test compares what came back with one process, or among the ranks.
 """
 
+import contextlib
 import os
 import time
 
@@ -41,7 +42,7 @@ from sparsify.selection.topk import TopK, offer_gradient
 
 
 def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: model, **options):
-    """The mean losses, unmasked sets and deltas of a run under DDP; of a plain one where there is one rank."""
+    """Trains under DDP, or alone where there is one rank; returns mean losses, unmasked sets and the flat delta."""
     model = wrap(model)
     parallel = DistributedDataParallel(model, **options) if num_ranks() > 1 else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -50,11 +51,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: mode
         optimizer.zero_grad()
         for part in range(micro):
             batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
-            if num_ranks() > 1 and part + 1 < micro:
-                with parallel.no_sync():
-                    loss = parallel(**batch) / micro
-                    loss.backward()
-            else:
+            with parallel.no_sync() if num_ranks() > 1 and part + 1 < micro else contextlib.nullcontext():
                 loss = parallel(**batch) / micro
                 loss.backward()
             losses.append(mean_over_ranks(loss))
@@ -117,7 +114,7 @@ def screened(rank):
 
 
 def counted(rank):
-    """What a rank looked at in its last step, with a screen and without one."""
+    """The work of a rank in its last step, without a screen and with one."""
     model, batches = words(torch.float32)
     train(rank, sparsify(model, 12, steps=STEPS), batches)
     before = screen.SMALLEST_SCREENED, screen.costs_of
@@ -141,7 +138,7 @@ def checked(rank):
 
 
 def bytes_and_calls(rank):
-    """What a step sends: while it chooses, when it is through, and with a set that is known ahead."""
+    """Bytes and exchanges of steps that select, of later ones, and with a set known in advance."""
     model, batches = words()
     sparsify(model, BUDGET, steps=STEPS - 2)
     ranks, sent = get_unmasker(model).ranks, []
@@ -301,7 +298,7 @@ def all_scenarios(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """What every scenario gave on each of two ranks."""
+    """The results of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios)
 
 

@@ -25,7 +25,7 @@ WAYS = ["accumulation", "checkpointing", "base weights", "deepcopy", "state dict
 
 
 def missing():
-    """What there is not, for the fake devices."""
+    """Names the first missing requirement of the fake devices; empty if there is none."""
     if not (FOLDER / "fake_cuda.py").is_file():
         return f"no fake_cuda.py in {FOLDER}; set SPARSIFY_FAKE_CUDA to its folder"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def runs(which):
-    """What each run of a group did, by strategy, place and way."""
+    """Results of a group of runs, by strategy, place and way."""
     paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py", which],

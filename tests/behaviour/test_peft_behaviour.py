@@ -33,6 +33,7 @@ from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.masked.module import masked_tensors
 
 adapters = pytest.mark.parametrize("name", ADAPTERS)
+pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 
 
 def is_plain(model):
@@ -49,17 +50,17 @@ def is_plain(model):
 
 
 @adapters
-@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
-def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name, safe):
+def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name):
     twins = AdapterTwins(name)
-    twins.train()
-    before = twins.check()
-    twins.do(lambda model: model.merge_adapter(safe_merge=safe))
-    assert_close(twins.check(), before, 1e-6)
-    with pytest.warns(UserWarning, match="already merged"):
-        twins.sparse.merge_adapter()
-    twins.do(lambda model: model.unmerge_adapter())
-    assert_close(twins.check(), before, 1e-6)
+    for safe in (False, True):
+        twins.train()
+        before = twins.check()
+        twins.do(lambda model, safe=safe: model.merge_adapter(safe_merge=safe))
+        assert_close(twins.check(), before, 1e-6)
+        with pytest.warns(UserWarning, match="already merged"):
+            twins.sparse.merge_adapter()
+        twins.do(lambda model: model.unmerge_adapter())
+        assert_close(twins.check(), before, 1e-6)
     twins.train()
 
 
@@ -158,8 +159,10 @@ def test_what_peft_sets_back_is_frozen_again_by_the_next_forward_pass():
 # ------------------------------------------------------------------------------------ several adapters
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
-@pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
+SEVERAL = ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
 def test_adapters_are_trained_one_after_the_other(name):
     twins = AdapterTwins(name, "other")
     weights = dict(twins.sparse.named_parameters())
@@ -202,8 +205,7 @@ def test_an_adapter_that_is_added_later_is_plain():
     twins.train()
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
-@pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
+@pytest.mark.parametrize("name", SEVERAL)
 def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
     twins = AdapterTwins(name, "other")
     twins.do(lambda model: model.set_adapter("other"))

@@ -96,22 +96,16 @@ def test_an_adapter_is_loaded_over_the_one_that_is_trained(name, low_memory, tmp
 
 
 @adapters
-def test_pefts_state_dict_of_a_sparsified_model_is_the_plain_ones(name):
+def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_model(name):
     twins = AdapterTwins(name)
-    twins.train()
+    twins.train(3)
     dense, sparse = twins.do(get_peft_model_state_dict)
     assert sparse.keys() == dense.keys()
     for key, value in dense.items():
         assert_close(sparse[key], value)
-
-
-@adapters
-def test_a_state_dict_of_pefts_is_loaded_into_a_sparsified_model(name):
-    twins = AdapterTwins(name)
-    twins.train(3)
     fresh = sparsify(adapted(name)[0], twins.budget, steps=STEPS)
     with pytest.warns(UserWarning, match="loaded without index buffers"):
-        set_peft_model_state_dict(fresh, get_peft_model_state_dict(twins.sparse))
+        set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
 
 

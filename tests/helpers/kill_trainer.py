@@ -31,7 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from sparsify import SparsifyCallback
 from sparsify.integrations.checkpoints import problem_with
 
-STEPS, RESULT = 10, "result.pt"
+STEPS, RESULT = 7, "result.pt"
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events of a checkpoint's writing
 MOST_WRITES = 20  # of one checkpoint: mkdir, the weights in a folder of their own, the other files, an old one deleted
 PRELOADED = ["transformers.trainer", "transformers.models.bert.modeling_bert", "sparsify.integrations.transformers"]
@@ -72,7 +72,7 @@ class Begins(TrainerCallback):
 
 
 def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
-    """A training run, from the last checkpoint if there is one; what came of it is saved beside the checkpoints."""
+    """A training run, from the last checkpoint if there is one; the outcome is saved beside the checkpoints."""
     begun.send("imported")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -90,7 +90,7 @@ def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
 
 
 def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
-    """Starts a run in a process of its own; comes back when all is imported."""
+    """Starts a run in a process of its own; returns when all is imported."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -103,12 +103,12 @@ def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
 
 
 def result(folder: Path) -> tuple:
-    """At which step the run in a folder began, and what came of it."""
+    """The step at which the run in a folder began, and its outcome."""
     return torch.load(folder / RESULT, weights_only=True)
 
 
 def kill_once(folder: Path, seconds: float, draw: random.Random, *, writing: bool) -> bool:
-    """Starts a run, or goes on with it, and kills it; whether it was alive until then."""
+    """Starts or resumes a run and kills it; returns whether it was alive until then."""
     process = start(folder, (draw.randrange(STEPS), draw.randrange(MOST_WRITES)) if writing else None)
     if not writing:
         process.join(draw.uniform(0, seconds))
@@ -124,7 +124,7 @@ def last_complete(folder: Path) -> int:
 
 
 def finish(folder: Path, expected: tuple) -> str | None:
-    """Goes on with a run to its end; how it differs from the expected one, if it does."""
+    """Resumes a run until its end; returns how it differs from the expected one, if it does."""
     last = last_complete(folder)
     process = start(folder)
     process.join(SECONDS)
@@ -141,7 +141,7 @@ def finish(folder: Path, expected: tuple) -> str | None:
 
 
 def kill(kills: int, seed: int, base: Path) -> tuple[Counter, str | None]:
-    """Kills runs that many times: how often in each way, and the first failure if there is one."""
+    """Kills runs that many times; returns how often in each way, and the first failure if there is one."""
     draw, counts = random.Random(seed), Counter()
     process = start(base / "straight")
     begin = time.monotonic()

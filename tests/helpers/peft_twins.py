@@ -1,7 +1,4 @@
-"""Models with PEFT's adapters, and twins of them: one that the oracle trains densely, and one that is sparsified.
-
-In: the name of an adapter. Out: what tests do to both twins, and compare.
-"""
+"""Models with PEFT's adapters, and twins of them: one is trained densely by the oracle, the other is sparsified."""
 
 import peft
 import torch

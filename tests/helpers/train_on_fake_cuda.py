@@ -1,4 +1,4 @@
-"""Trains small BERTs on fake CUDA devices and on the CPU, and prints what each run did: a line of JSON a run.
+"""Trains small BERTs on fake CUDA devices and on the CPU, and prints a line of JSON for each run.
 
     PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_fake_cuda.py plain|other
 
@@ -29,7 +29,7 @@ CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
 def to(device, value):
-    """A value with all its tensors on another device; what autograd moves, it moves back."""
+    """Moves all tensors of a nested value to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
