@@ -1,4 +1,4 @@
-"""Activation checkpointing and offloaded activations: what they save is computed or fetched again, and nothing else."""
+"""Activation checkpointing and offloaded activations change neither losses nor unmasked sets."""
 
 import copy
 import functools

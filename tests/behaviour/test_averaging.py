@@ -1,6 +1,7 @@
 """Averages of a sparsified model over its training: torch's AveragedModel, and EMAs as people write them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -60,37 +61,25 @@ def test_torchs_exponential_average_is_one():
 
 
 @torch.no_grad()
-def average_parameters(average, model):
-    for own, other in zip(average.parameters(), model.parameters(), strict=True):
-        own.lerp_(other, 1 - DECAY)
+def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
+    pairs = zip(average.parameters(), model.parameters(), strict=True)
+    for own, other in [(average.sparse_values, model.sparse_values)] if delta_alone else pairs:
+        own.mul_(DECAY).add_(other, alpha=1 - DECAY)
+    for buffer, of_model in zip(average.buffers(), model.buffers(), strict=True):
+        if copy_buffers:
+            buffer.copy_(of_model)
 
 
-@torch.no_grad()
-def average_parameters_and_copy_buffers(average, model):
-    average_parameters(average, model)
-    copy_buffers(average, model)
-
-
-@torch.no_grad()
-def average_what_trains_and_copy_buffers(average, model):
-    average.sparse_values.lerp_(model.sparse_values, 1 - DECAY)
-    copy_buffers(average, model)
-
-
-def copy_buffers(average, model):
-    for own, other in zip(average.buffers(), model.buffers(), strict=True):
-        own.copy_(other)
-
-
-@pytest.mark.parametrize("update", [average_parameters_and_copy_buffers, average_what_trains_and_copy_buffers])
-def test_an_average_of_ones_own_that_copies_the_buffers_is_one(update):
+@pytest.mark.parametrize("delta_alone", [False, True])
+def test_an_average_of_ones_own_that_copies_the_buffers_is_one(delta_alone):
+    update = functools.partial(average_by_hand, delta_alone=delta_alone)
     pretrained, average, seen, batches = trained(update, copy.deepcopy)
     start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
     check(copy.deepcopy(pretrained), average, ema_of([start, *seen]), batches)
 
 
 def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():
-    pretrained, average, seen, batches = trained(average_parameters, copy.deepcopy)
+    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, copy_buffers=False), copy.deepcopy)
     start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
     loss = loss_of(average, batches[-1])
     for name, parameter in pretrained.named_parameters():

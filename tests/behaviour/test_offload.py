@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over devices: what is at hand is trained, what is offloaded is refused by name."""
+"""Models that accelerate has spread over devices are trained, but for offloaded parts, which are refused by name."""
 
 import copy
 

@@ -15,6 +15,12 @@ from sparsify import SparsifyError, sparsify, summary
 STEPS = 4
 
 
+def prompt(base, config, **options):
+    """A tuner that puts three virtual tokens before the others."""
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, **options}
+    return base, lambda: getattr(peft, config)(**options)
+
+
 # name -> the base model, and the tuner's config
 TUNERS = {
     **ADAPTERS,
@@ -80,29 +86,18 @@ TUNERS = {
         "llama", "PolyConfig", r=RANK, n_tasks=2, n_skills=2, target_modules=["q_proj"], task_type="CAUSAL_LM"
     ),
     # ---- prompts
-    "prompt tuning": ("gpt2", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
-    "prompt tuning of T5": ("t5", lambda: peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)),
-    "p-tuning": (
-        "llama",
-        lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    "prompt tuning": prompt("gpt2", "PromptTuningConfig"),
+    "prompt tuning of T5": prompt("t5", "PromptTuningConfig", task_type="SEQ_2_SEQ_LM"),
+    "p-tuning": prompt("llama", "PromptEncoderConfig", encoder_hidden_size=8),
+    "prefix tuning": prompt("llama", "PrefixTuningConfig"),
+    "prefix tuning with a projection": prompt(
+        "llama", "PrefixTuningConfig", prefix_projection=True, encoder_hidden_size=8
     ),
-    "prefix tuning": ("llama", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
-    "prefix tuning with a projection": (
-        "llama",
-        lambda: peft.PrefixTuningConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
-        ),
-    ),
-    "multitask prompt tuning": (
-        "gpt2",
-        lambda: peft.MultitaskPromptTuningConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=3, num_tasks=2, num_ranks=2
-        ),
-    ),
+    "multitask prompt tuning": prompt("gpt2", "MultitaskPromptTuningConfig", num_tasks=2, num_ranks=2),
     "adaption prompt": (
         "llama", lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
     ),
-    "cartridge": ("llama", lambda: peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+    "cartridge": prompt("llama", "CartridgeConfig"),
 }  # fmt: skip
 
 # what sparsify() refuses: the base model, the tuner's config, the parameter that is named, and the reason
@@ -131,10 +126,7 @@ REFUSED = {
         r"delta_embedding\.weight` cannot be masked: the module \(Embedding\) has a gradient hook on it",
     ),
     "p-tuning by an LSTM": (
-        "gpt2",
-        lambda: peft.PromptEncoderConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8, encoder_reparameterization_type="LSTM"
-        ),
+        *prompt("gpt2", "PromptEncoderConfig", encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
         r"lstm_head\.weight_ih_l0` cannot be masked: the module \(LSTM\) reads its weights from a flat list",
     ),
     "LoRA that is tied itself": (

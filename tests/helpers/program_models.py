@@ -159,7 +159,7 @@ class Network(nn.Module):
         self.scale = nn.Parameter(torch.empty(()))
 
     def forward(self, tokens, labels, skipped=(), probe=lambda place, hidden: hidden):
-        """The loss; ``probe`` sees what comes before each part, and after the last."""
+        """The loss; ``probe`` sees the hidden states before each part and after the last."""
         hidden = self.table(tokens) + self.positions
         for number, part in enumerate(self.parts):
             hidden = probe(number, hidden)
