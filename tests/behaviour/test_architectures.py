@@ -10,13 +10,14 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, GROUPED, build
-from oracle import DenseOracle, padding_rows, unmasked_sets
+from oracle import padding_rows, unmasked_sets
 from recorder import model_gradients, sparsify_fully
 from requirements import needs_transformers_5
+from twins import Twins, sgd, trainable
 
 from sparsify import SparseDelta, sparsify
 
-BUDGET, STEPS, RATE = 97, 3, 0.05
+BUDGET, STEPS = 97, 3
 NOT_TRAINED = re.compile(r"(\d+) of \d+ tensors got no gradient in the first step and are not trained: ")
 
 # what fails in transformers 4 without us
@@ -38,33 +39,15 @@ def equal(left, right):
     return all(map(torch.equal, left, right))
 
 
-def train(model, batches):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
-
-
 @every_architecture
 def test_id3_is_the_oracle_and_its_delta_makes_the_same_model_of_a_fresh_base(name, tmp_path):
     base, batches = build(name)
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), BUDGET, STEPS)
     sparsify(sparse, BUDGET, "id3", steps=STEPS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step, batch in enumerate(batches):
-            dense_loss = dense(**batch)["loss"]
-            torch.testing.assert_close(sparse(**batch)["loss"], dense_loss, rtol=1e-9, atol=1e-9)
-            oracle.step(dense_loss)
-            train(sparse, [batch])
-            masked = unmasked_sets(sparse)
-            assert masked == {n: indices for n, indices in oracle.unmasked_sets().items() if n in masked}, step
-    assert sum(map(len, masked.values())) == BUDGET
-    weights = dict(sparse.named_parameters())
-    for parameter_name, parameter in dense.named_parameters():
-        torch.testing.assert_close(weights[parameter_name].detach(), parameter.detach(), rtol=1e-9, atol=1e-9)
+        Twins(dense, sparse, BUDGET, STEPS).train(batches)
+    assert sum(map(len, unmasked_sets(sparse).values())) == BUDGET
     unused = sum(parameter.grad is None for parameter in dense.parameters() if parameter.requires_grad)
     reported = [int(match[1]) for match in (NOT_TRAINED.match(str(warning.message)) for warning in caught) if match]
     assert reported == [unused] * (unused > 0)
@@ -92,17 +75,13 @@ def assert_every_gradient_is_the_plain_models(plain, batch, tolerance):
 
 
 @every_architecture
-def test_every_gradient_is_the_plain_models(name):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_every_gradient_is_the_plain_models(name, checkpointed):
     model, batches = build(name)
-    assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
-
-
-@every_architecture
-def test_every_gradient_is_the_plain_models_under_activation_checkpointing(name):
-    model, batches = build(name)
-    if not getattr(model, "supports_gradient_checkpointing", False):
+    if checkpointed and not getattr(model, "supports_gradient_checkpointing", False):
         pytest.skip("has no activation checkpointing")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-6)
 
 
@@ -118,7 +97,11 @@ def test_experts_that_are_multiplied_in_groups_get_the_plain_models_gradients(na
 def test_running_statistics_travel_with_the_delta(name, tmp_path):
     base, batches = build(name)
     trained = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
-    train(trained, batches)
+    optimizer = sgd(trainable(trained))
+    for batch in batches:
+        optimizer.zero_grad()
+        trained(**batch)["loss"].backward()
+        optimizer.step()
     SparseDelta.from_model(trained).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
     statistics = {n: b for n, b in trained.named_buffers() if n.endswith(("running_mean", "running_var", "_tracked"))}

@@ -1,10 +1,11 @@
 """Averages of a sparsified model over its training: torch's AveragedModel, and EMAs as people write them."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsify import SparseDelta, SparsifyError, sparsify, summary
@@ -20,9 +21,7 @@ def trained(update, start, strategy="id3"):
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
     average, seen = start(model), []
     for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train(model, [batch], optimizer=optimizer)
         update(average, model)
         seen.append({name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"})
     return pretrained, average, seen, batches
@@ -62,34 +61,25 @@ def test_torchs_exponential_average_is_one():
 
 
 @torch.no_grad()
-def average_parameters(average, model):
-    for own, other in zip(average.parameters(), model.parameters(), strict=True):
+def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
+    pairs = zip(average.parameters(), model.parameters(), strict=True)
+    for own, other in [(average.sparse_values, model.sparse_values)] if delta_alone else pairs:
         own.mul_(DECAY).add_(other, alpha=1 - DECAY)
+    for buffer, of_model in zip(average.buffers(), model.buffers(), strict=True):
+        if copy_buffers:
+            buffer.copy_(of_model)
 
 
-@torch.no_grad()
-def average_parameters_and_copy_buffers(average, model):
-    average_parameters(average, model)
-    for own, other in zip(average.buffers(), model.buffers(), strict=True):
-        own.copy_(other)
-
-
-@torch.no_grad()
-def average_what_trains_and_copy_buffers(average, model):
-    average.sparse_values.mul_(DECAY).add_(model.sparse_values, alpha=1 - DECAY)
-    for own, other in zip(average.buffers(), model.buffers(), strict=True):
-        own.copy_(other)
-
-
-@pytest.mark.parametrize("update", [average_parameters_and_copy_buffers, average_what_trains_and_copy_buffers])
-def test_an_average_of_ones_own_that_copies_the_buffers_is_one(update):
+@pytest.mark.parametrize("delta_alone", [False, True])
+def test_an_average_of_ones_own_that_copies_the_buffers_is_one(delta_alone):
+    update = functools.partial(average_by_hand, delta_alone=delta_alone)
     pretrained, average, seen, batches = trained(update, copy.deepcopy)
     start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
     check(copy.deepcopy(pretrained), average, ema_of([start, *seen]), batches)
 
 
 def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():
-    pretrained, average, seen, batches = trained(average_parameters, copy.deepcopy)
+    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, copy_buffers=False), copy.deepcopy)
     start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
     loss = loss_of(average, batches[-1])
     for name, parameter in pretrained.named_parameters():
@@ -110,11 +100,8 @@ def test_an_average_of_the_index_buffers_is_refused():
 def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():
     model, batches = build("mlp")
     sparsify(model, BUDGET, steps=STEPS)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    loss_of(model, batches[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train(model, batches[:1])
     (loss_of(model, batches[1]) * torch.nan).backward()
-    optimizer.step()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
     with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):
         SparseDelta.from_model(model)

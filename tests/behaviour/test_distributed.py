@@ -3,6 +3,7 @@
 Each scenario is a function that every rank runs; a test compares what came back with one process, or among the ranks.
 """
 
+import contextlib
 import os
 import time
 
@@ -40,8 +41,9 @@ from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.topk import TopK, offer_gradient
 
 
-def train(rank, model, batches, *, micro=1, steps=STEPS, **options):
-    """The mean losses, unmasked sets and deltas of a run under DDP; of a plain one where there is one rank."""
+def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: model, **options):
+    """Trains under DDP, or alone where there is one rank; returns mean losses, unmasked sets and the flat delta."""
+    model = wrap(model)
     parallel = DistributedDataParallel(model, **options) if num_ranks() > 1 else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -49,11 +51,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, **options):
         optimizer.zero_grad()
         for part in range(micro):
             batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
-            if num_ranks() > 1 and part + 1 < micro:
-                with parallel.no_sync():
-                    loss = parallel(**batch) / micro
-                    loss.backward()
-            else:
+            with parallel.no_sync() if num_ranks() > 1 and part + 1 < micro else contextlib.nullcontext():
                 loss = parallel(**batch) / micro
                 loss.backward()
             losses.append(mean_over_ranks(loss))
@@ -64,60 +62,45 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, **options):
 # ------------------------------------------------------------------- scenarios that one process can be compared with
 
 
-def exact(rank):
-    model, batches = words()
-    return train(rank, sparsify(model, BUDGET, steps=STEPS), batches)
-
-
-def exact_in_float32(rank):
-    model, batches = words(torch.float32)
-    return train(rank, sparsify(model, BUDGET, steps=STEPS), batches)
-
-
-def exact_with_options_of_ddp(rank):
-    model, batches = words()
-    sparsify(model, BUDGET, Strategy(SNIP(), Increment()), steps=STEPS)
-    return train(rank, model, batches, gradient_as_bucket_view=True, find_unused_parameters=True)
-
-
-def exact_with_a_static_graph(rank):
-    model, batches = words()
-    return train(rank, sparsify(model, BUDGET, steps=STEPS), batches, static_graph=True)
-
-
-def accumulating(rank):
-    model, batches = words()
-    return train(rank, sparsify(model, BUDGET, steps=STEPS), batches, micro=2)
-
-
-def within_another_model(rank):
+def within_another_model(model):
     """DDP is told of the outer model, whose names of the index buffers are others, and broadcasts them."""
-    model, batches = words()
-    outer = nn.ModuleDict({"inner": sparsify(model, BUDGET, steps=STEPS)})
+    outer = nn.ModuleDict({"inner": model})
     outer.forward = lambda **batch: outer["inner"](**batch)
     outer.sparse_values = model.sparse_values
-    return train(rank, outer, batches)
+    return outer
 
 
-def an_importance_that_is_not_monotone(rank):
-    model, batches = mlp()
-    away = register_importance("away-from-zero")(lambda weight, grad: -weight * grad)
-    return train(rank, sparsify(model, BUDGET, Strategy(away, Increment()), steps=STEPS), batches)
+@register_importance("away-from-zero")
+def away_from_zero(weight, grad):
+    return -weight * grad
 
 
-def repeat(rank):
-    model, batches = mlp()
-    return train(rank, sparsify(model, 20, Strategy(D3(), Repeat()), steps=STEPS), batches)
+def of(importance, selection=Increment()):  # noqa: B008 - frozen
+    return {"strategy": Strategy(importance, selection)}
 
 
-def growing_by_magnitude(rank):
-    model, batches = mlp()
-    return train(rank, sparsify(model, BUDGET, Strategy(Magnitude(), Increment()), steps=STEPS), batches)
+# name -> model and batches, arguments of sparsify(), arguments of train()
+RUNS = {
+    "exact": (words, {}, {}),
+    "in float32": (lambda: words(torch.float32), {}, {}),
+    "options of DDP": (words, of(SNIP()), {"gradient_as_bucket_view": True, "find_unused_parameters": True}),
+    "a static graph": (words, {}, {"static_graph": True}),
+    "accumulating": (words, {}, {"micro": 2}),
+    "within another model": (words, {}, {"wrap": within_another_model}),
+    "an importance that is not monotone": (mlp, of(away_from_zero), {}),
+    "repeat": (mlp, {**of(D3(), Repeat()), "budget": 20}, {}),
+    "growing by magnitude": (mlp, of(Magnitude()), {}),
+    "static beside a dense head": (mlp, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}, {}),
+    "candidates": (words, {"sync": "candidates"}, {}),  # with ranks exact but for entries in no rank's own top
+}
 
 
-def static_beside_a_dense_head(rank):
-    model, batches = mlp()
-    return train(rank, sparsify(model, BUDGET, "pafi", modules_to_save=["head"]), batches)
+def trained(rank, name):
+    make, settings, options = RUNS[name]
+    model, batches = make()
+    result = train(rank, sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings}), batches, **options)
+    check_ranks(model)
+    return result
 
 
 def screened(rank):
@@ -131,7 +114,7 @@ def screened(rank):
 
 
 def counted(rank):
-    """What a rank looked at in its last step, with a screen and without one."""
+    """The work of a rank in its last step, without a screen and with one."""
     model, batches = words(torch.float32)
     train(rank, sparsify(model, 12, steps=STEPS), batches)
     before = screen.SMALLEST_SCREENED, screen.costs_of
@@ -151,32 +134,11 @@ def checked(rank):
     return error_of(train, rank, model, batches)
 
 
-LIKE_ONE_PROCESS = [
-    exact,
-    exact_in_float32,
-    exact_with_options_of_ddp,
-    exact_with_a_static_graph,
-    accumulating,
-    within_another_model,
-    an_importance_that_is_not_monotone,
-    repeat,
-    growing_by_magnitude,
-    static_beside_a_dense_head,
-    screened,
-]
-
 # ------------------------------------------------------------------- scenarios of their own
 
 
-def candidates(rank):
-    model, batches = words()
-    result = train(rank, sparsify(model, BUDGET, steps=STEPS, sync="candidates"), batches)
-    check_ranks(model)
-    return result
-
-
 def bytes_and_calls(rank):
-    """What a step sends: while it chooses, when it is through, and with a set that is known ahead."""
+    """Bytes and exchanges of steps that select, of later ones, and with a set known in advance."""
     model, batches = words()
     sparsify(model, BUDGET, steps=STEPS - 2)
     ranks, sent = get_unmasker(model).ranks, []
@@ -215,33 +177,28 @@ def no_token_on_one_rank(rank):
     return get_unmasker(model).unmasked
 
 
-def skipped_module(rank):
-    model, batches = mlp()
-    sparsify(model, BUDGET, steps=STEPS)
-    parallel = DistributedDataParallel(model)
-    if rank == 1:
-        model.second.forward = lambda x: x[:, :8]
-    return error_of(lambda: parallel(**own_part(batches[0], rank)).backward())
-
-
-def skipped_last_module(rank):
+def skipped(rank, name, forward):
+    """Rank 1 leaves a module out."""
     model, batches = mlp()
     sparsify(model, BUDGET, steps=STEPS)
     if rank == 1:
-        model.first.forward = lambda x: torch.zeros(x.shape[0], 10, dtype=x.dtype)
+        model.get_submodule(name).forward = forward
     return error_of(lambda: model(**own_part(batches[0], rank)).backward())
 
 
-def heads_without_a_common_seed(rank):
-    model, batches = mlp(seed=rank)
+def skipped_modules(rank):
+    return (
+        skipped(rank, "second", lambda x: x[:, :8]),
+        skipped(rank, "first", lambda x: torch.zeros(x.shape[0], 10, dtype=x.dtype)),
+    )
+
+
+def other_beginnings(rank):
+    """Weights drawn without a common seed, and other arguments."""
+    (model, batches), (other, _) = mlp(seed=rank), mlp()
     sparsify(model, BUDGET, "pafi")
-    return error_of(train, rank, model, batches)
-
-
-def other_arguments(rank):
-    model, batches = mlp()
-    sparsify(model, BUDGET, steps=STEPS + rank)
-    return error_of(train, rank, model, batches)
+    sparsify(other, BUDGET, steps=STEPS + rank)
+    return error_of(train, rank, model, batches), error_of(train, rank, other, batches)
 
 
 def without_ddp(rank):
@@ -319,14 +276,12 @@ def winners_of_random_tensors(rank):
 
 
 OWN = [
-    candidates,
+    screened,
     bytes_and_calls,
     nothing_finite_on_one_rank,
     no_token_on_one_rank,
-    skipped_module,
-    skipped_last_module,
-    heads_without_a_common_seed,
-    other_arguments,
+    skipped_modules,
+    other_beginnings,
     without_ddp,
     moved_behind_our_back,
     saved_and_resumed,
@@ -337,12 +292,13 @@ OWN = [
 
 
 def all_scenarios(rank):
-    return {scenario.__name__: scenario(rank) for scenario in LIKE_ONE_PROCESS + OWN}
+    own = {scenario.__name__: scenario(rank) for scenario in OWN}
+    return {**own, **{name: trained(rank, name) for name in RUNS}}
 
 
 @pytest.fixture(scope="module")
 def two():
-    """What every scenario gave on each of two ranks."""
+    """The results of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios)
 
 
@@ -350,29 +306,32 @@ def on_each(results, scenario):
     return [result[scenario.__name__] for result in results]
 
 
-def assert_like_one_process(results, scenario):
-    alone = scenario(0)
-    for own in on_each(results, scenario):
+def assert_like(results, alone):
+    for own in results:
         assert own["sets"] == alone["sets"]
         assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
         torch.testing.assert_close(own["delta"], alone["delta"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scenario", LIKE_ONE_PROCESS, ids=lambda scenario: scenario.__name__)
-def test_two_ranks_train_like_one_process_with_both_batches(two, scenario):
-    assert_like_one_process(two, scenario)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "candidates"])
+def test_two_ranks_train_like_one_process_with_both_batches(two, name):
+    assert_like([result[name] for result in two], trained(0, name))
+
+
+def test_two_ranks_screen_like_one_process(two):
+    assert_like(on_each(two, screened), screened(0))
 
 
 def four_ranks(rank):
-    return {scenario.__name__: scenario(rank) for scenario in (exact, candidates, winners_of_random_tensors)}
+    return trained(rank, "exact"), trained(rank, "candidates"), winners_of_random_tensors(rank)
 
 
 @pytest.mark.slow
 def test_four_ranks_train_like_one_process_with_all_batches():
-    four = on_ranks(4, four_ranks)
-    assert_like_one_process(four, exact)
-    assert on_each(four, winners_of_random_tensors) == [[]] * 4
-    assert len({str(own["sets"]) for own in on_each(four, candidates)}) == 1
+    exact, candidates, wrong = zip(*on_ranks(4, four_ranks), strict=True)
+    assert_like(exact, trained(0, "exact"))
+    assert wrong == ([],) * 4
+    assert len({str(own["sets"]) for own in candidates}) == 1
 
 
 def test_the_winners_are_those_of_the_mean_gradient_whatever_the_gradients(two):
@@ -380,7 +339,7 @@ def test_the_winners_are_those_of_the_mean_gradient_whatever_the_gradients(two):
 
 
 def test_candidates_are_the_same_on_all_ranks(two):
-    first, second = on_each(two, candidates)
+    first, second = (result["candidates"] for result in two)
     assert first["sets"] == second["sets"]
     assert sum(map(len, first["sets"].values())) == BUDGET
     assert torch.equal(first["delta"], second["delta"])
@@ -419,22 +378,20 @@ def test_a_rank_without_tokens_takes_part(two):
 
 
 def test_a_rank_that_skips_a_module_is_an_error_on_all_ranks_that_names_it(two):
-    for message in on_each(two, skipped_module):
+    for message, of_the_last in on_each(two, skipped_modules):
         assert "rank 0 is at `second." in message
         assert "rank 1 is at `norm." in message
         assert "has to run the same modules" in message
-    for message in on_each(two, skipped_last_module):
-        assert "rank 0 is at `first." in message
-        assert "rank 1 is at the end" in message
+        assert "rank 0 is at `first." in of_the_last
+        assert "rank 1 is at the end" in of_the_last
 
 
 def test_ranks_that_start_from_other_weights_or_arguments_are_told_so(two):
-    for message in on_each(two, heads_without_a_common_seed):
-        assert "differ in their unmasked entries" in message
-        assert "torch.manual_seed on every rank" in message
-    for message in on_each(two, other_arguments):
-        assert "differ in their settings" in message
-        assert "same arguments" in message
+    for of_weights, of_arguments in on_each(two, other_beginnings):
+        assert "differ in their unmasked entries" in of_weights
+        assert "torch.manual_seed on every rank" in of_weights
+        assert "differ in their settings" in of_arguments
+        assert "same arguments" in of_arguments
 
 
 def test_training_without_ddp_is_an_error_in_the_first_steps(two):

@@ -22,12 +22,10 @@ FOLDER = Path(os.environ.get("SPARSIFY_FAKE_CUDA") or ROOT.parent / "shared" / "
 TORCH = "2.13"  # that its C++ was written for
 PLACES = ["default", "side", "two streams", "two devices", "side on two devices"]
 WAYS = ["accumulation", "checkpointing", "base weights", "deepcopy", "state dict"]
-FOR_EACH_PLACE = pytest.mark.parametrize("place", PLACES)
-FOR_EACH_STRATEGY = pytest.mark.parametrize("strategy", ["id3", "pafi"])
 
 
 def missing():
-    """What there is not, for the fake devices."""
+    """Names the first missing requirement of the fake devices; empty if there is none."""
     if not (FOLDER / "fake_cuda.py").is_file():
         return f"no fake_cuda.py in {FOLDER}; set SPARSIFY_FAKE_CUDA to its folder"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -41,7 +39,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def runs(which):
-    """What each run of a group did, by strategy, place and way."""
+    """Results of a group of runs, by strategy, place and way."""
     paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py", which],
@@ -65,28 +63,23 @@ def other():
     return runs("other")
 
 
-def assert_as_on_the_cpu(results, strategy, place, way="plain"):
+def check(results, strategy, place, way="plain"):
+    """As on the CPU, in order, and nothing left behind."""
     ours, reference = results[strategy, place, way], results[strategy, "cpu", way]
     assert ours["sets"] == reference["sets"]
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    # no race that full fine-tuning does not have
+    assert not Counter(ours["races"]) - Counter(results["full", place, "plain"]["races"])
+    assert ours["left"] == 0, "bytes on the devices once the model is gone"
 
 
-def assert_in_order(results, strategy, place, way="plain"):
-    """No race that full fine-tuning does not have."""
-    assert not Counter(results[strategy, place, way]["races"]) - Counter(results["full", place, "plain"]["races"])
-
-
-@FOR_EACH_STRATEGY
-@FOR_EACH_PLACE
-def test_losses_and_unmasked_sets_are_those_of_the_cpu(plain, strategy, place):
-    assert sum(map(len, plain[strategy, place, "plain"]["sets"].values())) == 60
-    assert_as_on_the_cpu(plain, strategy, place)
-
-
-@FOR_EACH_STRATEGY
-@FOR_EACH_PLACE
-def test_every_stream_waits_for_what_it_reads(plain, strategy, place):
-    assert_in_order(plain, strategy, place)
+@pytest.mark.parametrize("strategy", ["id3", "pafi"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_is_as_on_the_cpu_and_its_streams_wait_for_each_other_and_the_host_for_none(plain, strategy, place):
+    check(plain, strategy, place)
+    run = plain[strategy, place, "plain"]
+    assert sum(map(len, run["sets"].values())) == 60
+    assert run["waits"] == plain[strategy, "default", "plain"]["waits"]
 
 
 @pytest.mark.parametrize("place", ["default", "side", "two streams", "two devices"])
@@ -94,22 +87,8 @@ def test_the_control_has_no_race(plain, place):
     assert not plain["full", place, "plain"]["races"]
 
 
-@FOR_EACH_STRATEGY
-@FOR_EACH_PLACE
-def test_streams_cost_the_host_no_wait(plain, strategy, place):
-    assert plain[strategy, place, "plain"]["waits"] == plain[strategy, "default", "plain"]["waits"]
-
-
-@FOR_EACH_STRATEGY
-@FOR_EACH_PLACE
-def test_nothing_is_left_on_a_device_once_the_model_is_gone(plain, strategy, place):
-    assert plain[strategy, place, "plain"]["left"] == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["side", "two devices"])
 @pytest.mark.parametrize("way", WAYS)
 def test_other_ways_to_train_are_as_on_the_cpu(other, way, place):
-    assert_as_on_the_cpu(other, "id3", place, way)
-    assert_in_order(other, "id3", place, way)
-    assert other["id3", place, way]["left"] == 0
+    check(other, "id3", place, way)

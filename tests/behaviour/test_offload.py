@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over devices: what is at hand is trained, what is offloaded is refused by name."""
+"""Models that accelerate has spread over devices are trained, but for offloaded parts, which are refused by name."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import build, loss_of
 from oracle import unmasked_sets
+from transformers import BertForSequenceClassification
 
 from sparsify import SparsifyError, desparsify, sparsify
 
@@ -16,25 +17,22 @@ PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifie
 
 
 def train(model, batches, **options):
+    """The losses of some steps."""
     sparsify(model, BUDGET, steps=STEPS, **options)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    losses = []
+    optimizer, losses = torch.optim.SGD([model.sparse_values], lr=0.1), []
     for batch in batches[:STEPS]:
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
+        losses.append(loss_of(model, batch))
+        losses[-1].backward()
         optimizer.step()
-        losses.append(loss.item())
     return losses
 
 
-def device_map(folder, **others):
-    return {**dict.fromkeys(PARTS, "cpu"), **{name.replace("_", "."): device for name, device in others.items()}}
-
-
-def dispatched(model, folder, **others):
-    options = {"offload_dir": str(folder), "main_device": "cpu"} if others else {"force_hooks": True}
-    return accelerate.dispatch_model(model, device_map(folder, **others), **options)
+def dispatched(model, folder, *on_disk):
+    """Every part on the CPU with hooks, but for some on the disk."""
+    devices = {part: "disk" if part in on_disk else "cpu" for part in PARTS}
+    options = {"offload_dir": str(folder), "main_device": "cpu"} if on_disk else {"force_hooks": True}
+    return accelerate.dispatch_model(model, devices, **options)
 
 
 ON_ONE_DEVICE = {
@@ -45,7 +43,7 @@ ON_ONE_DEVICE = {
 OFFLOADED = {
     "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu"),
     "disk_offload": lambda model, folder: accelerate.disk_offload(model, str(folder), execution_device="cpu"),
-    "a part on the disk": lambda model, folder: dispatched(model, folder, bert_encoder="disk"),
+    "a part on the disk": lambda model, folder: dispatched(model, folder, "bert.encoder"),
 }
 
 
@@ -60,8 +58,6 @@ def test_a_dispatched_model_trains_as_the_plain_one(way, tmp_path):
 
 @pytest.mark.parametrize("mapping", ["auto", "cpu", {"": "cpu"}], ids=str)
 def test_a_model_loaded_with_a_device_map_trains_as_the_plain_one(mapping, tmp_path):
-    from transformers import BertForSequenceClassification
-
     model, batches = build("bert")
     model.save_pretrained(tmp_path)
     plain = BertForSequenceClassification.from_pretrained(tmp_path).train()
@@ -83,7 +79,7 @@ def test_an_offloaded_model_is_refused_by_name_and_left_alone(way, tmp_path):
 
 def test_a_model_whose_frozen_parts_are_offloaded_trains(tmp_path):
     plain, batches = build("bert")
-    model = dispatched(copy.deepcopy(plain), tmp_path, bert_embeddings="disk", bert_pooler="disk")
+    model = dispatched(copy.deepcopy(plain), tmp_path, "bert.embeddings", "bert.pooler")
     left_out = {"exclude_modules": r"bert\.(embeddings|pooler).*"}
     assert train(model, batches, **left_out) == train(plain, batches, **left_out)
     assert unmasked_sets(model) == unmasked_sets(plain)

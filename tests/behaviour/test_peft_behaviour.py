@@ -9,15 +9,17 @@ import pickle
 
 import pytest
 import torch
+from models import train
 from oracle import unmasked_sets
 from peft import get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_twins import (
     ADAPTERS,
     ATTENTION,
     OWN_MODELS,
     RATE,
-    Twins,
+    AdapterTwins,
     adapted,
     assert_close,
     base_of,
@@ -25,11 +27,13 @@ from peft_twins import (
     outputs,
 )
 from requirements import IS_TRANSFORMERS_4
+from twins import sgd, trainable
 
 from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.masked.module import masked_tensors
 
 adapters = pytest.mark.parametrize("name", ADAPTERS)
+pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 
 
 def is_plain(model):
@@ -46,24 +50,24 @@ def is_plain(model):
 
 
 @adapters
-@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
-def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name, safe):
-    twins = Twins(name)
-    twins.train()
-    before = twins.check()
-    twins.do(lambda model: model.merge_adapter(safe_merge=safe))
-    assert_close(twins.check(), before, 1e-6)
-    with pytest.warns(UserWarning, match="already merged"):
-        twins.sparse.merge_adapter()
-    twins.do(lambda model: model.unmerge_adapter())
-    assert_close(twins.check(), before, 1e-6)
+def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name):
+    twins = AdapterTwins(name)
+    for safe in (False, True):
+        twins.train()
+        before = twins.check()
+        twins.do(lambda model, safe=safe: model.merge_adapter(safe_merge=safe))
+        assert_close(twins.check(), before, 1e-6)
+        with pytest.warns(UserWarning, match="already merged"):
+            twins.sparse.merge_adapter()
+        twins.do(lambda model: model.unmerge_adapter())
+        assert_close(twins.check(), before, 1e-6)
     twins.train()
 
 
 @adapters
 @pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
 def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, tmp_path):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(3)
     trained = twins.check()
     merged = twins.sparse.merge_and_unload(safe_merge=safe)
@@ -82,7 +86,7 @@ def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, 
 
 @adapters
 def test_unload_gives_the_base_model_back(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(1)
     base, (batch, *_) = base_of(name)
     unloaded = twins.sparse.unload()
@@ -93,7 +97,7 @@ def test_unload_gives_the_base_model_back(name):
 
 
 def test_several_adapters_are_merged_as_peft_merges_them():
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.train()
     twins.do(lambda model: model.set_adapter("other"))
     twins.train()
@@ -109,7 +113,7 @@ def test_several_adapters_are_merged_as_peft_merges_them():
 
 @adapters
 def test_a_disabled_adapter_gives_the_base_models_outputs_and_training_goes_on(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     trained = twins.check()
     base, (batch, *_) = base_of(name)
@@ -122,17 +126,11 @@ def test_a_disabled_adapter_gives_the_base_models_outputs_and_training_goes_on(n
     twins.train()
 
 
-OPTIMIZERS = {
-    "sgd": None,
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make_optimizer", [sgd, torch.optim.Adam])
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA on experts", "LoHa"])
-def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(name, strategy, optimizer):
-    twins = Twins(name, strategy=strategy, optimizer=OPTIMIZERS[optimizer])
+def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(name, strategy, make_optimizer):
+    twins = AdapterTwins(name, strategy=strategy, make_optimizer=make_optimizer)
     with twins.sparse.disable_adapter():
         pass
     twins.new_optimizer()
@@ -145,11 +143,7 @@ def test_weight_decay_of_an_optimizer_made_after_an_adapter_was_disabled_moves_n
     model, batches = adapted("LoRA")
     sparsify(model, 20, steps=3)
     model.set_adapter("default")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.5)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    train(model, batches, optimizer=torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.5))
     assert summary(model, verify=True).verification.ok
 
 
@@ -165,10 +159,12 @@ def test_what_peft_sets_back_is_frozen_again_by_the_next_forward_pass():
 # ------------------------------------------------------------------------------------ several adapters
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
-@pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
+SEVERAL = ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
 def test_adapters_are_trained_one_after_the_other(name):
-    twins = Twins(name, "other")
+    twins = AdapterTwins(name, "other")
     weights = dict(twins.sparse.named_parameters())
     twins.do(lambda model: model.set_adapter("default"))
     for active, inactive in (("default", "other"), ("other", "default"), ("default", "other")):
@@ -182,7 +178,7 @@ def test_adapters_are_trained_one_after_the_other(name):
 
 
 def test_two_active_adapters_are_trained_together():
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.do(lambda model: model.base_model.set_adapter(["default", "other"]))
     twins.train(4)
     trained = {n.split(".")[-2] for n, indices in unmasked_sets(twins.sparse).items() if indices}
@@ -190,7 +186,7 @@ def test_two_active_adapters_are_trained_together():
 
 
 def test_an_adapter_that_is_added_later_is_plain():
-    twins = Twins("LoRA")
+    twins = AdapterTwins("LoRA")
     twins.train()
     frozen = {t.name: t.parameter.detach().clone() for t in get_unmasker(twins.sparse).tensors}
     twins.sparse.add_adapter("late", lora(target_modules=ATTENTION, init_lora_weights=False))
@@ -209,10 +205,9 @@ def test_an_adapter_that_is_added_later_is_plain():
     twins.train()
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"])
-@pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
+@pytest.mark.parametrize("name", SEVERAL)
 def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
-    twins = Twins(name, "other")
+    twins = AdapterTwins(name, "other")
     twins.do(lambda model: model.set_adapter("other"))
     twins.train()
     twins.do(lambda model: model.delete_adapter("other"))
@@ -239,7 +234,7 @@ def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
 
 @pytest.mark.parametrize("combination", ["linear", "svd", "cat", "ties", "magnitude_prune"])
 def test_weighted_adapters_are_what_peft_makes_of_them(combination):
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.train()
     options = {"density": 0.5} if combination in ("ties", "magnitude_prune") else {}
     twins.do(lambda model: model.add_weighted_adapter(["default", "other"], [0.7, 0.4], "both", combination, **options))
@@ -251,7 +246,7 @@ def test_weighted_adapters_are_what_peft_makes_of_them(combination):
 
 
 def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
-    twins = Twins("LoRA on an embedding", "other")
+    twins = AdapterTwins("LoRA on an embedding", "other")
     twins.train()
     names = ["default", "other", "__base__", "default"]
     dense, sparse = twins.do(lambda model: outputs(model, {**twins.batches[0], "adapter_names": names}))
@@ -262,24 +257,22 @@ def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
 # ------------------------------------------------------------------------------------- the model itself
 
 
-@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if ADAPTERS[name][0] != "mixtral"])  # does not pickle
-def test_a_copy_trains_like_the_original(name, duplicate, tmp_path):
-    twins = Twins(name)
+def test_a_copy_trains_like_the_original(name, duplicate):
+    twins = AdapterTwins(name)
     twins.train()
-    if duplicate == "torch.save":
-        torch.save(twins.sparse, tmp_path / "model.pt")
-        twins.sparse = torch.load(tmp_path / "model.pt", weights_only=False)
-    else:
-        make = copy.deepcopy if duplicate == "deepcopy" else (lambda model: pickle.loads(pickle.dumps(model)))
-        twins.sparse = make(twins.sparse)
+    twins.sparse = COPIES[duplicate](twins.sparse)
     twins.new_optimizer()
     twins.train()
 
 
 @pytest.mark.parametrize("name", [n for n in ADAPTERS if ADAPTERS[n][0] not in OWN_MODELS])
 def test_activation_checkpointing_changes_nothing(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     for model in (twins.dense, twins.sparse):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -288,7 +281,7 @@ def test_activation_checkpointing_changes_nothing(name):
 
 @adapters
 def test_desparsify_gives_pefts_model_back(name):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train()
     trained = twins.check()
     plain = desparsify(twins.sparse)
@@ -317,11 +310,7 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
     batches = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     sparsify(model, 20, steps=len(batches))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    train(model, batches)
     changed = sum(int((t.parameter != before[t.name]).sum()) for t in get_unmasker(model).tensors)
     assert 0 < changed <= 20
     trained = outputs(model, batches[0])
@@ -340,14 +329,8 @@ def test_pefts_reports_of_a_sparsified_model_work(capsys):
 
 
 def test_pefts_lora_plus_optimizer_trains_the_flat_delta():
-    from peft.optimizers import create_loraplus_optimizer
-
     model, batches = adapted("LoRA")
     sparsify(model, 20, steps=3)
-    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
+    train(model, batches, optimizer=create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4))
     assert get_unmasker(model).step == 3
     assert summary(model, verify=True).verification.ok

@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft_twins import (
     ADAPTERS,
@@ -11,7 +11,7 @@ from peft_twins import (
     OWN_MODELS,
     RATE,
     STEPS,
-    Twins,
+    AdapterTwins,
     adapted,
     assert_close,
     base_of,
@@ -20,6 +20,7 @@ from peft_twins import (
     saved_names,
 )
 from safetensors.torch import load_file
+from twins import Twins
 
 from sparsify import SparseDelta, get_unmasker, sparsify
 
@@ -29,7 +30,7 @@ adapters = pytest.mark.parametrize("name", ADAPTERS)
 @adapters
 @pytest.mark.filterwarnings("error:.*missing adapter keys")
 def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, tmp_path):
-    twins = Twins(name)
+    twins = AdapterTwins(name)
     twins.train(3)
     twins.sparse.save_pretrained(tmp_path / "sparse")
     adapted(name)[0].save_pretrained(tmp_path / "plain")
@@ -45,7 +46,7 @@ def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, tmp_pat
 
 
 def test_selected_adapters_are_saved_each_in_its_folder(tmp_path):
-    twins = Twins("LoRA", "other")
+    twins = AdapterTwins("LoRA", "other")
     twins.train()
     twins.do(lambda model: model.set_adapter("other"))
     twins.train()
@@ -63,7 +64,7 @@ def test_selected_adapters_are_saved_each_in_its_folder(tmp_path):
 def test_an_adapter_is_loaded_beside_the_one_that_is_trained(tmp_path):
     torch.manual_seed(5)
     adapted("LoRA")[0].save_pretrained(tmp_path)
-    twins = Twins("LoRA")
+    twins = AdapterTwins("LoRA")
     twins.train()
     trained = twins.check()
     twins.do(lambda model: model.load_adapter(tmp_path, "loaded"))
@@ -78,10 +79,10 @@ def test_an_adapter_is_loaded_beside_the_one_that_is_trained(tmp_path):
 @adapters
 @pytest.mark.parametrize("low_memory", [False, True], ids=["", "low memory"])
 def test_an_adapter_is_loaded_over_the_one_that_is_trained(name, low_memory, tmp_path):
-    other = Twins(name)
+    other = AdapterTwins(name)
     other.train(4)
     other.sparse.save_pretrained(tmp_path)
-    twins = Twins(name, strategy="pafi")
+    twins = AdapterTwins(name, strategy="pafi")
     twins.train()
     twins.sparse.load_adapter(tmp_path, "default", low_cpu_mem_usage=low_memory)
     twins.sparse.double()
@@ -95,27 +96,21 @@ def test_an_adapter_is_loaded_over_the_one_that_is_trained(name, low_memory, tmp
 
 
 @adapters
-def test_pefts_state_dict_of_a_sparsified_model_is_the_plain_ones(name):
-    twins = Twins(name)
-    twins.train()
+def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_model(name):
+    twins = AdapterTwins(name)
+    twins.train(3)
     dense, sparse = twins.do(get_peft_model_state_dict)
     assert sparse.keys() == dense.keys()
     for key, value in dense.items():
         assert_close(sparse[key], value)
-
-
-@adapters
-def test_a_state_dict_of_pefts_is_loaded_into_a_sparsified_model(name):
-    twins = Twins(name)
-    twins.train(3)
     fresh = sparsify(adapted(name)[0], twins.budget, steps=STEPS)
     with pytest.warns(UserWarning, match="loaded without index buffers"):
-        set_peft_model_state_dict(fresh, get_peft_model_state_dict(twins.sparse))
+        set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
 
 
 def test_modules_to_save_are_trained_dense_and_stored_whole(tmp_path):
-    twins = Twins("LoRA and modules to save")
+    twins = AdapterTwins("LoRA and modules to save")
     saved = saved_names(twins.sparse)
     before = {name: twins.sparse.get_parameter(name).detach().clone() for name in saved}
     twins.train()
@@ -134,15 +129,8 @@ def test_transformers_own_adapters_are_sparsified_too(tmp_path):
         models.append(model.double().train())
     dense, sparse = models
     dense.load_state_dict(sparse.state_dict())
-    sparsify(sparse, 30, steps=3)
-    oracle = DenseOracle(dense, torch.optim.SGD([p for p in dense.parameters() if p.requires_grad], RATE), 30, 3)
-    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
-    for batch in batches:
-        oracle.step(dense(**batch)["loss"])
-        optimizer.zero_grad()
-        sparse(**batch)["loss"].backward()
-        optimizer.step()
-    assert_close(outputs(sparse, batches[0]), outputs(dense, batches[0]))
+    names = {name for name, parameter in dense.named_parameters() if parameter.requires_grad}
+    Twins(dense, sparsify(sparse, 30, steps=3), 30, 3, names=names).train(batches)
     for model, folder in ((sparse, "sparse"), (dense, "dense")):
         model.save_pretrained(tmp_path / folder)
     saved, plain = [load_file(tmp_path / which / "adapter_model.safetensors") for which in ("sparse", "dense")]

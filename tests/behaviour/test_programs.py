@@ -12,17 +12,18 @@ from programs import BACKWARDS, program
 from sparsify.strategies.schedules import Schedule
 from sparsify.training.anchors import AnchoredUse
 
-QUICK, ALL = 20, 300
+ALL = 300
+QUICK = [*range(20), 53, 59]  # these two are repeat-S in float64
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 
 
-@pytest.mark.parametrize("seed", range(QUICK))
+@pytest.mark.parametrize("seed", QUICK)
 def test_a_random_program_is_the_oracle(seed):
     run(program(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(QUICK, ALL))
+@pytest.mark.parametrize("seed", sorted(set(range(ALL)) - set(QUICK)))
 def test_many_random_programs_are_the_oracle(seed):
     run(program(seed))
 

@@ -1,24 +1,11 @@
 """repeat-S: the whole budget is chosen afresh at each step; what was touched keeps its value and its slot."""
 
-import copy
-
 import pytest
-import torch
-from models import build, loss_of
+from models import build, train
 
-from sparsify import D3, Repeat, SparseDelta, Strategy, get_unmasker, sparsify, summary
+from sparsify import D3, Repeat, Strategy, get_unmasker, sparsify, summary
 
 BUDGET = 12
-
-
-def train(model, batches, optimizer=None, micro_batches=1):
-    optimizer = optimizer or torch.optim.AdamW([model.sparse_values], lr=0.01)
-    for start in range(0, len(batches), micro_batches):
-        optimizer.zero_grad()
-        for batch in batches[start : start + micro_batches]:
-            loss_of(model, batch).backward()
-        optimizer.step()
-    return model
 
 
 @pytest.fixture
@@ -53,45 +40,3 @@ def test_where_the_room_ends_a_step_goes_without_new_entries(plain_and_batches):
     train(model, batches)
     assert summary(model).unmasked == BUDGET + 2
     assert 0 < get_unmasker(model).trained <= BUDGET
-
-
-def test_micro_batches_of_one_step_train_the_entries_that_the_first_chose(plain_and_batches):
-    plain, batches = plain_and_batches
-    model = sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=2)
-    loss_of(model, batches[0]).backward()
-    chosen = model.sparse_values.grad != 0
-    loss_of(model, batches[1]).backward()
-    assert torch.equal(model.sparse_values.grad != 0, chosen)
-    total = copy.deepcopy(plain)
-    (loss_of(total, batches[0]) + loss_of(total, batches[1])).backward()
-    dense = dict(total.named_parameters())
-    for tensor in get_unmasker(model).tensors:
-        torch.testing.assert_close(
-            model.sparse_values.grad[tensor.slots], dense[tensor.name].grad.take(tensor.indices), rtol=1e-4, atol=1e-6
-        )
-
-
-def test_it_resumes_exactly(plain_and_batches):
-    plain, batches = plain_and_batches
-    whole = train(sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6), batches[:6])
-    half = sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6)
-    optimizer = torch.optim.AdamW([half.sparse_values], lr=0.01)
-    train(half, batches[:3], optimizer)
-    resumed = sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6)
-    resumed.load_state_dict(half.state_dict())
-    again = torch.optim.AdamW([resumed.sparse_values], lr=0.01)
-    again.load_state_dict(optimizer.state_dict())
-    train(resumed, batches[3:6], again)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
-
-
-def test_its_delta_holds_every_entry_that_was_touched(plain_and_batches, tmp_path):
-    plain, batches = plain_and_batches
-    model = train(sparsify(copy.deepcopy(plain), BUDGET, "d3-repeat", steps=6), batches[:6])
-    SparseDelta.from_model(model).save(tmp_path / "delta")
-    delta = SparseDelta.load(tmp_path / "delta")
-    assert delta.num_entries == summary(model).unmasked
-    fresh = delta.apply(copy.deepcopy(plain))
-    for name, parameter in fresh.named_parameters():
-        assert torch.equal(parameter, dict(model.named_parameters())[name])

@@ -29,7 +29,7 @@ class Meeting(torch.autograd.Function):
 
 
 def in_threads(function, arguments):
-    """Runs a function of each argument in a thread of its own; the errors that came up."""
+    """Calls a function with each argument in a thread of its own; returns the errors."""
     errors = []
 
     def run(argument):
@@ -43,7 +43,7 @@ def in_threads(function, arguments):
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-        assert not thread.is_alive(), "it waits for a lock that nobody gives back"
+        assert not thread.is_alive(), "a deadlock"
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Counts what would make the host wait for a GPU, on a machine that has none.
+"""Counts the calls that would make the host wait for a GPU, on a machine that has none.
 
 Reading a number off a device, or asking for something whose size is known on the device only, takes the host until the
 device has done all its work. Such calls are seen here by their operators; those that need none for a tensor on the CPU,
@@ -20,7 +20,7 @@ METHODS = ("tolist", "cpu", "numpy")
 
 
 class HostWaits(TorchDispatchMode):
-    """What a ``with`` block would wait for: ``counts`` by the name of the call."""
+    """Counts the waits of a ``with`` block in ``counts``, by the name of the call."""
 
     def __init__(self):
         super().__init__()

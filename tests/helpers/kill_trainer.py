@@ -1,17 +1,14 @@
 """Trainer runs that are killed (-9) at random moments and resumed: each must end as the run that nobody killed.
 
-    python tests/helpers/kill_trainer.py --kills 20 --seed 0
-
 A run writes a checkpoint after every step and keeps two. Half of the kills come at any time of the run, the others
 within the writing of a checkpoint, at one of the file operations that it is made of, the deletion of older checkpoints
 included. A run is killed one to three times in a row; then it is left alone. The promise: `resume_from_checkpoint=True`
 takes a complete checkpoint wherever there is one, and losses, unmasked entries, weights and the optimizer's state are
-in the end those of the uninterrupted run, bit for bit. The first that are not are kept: exit status 1.
+in the end those of the uninterrupted run, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -19,7 +16,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -35,7 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from sparsify import SparsifyCallback
 from sparsify.integrations.checkpoints import problem_with
 
-STEPS, RESULT = 10, "result.pt"
+STEPS, RESULT = 7, "result.pt"
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events of a checkpoint's writing
 MOST_WRITES = 20  # of one checkpoint: mkdir, the weights in a folder of their own, the other files, an old one deleted
 PRELOADED = ["transformers.trainer", "transformers.models.bert.modeling_bert", "sparsify.integrations.transformers"]
@@ -76,7 +72,7 @@ class Begins(TrainerCallback):
 
 
 def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
-    """A training run, from the last checkpoint if there is one; what came of it is saved beside the checkpoints."""
+    """A training run, from the last checkpoint if there is one; the outcome is saved beside the checkpoints."""
     begun.send("imported")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -94,7 +90,7 @@ def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
 
 
 def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
-    """Starts a run in a process of its own; comes back when all is imported."""
+    """Starts a run in a process of its own; returns when all is imported."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -107,26 +103,18 @@ def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
 
 
 def result(folder: Path) -> tuple:
-    """At which step the run in a folder began, and what came of it."""
+    """The step at which the run in a folder began, and its outcome."""
     return torch.load(folder / RESULT, weights_only=True)
 
 
 def kill_once(folder: Path, seconds: float, draw: random.Random, *, writing: bool) -> bool:
-    """Starts a run, or goes on with it, and kills it; whether it was alive until then."""
+    """Starts or resumes a run and kills it; returns whether it was alive until then."""
     process = start(folder, (draw.randrange(STEPS), draw.randrange(MOST_WRITES)) if writing else None)
     if not writing:
         process.join(draw.uniform(0, seconds))
         process.kill()
     process.join(SECONDS)
     return process.exitcode == -signal.SIGKILL
-
-
-def found(folder: Path) -> str:
-    """What a kill left behind."""
-    last = get_last_checkpoint(folder)
-    if last is None:
-        return "no checkpoint"
-    return "complete" if problem_with(Path(last)) is None else "incomplete"
 
 
 def last_complete(folder: Path) -> int:
@@ -136,7 +124,7 @@ def last_complete(folder: Path) -> int:
 
 
 def finish(folder: Path, expected: tuple) -> str | None:
-    """Goes on with a run to its end; how it differs from the expected one, if it does."""
+    """Resumes a run until its end; returns how it differs from the expected one, if it does."""
     last = last_complete(folder)
     process = start(folder)
     process.join(SECONDS)
@@ -152,9 +140,9 @@ def finish(folder: Path, expected: tuple) -> str | None:
     return None
 
 
-def kill(kills: int, seed: int, base: Path) -> tuple[dict[str, Counter], str | None]:
-    """Kills runs that many times: what was found by kind of kill, and the first failure if there is one."""
-    draw, counts = random.Random(seed), {"any time": Counter(), "writing": Counter()}
+def kill(kills: int, seed: int, base: Path) -> tuple[Counter, str | None]:
+    """Kills runs that many times; returns how often in each way, and the first failure if there is one."""
+    draw, counts = random.Random(seed), Counter()
     process = start(base / "straight")
     begin = time.monotonic()
     process.join(SECONDS)
@@ -167,33 +155,9 @@ def kill(kills: int, seed: int, base: Path) -> tuple[dict[str, Counter], str | N
             kind = ("any time", "writing")[done % 2]
             if done == kills or not kill_once(folder, seconds, draw, writing=kind == "writing"):
                 break  # it was faster
-            counts[kind][found(folder)] += 1
+            counts[kind] += 1
             done += 1
         if not (folder / RESULT).exists() and (failure := finish(folder, expected)):
             return counts, f"{folder}: {failure}"
         shutil.rmtree(folder)
     return counts, None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    base, begin = Path(tempfile.mkdtemp(prefix="kill_trainer_")), time.monotonic()
-    counts, failure = kill(arguments.kills, arguments.seed, base)
-    columns = ["no checkpoint", "complete", "incomplete"]
-    print(f"{'killed, last checkpoint':<24}" + "".join(f"{column:>15}" for column in columns))
-    for kind, counter in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
-        print(f"{kind:<24}" + "".join(f"{counter[column]:>15}" for column in columns))
-    print(f"{sum(map(sum, (c.values() for c in counts.values())))} kills in {time.monotonic() - begin:.0f} seconds")
-    if failure:
-        print(f"{failure}; kept")
-        return 1
-    shutil.rmtree(base)
-    print("every resumed run ended as the uninterrupted one, bit for bit")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

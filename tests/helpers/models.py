@@ -23,51 +23,39 @@ def mlp():
     return MLP(), lambda: {"x": torch.randn(12, 6), "labels": torch.randint(CLASSES, (12,))}
 
 
-def bert():
-    from transformers import BertConfig, BertForSequenceClassification
+def transformer(model, config_class, batch, **config):
+    import transformers  # here, since the MLP needs none
 
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=12,
-        num_labels=CLASSES,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config), lambda: {**_tokens(), "labels": torch.randint(CLASSES, (4,))}
+    return getattr(transformers, model)(getattr(transformers, config_class)(vocab_size=VOCABULARY, **config)), batch
+
+
+def bert():
+    return transformer(
+        "BertForSequenceClassification", "BertConfig", lambda: {**_tokens(), "labels": torch.randint(CLASSES, (4,))},
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=12,
+        num_labels=CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=12, n_embd=16, n_layer=2, n_head=2, n_inner=24,
+    return transformer(
+        "GPT2LMHeadModel", "GPT2Config", _language_batch, n_positions=12, n_embd=16, n_layer=2, n_head=2, n_inner=24,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return GPT2LMHeadModel(config), _language_batch
 
 
 def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0,
+    return transformer(
+        "T5ForConditionalGeneration", "T5Config", _language_batch, d_model=16, d_kv=8, d_ff=24, num_layers=2,
+        num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config), _language_batch
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=12, bos_token_id=1, eos_token_id=2,
+    return transformer(
+        "LlamaForCausalLM", "LlamaConfig", _language_batch, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=12, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config), _language_batch
 
 
 ARCHITECTURES = {"mlp": mlp, "bert": bert, "gpt2": gpt2, "t5": t5, "llama": llama}
@@ -83,12 +71,12 @@ def build(name, seed=0, dtype=torch.float32):
 
 def loss_of(model, batch):
     output = model(**batch)
-    return output if isinstance(output, torch.Tensor) else output.loss
+    return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
-def train(model, batches, lr=0.01):
-    """One step of AdamW for each batch; the model itself."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+def train(model, batches, lr=0.01, optimizer=None):
+    """One step of AdamW, or of a given optimizer, for each batch; the model itself."""
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for batch in batches:
         optimizer.zero_grad()
         loss_of(model, batch).backward()

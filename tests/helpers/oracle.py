@@ -36,18 +36,20 @@ class DenseOracle:
     """Trains ``model`` at a set of entries; ``masks`` are dense and bool, one a parameter.
 
     The set grows (increment-S); or is ``masks`` from the start (static-S); or is chosen afresh at each step (repeat-S).
+    With ``names`` the other parameters keep their whole gradient.
     """
 
     def __init__(
-        self, model, optimizer, budget, steps, exp=2, eps=1, masks=None, score=None, repeat=False,
+        self, model, optimizer, budget, steps, exp=2, eps=1, masks=None, score=None, repeat=False, names=None,
         **schedule,
     ):  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self.budget, self.steps, self.schedule = budget, steps, schedule
         self.score, self.repeat, self.padding_rows = score or d3(exp, eps), repeat, padding_rows(model)
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: p for name, p in model.named_parameters() if names is None or name in names}
         self.static = masks is not None
-        self.masks = masks or {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
+        nothing = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
+        self.masks = {name: masks[name] for name in self.parameters} if self.static else nothing
         self.step_number = 0
 
     def step(self, loss):

@@ -1,15 +1,12 @@
-"""Models with PEFT's adapters, and twins of them: one that the oracle trains densely, and one that is sparsified.
-
-In: the name of an adapter. Out: what tests do to both twins, and compare.
-"""
+"""Models with PEFT's adapters, and twins of them: one is trained densely by the oracle, the other is sparsified."""
 
 import peft
 import torch
 from architectures import build
-from oracle import DenseOracle, unmasked_sets
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from twins import Twins, masks_of, sgd
 
 from sparsify import sparsify
 
@@ -92,25 +89,31 @@ def saved_names(model):
 def base_of(name, dtype=torch.float64):
     """The base model of an adapter, the same at each call, and its batches."""
     torch.manual_seed(0)
-    base = ADAPTERS[name][0]
+    base, _ = ADAPTERS.get(name) or name
     if base in OWN_MODELS:
         make, batch = OWN_MODELS[base]
         return make().to(dtype).train(), [batch() for _ in range(3)]
     return build(base, dtype)
 
 
-def adapted(name, *others, dtype=torch.float64):
-    """A model with an adapter, and as many others as are named, all of them drawn at random and trainable."""
-    model, batches = base_of(name, dtype)
-    model = get_peft_model(model, ADAPTERS[name][1](), autocast_adapter_dtype=False)
+def adapted(name, *others, dtype=torch.float64, random=True):
+    """A model with an adapter and as many others as are named, all trainable and, if ``random``, drawn at random.
+
+    Args:
+        name: of ``ADAPTERS``, or a pair such as its values: the name of the base model, a function that gives a config.
+    """
+    model, batches = base_of(name, torch.float32)  # some adapters' first values are computed in no other dtype
+    _, config = ADAPTERS.get(name) or name
+    model = get_peft_model(model, config(), autocast_adapter_dtype=False)
     for other in others:
-        model.add_adapter(other, ADAPTERS[name][1](), autocast_adapter_dtype=False)
+        model.add_adapter(other, config(), autocast_adapter_dtype=False)
     if others:
         model.set_requires_grad(["default", *others])
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and random:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     return model.to(dtype).train(), batches
 
 
@@ -126,53 +129,44 @@ def assert_close(found, expected, tolerance=1e-9):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-class Twins:
-    """The dense model and the sparse one, from the same adapter."""
+class AdapterTwins(Twins):
+    """Two models with the same adapters: one is trained densely by the oracle, the other is sparsified.
 
-    def __init__(self, name, *others, strategy="id3", optimizer=None):
-        (self.dense, self.batches), (self.sparse, _) = adapted(name, *others), adapted(name, *others)
-        trainable = {n: p for n, p in self.dense.named_parameters() if p.requires_grad}
-        candidates = {n: p for n, p in trainable.items() if n not in saved_names(self.dense)}
-        self.budget = sum(parameter.numel() for parameter in candidates.values()) // 4
-        self.make_optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, RATE))
-        sparsify(self.sparse, self.budget, strategy, steps=STEPS)
-        masks = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in candidates.items()}
-        for tensor_name, indices in unmasked_sets(self.sparse).items():
-            masks[tensor_name].view(-1)[indices] = True
-        static = strategy != "id3"
-        self.oracle = DenseOracle(
-            self.dense, self.make_optimizer(trainable.values()), self.budget, STEPS, masks=masks if static else None
-        )
-        self.oracle.parameters, self.oracle.masks = candidates, {n: masks[n] for n in candidates}
-        self.new_optimizer()
-        self.step = 0
+    Args:
+        name: of ``ADAPTERS``, or a pair such as its values.
+        others: further adapters of the same kind.
+        strategy: the sparse model's, a preset; static but for ``"id3"``.
+        make_optimizer: gives the optimizer of a list of parameters.
+        steps: planned optimizer steps.
+        random: whether all that is trainable is drawn at random first.
+    """
 
-    def new_optimizer(self):
-        """An optimizer of all that says that it can be trained."""
-        self.optimizer = self.make_optimizer([p for p in self.sparse.parameters() if p.requires_grad])
+    def __init__(self, name, *others, strategy="id3", make_optimizer=None, steps=STEPS, random=True):
+        (dense, batches), (sparse, _) = (adapted(name, *others, random=random) for _ in range(2))
+        trainable = {n: p.numel() for n, p in dense.named_parameters() if p.requires_grad}
+        saved = saved_names(dense)  # keep their whole gradient
+        self.budget = max(2, sum(numel for n, numel in trainable.items() if n not in saved) // 4)
+        sparsify(sparse, self.budget, strategy, steps=steps)
+        masks = None if strategy == "id3" else masks_of(sparse)
+        super().__init__(
+            dense, sparse, self.budget, steps, make_optimizer or (lambda parameters: sgd(parameters, RATE)),
+            names=trainable.keys() - saved, masks=masks,
+        )  # fmt: skip
+        self.batches = batches
 
     def do(self, action):
-        """Does the same to both, and returns what came of it."""
+        """Does the same to both, and returns the results."""
         return [action(model) for model in (self.dense, self.sparse)]
 
     def train(self, steps=2):
-        for _ in range(steps):
-            batch = self.batches[self.step % len(self.batches)]
-            dense_loss, sparse_loss = self.do(lambda model, batch=batch: model(**batch)["loss"])
-            assert_close(sparse_loss, dense_loss)
-            self.oracle.step(dense_loss)
-            self.optimizer.zero_grad()
-            sparse_loss.backward()
-            self.optimizer.step()
-            self.step += 1
-            assert unmasked_sets(self.sparse) == self.oracle.unmasked_sets()
+        """Makes optimizer steps, on batch after batch, and compares the outputs."""
+        first = self.oracle.step_number
+        super().train([self.batches[step % len(self.batches)] for step in range(first, first + steps)])
         self.check()
 
     def check(self):
-        """Both give the same outputs, and have the same weights."""
+        """Compares outputs and weights; the outputs."""
         dense, sparse = self.do(lambda model: outputs(model, self.batches[0]))
-        assert_close(sparse, dense)
-        weights = dict(self.sparse.named_parameters())
-        for name, parameter in self.dense.named_parameters():
-            assert_close(weights[name].detach(), parameter.detach())
+        self.assert_close(sparse, dense)
+        self.check_weights()
         return sparse

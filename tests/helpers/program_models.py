@@ -9,20 +9,6 @@ from transformers.pytorch_utils import Conv1D
 VOCABULARY, TOKENS, WIDTH, EXPERTS = 11, 4, 6, 3
 
 
-class Layers(nn.Sequential):
-    """Linear layers of two widths."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH, bias=False))
-
-
-class Transposed(nn.Sequential):
-    """GPT-2's linear layer, whose weight is transposed."""
-
-    def __init__(self):
-        super().__init__(Conv1D(WIDTH, WIDTH), nn.Tanh())
-
-
 class Twice(nn.Module):
     """One layer that is called twice."""
 
@@ -46,12 +32,8 @@ class Tied(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-class Read(nn.Module):
+class Read(Twice):
     """A layer whose weight is read past it, and which is called too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         return self.layer(torch.tanh(F.linear(x, self.layer.weight.t())))
@@ -67,13 +49,14 @@ class Norms(nn.Module):
         return self.group(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Convolution(nn.Module):
+class Convolution(nn.Conv1d):
+    """Over the tokens."""
+
     def __init__(self):
-        super().__init__()
-        self.over_tokens = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
+        super().__init__(WIDTH, WIDTH, 3, padding=1, groups=2)
 
     def forward(self, x):
-        return torch.tanh(self.over_tokens(x.transpose(1, 2))).transpose(1, 2)
+        return torch.tanh(super().forward(x.transpose(1, 2))).transpose(1, 2)
 
 
 class Stacked(nn.Module):
@@ -119,31 +102,30 @@ class Listed(nn.Module):
         return torch.tanh(x * self.vectors[0] + sum(self.vectors[1:]))
 
 
-class Mixed(nn.Module):
-    """Modules of the generic form with few parameters, or with three-dimensional ones."""
+class Mixed(nn.Bilinear):
+    """A three-dimensional weight, and a module of few parameters."""
 
     def __init__(self):
-        super().__init__()
-        self.pairs, self.slope = nn.Bilinear(WIDTH, WIDTH, WIDTH), nn.PReLU()
+        super().__init__(WIDTH, WIDTH, WIDTH)
+        self.slope = nn.PReLU()
 
     def forward(self, x):
-        return self.pairs(torch.tanh(x), self.slope(x))
+        return super().forward(torch.tanh(x), self.slope(x))
 
 
-class Attention(nn.Module):
+class Attention(nn.MultiheadAttention):
     """Reads the weight of its output layer without calling it."""
 
     def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        super().__init__(WIDTH, 2, batch_first=True)
 
     def forward(self, x):
-        return self.inner(x, x, x, need_weights=False)[0]
+        return super().forward(x, x, x, need_weights=False)[0]
 
 
 PARTS = {
-    "layers": Layers,
-    "transposed": Transposed,
+    "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH, bias=False)),
+    "transposed": lambda: nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()),
     "twice": Twice,
     "tied": Tied,
     "read": Read,
@@ -177,7 +159,7 @@ class Network(nn.Module):
         self.scale = nn.Parameter(torch.empty(()))
 
     def forward(self, tokens, labels, skipped=(), probe=lambda place, hidden: hidden):
-        """The loss; ``probe`` sees what comes before each part, and after the last."""
+        """The loss; ``probe`` sees the hidden states before each part and after the last."""
         hidden = self.table(tokens) + self.positions
         for number, part in enumerate(self.parts):
             hidden = probe(number, hidden)

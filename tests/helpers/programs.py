@@ -16,7 +16,7 @@ BACKWARDS = ("one", "one", "one", "summed", "looked at", "pending", "retained", 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One random model, and what is done with it; an action is the name of a method of ``Run``, and its arguments."""
+    """A random model and a script of actions, each the name of a method of ``Run`` and its arguments."""
 
     seed: int
     parts: tuple[str, ...]
@@ -108,7 +108,7 @@ def program(seed):
 
 
 def _script(rng, steps, parts):
-    """What is done in so many optimizer steps."""
+    """The actions of so many optimizer steps."""
     place, batch = (lambda: rng.randrange(parts + 1)), (lambda: rng.randrange(10))
     yield ("sparsify",)
     for _ in range(max(1, steps)):

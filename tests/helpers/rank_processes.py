@@ -10,7 +10,7 @@ from torch import multiprocessing
 
 
 def on_ranks(number, function, *args):
-    """What ``function(rank, *args)`` returns on each of so many ranks; ``None`` of one that left without a word."""
+    """Results of ``function(rank, *args)`` on each of ``number`` ranks; ``None`` for a rank that exited early."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_run, (number, folder, function, args), nprocs=number)
         files = [Path(folder) / f"{rank}.pt" for rank in range(number)]

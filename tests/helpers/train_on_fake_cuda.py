@@ -1,4 +1,4 @@
-"""Trains small BERTs on fake CUDA devices and on the CPU, and prints what each run did: a line of JSON a run.
+"""Trains small BERTs on fake CUDA devices and on the CPU, and prints a line of JSON for each run.
 
     PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_fake_cuda.py plain|other
 
@@ -7,6 +7,7 @@ It needs a process of its own: the folder's ``fake_cuda.py`` takes the place of 
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import json
 import logging
@@ -22,13 +23,13 @@ from oracle import unmasked_sets
 
 from sparsify import base_weights, sparsify
 
-BUDGET, STEPS, LR = 60, 4, 1e-2
+BUDGET, STEPS, LR = 60, 3, 1e-2
 SIDE, OTHER = 7, 5  # streams that are not the default ones
-CUDA = [torch.device("cuda", index) for index in range(2)]
+CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
 def to(device, value):
-    """A value with all its tensors on another device; what autograd moves, it moves back."""
+    """Moves all tensors of a nested value to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
@@ -36,10 +37,13 @@ def to(device, value):
     return {key: to(device, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+@dataclasses.dataclass(frozen=True)
 class Place:
     """Where a run is: which devices, and which of their streams."""
 
-    devices, streams = [], ()
+    devices: tuple = ()
+    streams: tuple = ()
+    second_layer: int | None = None  # a stream of its own, which the first layer's waits for
 
     def put(self, model):
         for device in self.devices[:1]:
@@ -48,16 +52,31 @@ class Place:
             for module in (model.bert.encoder.layer[1], model.bert.pooler, model.classifier):
                 module.to(self.devices[1])
                 module.register_forward_pre_hook(self.bring, with_kwargs=True)
+        if self.second_layer is not None:
+            self.move_to_stream(model.bert.encoder.layer[1])
         return model
 
     def bring(self, module, args, kwargs):
         return to(self.devices[1], args), to(self.devices[1], kwargs)
 
+    def move_to_stream(self, layer):
+        before = []
+
+        def enter(module, args):
+            before.append(torch.ops.fake_cuda.stream(0, self.second_layer))
+            fake_cuda.wait_stream(self.second_layer, before[-1])
+
+        def leave(module, args, output):
+            torch.ops.fake_cuda.stream(0, before[-1])
+            fake_cuda.wait_stream(before.pop(), self.second_layer)
+
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+
     def batch(self, batch):
         if not self.devices:
             return batch
-        labels = batch["labels"].to(self.devices[-1])
-        return {**to(self.devices[0], batch), "labels": labels}
+        return {**to(self.devices[0], batch), "labels": batch["labels"].to(self.devices[-1])}
 
     @contextlib.contextmanager
     def current(self):
@@ -69,43 +88,14 @@ class Place:
             yield
 
 
-class Default(Place):
-    devices = CUDA[:1]
-
-
-class Side(Default):
-    streams = (SIDE,)
-
-
-class TwoDevices(Place):
-    devices = CUDA
-
-
-class SideOnTwoDevices(TwoDevices):
-    streams = (SIDE, OTHER)
-
-
-class TwoStreams(Side):
-    """The second layer on a stream of its own, which the first one's waits for."""
-
-    def put(self, model):
-        layer, before = super().put(model).bert.encoder.layer[1], []
-
-        def enter(module, args):
-            before.append(torch.ops.fake_cuda.stream(0, OTHER))
-            fake_cuda.wait_stream(OTHER, before[-1])
-
-        def leave(module, args, output):
-            torch.ops.fake_cuda.stream(0, before[-1])
-            fake_cuda.wait_stream(before.pop(), OTHER)
-
-        layer.register_forward_pre_hook(enter)
-        layer.register_forward_hook(leave)
-        return model
-
-
-PLACES = {"cpu": Place(), "default": Default(), "side": Side(), "two streams": TwoStreams(),
-          "two devices": TwoDevices(), "side on two devices": SideOnTwoDevices()}  # fmt: skip
+PLACES = {
+    "cpu": Place(),
+    "default": Place(CUDA[:1]),
+    "side": Place(CUDA[:1], (SIDE,)),
+    "two streams": Place(CUDA[:1], (SIDE,), OTHER),
+    "two devices": Place(CUDA),
+    "side on two devices": Place(CUDA, (SIDE, OTHER)),
+}
 
 
 def prepared(strategy, place, seed=0):
@@ -168,15 +158,12 @@ def run(strategy, place, way):
     }
 
 
-def plain_runs():
-    """Each strategy at each place."""
-    return [(strategy, place, "plain") for place in PLACES for strategy in ("full", "id3", "pafi")]
-
-
-def other_runs():
-    """Other ways to train, and what they are compared with."""
-    places, ways = ("cpu", "side", "two devices"), ("accumulation", "checkpointing", "base weights", *CHANGES)
-    return [("id3", place, way) for place in places for way in ways] + [("full", p, "plain") for p in places]
+WAYS = ("accumulation", "checkpointing", "base weights", *CHANGES)
+RUNS = {
+    "plain": [(strategy, place, "plain") for place in PLACES for strategy in ("full", "id3", "pafi")],
+    "other": [("id3", place, way) for place in ("cpu", "side", "two devices") for way in WAYS]
+    + [("full", place, "plain") for place in ("cpu", "side", "two devices")],
+}
 
 
 def bytes_on_devices():
@@ -187,7 +174,7 @@ def main():
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     fake_cuda.install()
-    for strategy, place, way in {"plain": plain_runs, "other": other_runs}[sys.argv[1]]():
+    for strategy, place, way in RUNS[sys.argv[1]]:
         before = bytes_on_devices()
         try:
             result = run(strategy, PLACES[place], way)

@@ -1,0 +1,76 @@
+"""A model and its sparsified twin: the dense oracle trains one, the library the other, and they stay the same."""
+
+import torch
+from models import loss_of as loss_of_output
+from oracle import DenseOracle, unmasked_sets
+
+
+def sgd(parameters, lr=0.05):
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def trainable(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def masks_of(model):
+    """The unmasked sets of a sparsified model as dense masks."""
+    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    for name, indices in unmasked_sets(model).items():
+        masks[name].view(-1)[indices] = True
+    return masks
+
+
+class Twins:
+    """Trains both on the same batches, and compares losses, unmasked sets and weights after every step.
+
+    Args:
+        dense: the plain model, trained by the oracle.
+        sparse: the sparsified model.
+        budget: of both, in entries.
+        steps: planned optimizer steps of both.
+        make_optimizer: gives the optimizer of a list of parameters.
+        run: called in place of ``sparse``, as its compiled form.
+        loss_of: gives the loss of a model and a batch.
+        tolerance: relative and absolute, of losses and weights.
+        sets: gives the unmasked sets of ``sparse``; with ``None`` rounding may decide otherwise, and they may differ.
+        options: of the oracle.
+    """
+
+    def __init__(
+        self, dense, sparse, budget, steps, make_optimizer=sgd, *, run=None, loss_of=loss_of_output, tolerance=1e-9,
+        sets=unmasked_sets, **options,
+    ):  # fmt: skip
+        self.dense, self.sparse, self.run = dense, sparse, run
+        self.make_optimizer, self.loss_of, self.tolerance, self.sets = make_optimizer, loss_of, tolerance, sets
+        self.oracle = DenseOracle(dense, make_optimizer(trainable(dense)), budget, steps, **options)
+        self.new_optimizer()
+
+    def new_optimizer(self):
+        """Makes an optimizer of all parameters of the sparse model that require grad."""
+        self.optimizer = self.make_optimizer(trainable(self.sparse))
+
+    def train(self, batches):
+        for batch in batches:
+            losses = []
+            for model in (self.dense, self.sparse if self.run is None else self.run):
+                torch.manual_seed(self.oracle.step_number)  # for models that draw numbers in their forward
+                losses.append(self.loss_of(model, batch))
+            self.assert_close(losses[1], losses[0])
+            self.oracle.step(losses[0])
+            self.optimizer.zero_grad()
+            losses[1].backward()
+            self.optimizer.step()
+            if self.sets is not None:
+                found, expected = self.sets(self.sparse), self.oracle.unmasked_sets()
+                assert found == {name: expected[name] for name in found}
+            self.check_weights()
+        return self
+
+    def check_weights(self):
+        weights = dict(self.sparse.named_parameters())
+        for name, parameter in self.dense.named_parameters():
+            self.assert_close(weights[name].detach(), parameter.detach(), check_device=False)
+
+    def assert_close(self, found, expected, **options):
+        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance, **options)
