@@ -9,7 +9,7 @@ from oracle import DenseOracle, unmasked_sets
 from torch import nn
 
 from sparsify import get_unmasker, sparsify, summary
-from sparsify.masked.product import Product
+from sparsify.masked.gradients import Product
 
 BUDGET, STEPS = 40, 8
 

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sparsify import MaskedLinear
 from sparsify.masked.conv1d import MaskedConv1D
-from sparsify.masked.product import Product
+from sparsify.masked.gradients import Product
 
 IN, OUT = 5, 7
 SHAPES = [(IN,), (4, IN), (2, 3, IN), (2, 2, 2, IN), (0, IN)]

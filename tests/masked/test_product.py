@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsify import sparsify
-from sparsify.masked.product import Product
+from sparsify.masked.gradients import DenseGradient, Product
 from sparsify.masked.recompute import recomputable, release_memory
-from sparsify.masked.tensor import Gradient
 
 
 def product(tokens, rows=12, cols=10, dtype=torch.float64, seed=0):
@@ -33,7 +32,7 @@ def test_the_sum_of_two_products_waits_as_a_product_while_its_factors_are_small(
 
 
 def test_sums_with_other_types_and_with_multiplied_gradients_are_multiplied_out():
-    first, short, multiplied = product(3), product(3, dtype=torch.float32, seed=1), Gradient(torch.ones(12, 10))
+    first, short, multiplied = product(3), product(3, dtype=torch.float32, seed=1), DenseGradient(torch.ones(12, 10))
     for one, other in ((first, short), (short, first), (first, multiplied), (multiplied, first)):
         expected = dense(one) + dense(other)
         total = one.held().add(other)

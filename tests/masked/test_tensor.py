@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from recorder import Recorder
 from torch import nn
 
-from sparsify.masked.tensor import Gradient, MaskedTensor, as_matrix, sum_rows
+from sparsify.masked.gradients import DenseGradient, as_matrix, sum_rows
+from sparsify.masked.tensor import MaskedTensor
 
 ROWS, COLS = 5, 3
 
@@ -25,7 +26,7 @@ def dense(gradient):
 
 
 def by_rows(rows, **options):
-    return Gradient(torch.randn(len(rows), COLS).double(), torch.tensor(rows), **options)
+    return DenseGradient(torch.randn(len(rows), COLS).double(), torch.tensor(rows), **options)
 
 
 row_sets = st.one_of(st.none(), st.sets(st.integers(0, ROWS - 1), min_size=1).map(sorted))
@@ -33,7 +34,7 @@ index_sets = st.sets(st.integers(0, ROWS * COLS - 1)).map(lambda chosen: torch.t
 
 
 def drawn(rows, **options):
-    return Gradient(torch.randn(ROWS, COLS).double(), **options) if rows is None else by_rows(rows, **options)
+    return DenseGradient(torch.randn(ROWS, COLS).double(), **options) if rows is None else by_rows(rows, **options)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -67,15 +68,15 @@ def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([0, 3])])
 def test_a_sum_of_a_short_type_and_a_longer_one_is_not_rounded_to_the_short_one(rows):
-    short = Gradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16))
-    longer = Gradient(torch.full((ROWS if rows is None else len(rows), COLS), 0.5), rows)
-    for total in (short.add(longer), longer.add(Gradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16)))):
+    short = DenseGradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16))
+    longer = DenseGradient(torch.full((ROWS if rows is None else len(rows), COLS), 0.5), rows)
+    for total in (short.add(longer), longer.add(DenseGradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16)))):
         assert total.values.dtype == torch.float32
     assert short.values[0, 0] == 256.5
 
 
 def test_a_sum_is_owned_so_that_clearing_it_needs_no_copy():
-    total = Gradient(torch.ones(ROWS, COLS), owned=False).add(Gradient(torch.ones(ROWS, COLS), owned=False))
+    total = DenseGradient(torch.ones(ROWS, COLS), owned=False).add(DenseGradient(torch.ones(ROWS, COLS), owned=False))
     values = total.values
     total.clear(torch.tensor([0]))
     assert total.values is values
@@ -89,11 +90,11 @@ def test_a_sum_is_owned_so_that_clearing_it_needs_no_copy():
 @pytest.mark.parametrize("owned", [True, False])
 def test_any_memory_layout_can_be_cleared_and_added_to(values, owned):
     before, indices = values.clone(), torch.tensor([1, ROWS * COLS - 1])
-    gradient = Gradient(values, owned=owned)
+    gradient = DenseGradient(values, owned=owned)
     assert torch.equal(gradient.take(indices), before.take(indices))
     gradient.clear(indices)
     assert torch.equal(gradient.values, before.flatten().index_fill(0, indices, 0).view(ROWS, COLS))
-    total = Gradient(values, owned=owned).add(Gradient(torch.ones(ROWS, COLS)))
+    total = DenseGradient(values, owned=owned).add(DenseGradient(torch.ones(ROWS, COLS)))
     assert torch.equal(total.values, before + 1)
     assert torch.equal(values, before)
 
@@ -107,7 +108,7 @@ def test_rows_are_summed_where_they_are_the_same():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("padded", [False, True])
 def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monkeypatch):
-    monkeypatch.setattr("sparsify.masked.tensor.CAST_ENTRIES", 100)
+    monkeypatch.setattr("sparsify.masked.gradients.CAST_ENTRIES", 100)
     rows, values = torch.arange(5000) % 2, torch.ones(5000, COLS, dtype=dtype)
     gradient = sum_rows(rows, values, padded=padded)
     places = torch.arange(2 * COLS)
@@ -118,7 +119,7 @@ def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monk
 
 def test_float32_sums_of_a_few_rows_leave_a_whole_short_gradient_in_its_dtype():
     for order in (1, -1):
-        whole = Gradient(torch.ones(ROWS, COLS, dtype=torch.bfloat16))
+        whole = DenseGradient(torch.ones(ROWS, COLS, dtype=torch.bfloat16))
         rows = sum_rows(torch.tensor([1, 1]), torch.full((2, COLS), 0.5, dtype=torch.bfloat16))
         first, second = (whole, rows)[::order]
         total = first.add(second)
@@ -184,5 +185,5 @@ def test_rows_are_summed_without_asking_how_many_differ(rows):
         each.clear(places[::2])
     torch.testing.assert_close(gradient.take(places), expected.take(places))
     other, whole = by_rows([0, 4]), torch.randn(ROWS, COLS).double()
-    sums = [each.add(other).add(Gradient(whole.clone())) for each in (gradient, expected)]
+    sums = [each.add(other).add(DenseGradient(whole.clone())) for each in (gradient, expected)]
     torch.testing.assert_close(sums[0].values, sums[1].values)

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient
-from sparsify.masked.tied import TiedGradient
+from sparsify.masked.gradients import DenseGradient, Product, TiedGradient
 
 ROWS, COLS, TOKENS = 12, 10, 4
 
@@ -16,7 +14,7 @@ def parts(seed=0):
         torch.randn(shape, generator=generator, dtype=torch.float64)
         for shape in ((TOKENS, ROWS), (TOKENS, COLS), (3, COLS))
     )
-    return Product(left, right), Gradient(values, torch.tensor([1, 4, 11]))
+    return Product(left, right), DenseGradient(values, torch.tensor([1, 4, 11]))
 
 
 def sum_of(*gradients):
