@@ -33,18 +33,13 @@ class Gradient(ABC):
     Attributes:
         rows: (n,) int64, ascending: the weight's rows that it covers, ``None`` for all of them in order. The last row
             may be repeated, with values of zero.
+        numel: number of entries that may have a gradient.
+        device: of its tensors.
     """
 
     rows: Tensor | None = None
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
-    @property
-    @abstractmethod
-    def numel(self) -> int:
-        """Number of entries that may have a gradient."""
+    numel: int
+    device: torch.device
 
     @abstractmethod
     def dense(self) -> DenseGradient:
@@ -76,18 +71,9 @@ class DenseGradient(Gradient):
     def __init__(
         self, values: Tensor, rows: Tensor | None = None, *, owned: bool = True, dtype: torch.dtype | None = None
     ) -> None:
-        self.values = values
-        self.rows = rows
-        self._owned = owned
-        self._dtype = dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def numel(self) -> int:
-        return self.values.numel()
+        self.values, self.rows = values, rows
+        self.numel, self.device = values.numel(), values.device
+        self._owned, self._dtype = owned, dtype
 
     def dense(self) -> DenseGradient:
         return self
@@ -157,25 +143,18 @@ class Product(Gradient):
     left_sum: Tensor | None = None
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left = left
-        self.right = right
-
-    @property
-    def device(self) -> torch.device:
-        return self.left.device
-
-    @property
-    def numel(self) -> int:
-        return self.left.shape[1] * self.right.shape[1] if self.left.shape[0] else 0
+        self.left, self.right = left, right
+        self.numel = left.shape[1] * right.shape[1] if left.shape[0] else 0
+        self.device = left.device
 
     def dense(self) -> DenseGradient:
         return DenseGradient(self.left.t() @ self.right)
 
     def take(self, indices: Tensor) -> Tensor:
         """Returns the entries (k,), each as a dot product over the tokens where that is faster."""
-        if runs_ahead(self.left.device) and indices.numel() * GPU_DOT_COST < self.numel:
+        if runs_ahead(self.device) and indices.numel() * GPU_DOT_COST < self.numel:
             return sddmm(self.left, self.right, indices)
-        if self.left.device.type != "cpu" or not costs_of(self.left, self.right).samples(indices.numel()):
+        if self.device.type != "cpu" or not costs_of(self.left, self.right).samples(indices.numel()):
             return self.dense().take(indices)
         return sddmm(self.left, self.right, indices)
 
@@ -210,16 +189,8 @@ class TiedGradient(Gradient):
     """
 
     def __init__(self, product: Product, looked_up: DenseGradient) -> None:
-        self.product = product
-        self.looked_up = looked_up
-
-    @property
-    def device(self) -> torch.device:
-        return self.product.device
-
-    @property
-    def numel(self) -> int:
-        return self.product.numel
+        self.product, self.looked_up = product, looked_up
+        self.numel, self.device = product.numel, product.device
 
     def dense(self) -> DenseGradient:
         return self.product.dense().add(self.looked_up)
@@ -269,13 +240,8 @@ def as_matrix(tensor: Tensor) -> Tensor:
 def sum_rows(rows: Tensor, values: Tensor, *, padded: bool = False, dtype: torch.dtype | None = None) -> DenseGradient:
     """Returns the gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` is r.
 
-    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048.
-
-    Args:
-        rows: (n,) int64, in any order.
-        values: (n, cols).
-        padded: whether the sums are (n, cols), so that the host need not wait for the number of distinct rows.
-        dtype: the dtype that the gradient came in; by default that of ``values``.
+    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048. If
+    ``padded`` they are (n, cols), so that the host need not wait for the number of distinct rows.
     """
     unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
     long = torch.promote_types(values.dtype, torch.float32)

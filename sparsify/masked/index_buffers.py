@@ -97,14 +97,7 @@ class IndexBuffers:
         return self._buffer(BASE)[: self.total]
 
     def append(self, sizes: Sequence[int], indices: Tensor, slots: Tensor, base: Tensor) -> None:
-        """Adds entries after those that their tensors have.
-
-        Args:
-            sizes: number of new entries of each tensor.
-            indices: (n,) int64, in the order of the tensors.
-            slots: (n,) int64.
-            base: (n,) pretrained values.
-        """
+        """Adds entries (n,) in the order of the tensors, ``sizes`` of each, after those that it has."""
         grown = []
         for name, more in zip(PER_ENTRY, (indices, slots, base), strict=True):
             old = self._buffer(name)

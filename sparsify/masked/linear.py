@@ -62,50 +62,31 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
 
 
 class LinearCall(NamedTuple):
-    """One call of a masked linear layer.
+    """One call of a masked linear layer, beyond the tensors that it computes with."""
 
-    Attributes:
-        of_weight: the use of its weight, ``None`` where no gradient is collected.
-        of_bias: the use of its bias.
-        dtype: that it computes in, ``None`` for its operands' own.
-        recompute: computes its input again in backward, ``None`` where the input has to be saved.
-        transposed: whether the weight is (in, out).
-        dequantize: makes the weight, ``None`` where it is not quantized.
-    """
-
-    of_weight: Use | None
+    of_weight: Use | None  # None where no gradient is collected
     of_bias: Use | None
-    dtype: torch.dtype | None
-    recompute: Callable[[], Tensor] | None
-    transposed: bool = False
-    dequantize: Callable[[], Tensor] | None = None
+    dtype: torch.dtype | None  # to compute in; None for the operands' own
+    recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
+    transposed: bool = False  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
 
 
 def apply_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: LinearCall) -> Tensor:
     """Computes x W^T + b in a node that hands the gradients to the uses; ``weight`` is ``None`` where quantized."""
     of_weight, of_bias = call.of_weight, call.of_bias
-    y: Tensor = _Linear.apply(x, weight, bias, of_weight and of_weight.anchor, of_bias and of_bias.anchor, call)
+    y: Tensor = _Linear.apply(x, weight, bias, call, of_weight and of_weight.anchor, of_bias and of_bias.anchor)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        weight_anchor: Tensor | None,
-        bias_anchor: Tensor | None,
-        call: LinearCall,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, *anchors: Tensor | None) -> Tensor:
         needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # trained dense beside a masked bias
         ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
         ctx.call = call if needs_x else call._replace(recompute=None)
         ctx.dtypes = [None if operand is None else operand.dtype for operand in (x, weight, bias)]
-        if call.dequantize is not None:
-            weight = call.dequantize()
-        assert weight is not None
+        weight = weight if call.dequantize is None else call.dequantize()
         if call.dtype is not None:
             x, weight, bias = x.to(call.dtype), weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
         y = linear(x, weight, bias, call.transposed)

@@ -129,4 +129,5 @@ class MaskedModule(nn.Module):
     @property
     def density(self) -> float:
         """Share of the weight's entries that are unmasked."""
-        return self.indices.numel() / self.weight.numel()
+        tensor = masked_tensors(self).get("weight")
+        return 0.0 if tensor is None else tensor.count / tensor.numel

@@ -114,15 +114,6 @@ def _dequantize(stored: QuantizedWeight, indices: Tensor, values: Tensor) -> Ten
 class MaskedQuantized(MaskedModule):
     """A masked linear layer over a quantized ``weight``."""
 
-    in_features: int
-    out_features: int
-    bias: Any
-
-    @property
-    def density(self) -> float:
-        """Share of the entries that the weight stands for that are unmasked."""
-        return self.indices.numel() / (self.in_features * self.out_features)
-
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output (..., out_features) for an input (..., in_features)."""
         return quantized_linear(self, x)

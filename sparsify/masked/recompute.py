@@ -112,21 +112,12 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     """Returns a function that recomputes ``x`` in a backward pass, bit for bit; ``None`` where ``x`` has to be saved.
 
     The recomputed tensor is valid until the next one is recomputed.
-
-    Example:
-        >>> from torch.nn import functional as F
-        >>> h = torch.randn(3, requires_grad=True)
-        >>> torch.equal(recomputable(F.gelu(h))(), F.gelu(h))
-        True
-        >>> recomputable(h) is None
-        True
     """
     node: Any = x.grad_fn
-    # Where hooks pack saved tensors, now or when x was made (checkpointing, offloading), these may be unpacked only
-    # once. The version does not count writes through .data.
-    if node is None or x._version or not x.is_contiguous():
-        return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    # a version beyond 0 tells of writes that autograd does not know of, as through detach(). Where hooks pack saved
+    # tensors, now or when x was made (checkpointing, offloading), these may be unpacked only once
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if node is None or x._version or not x.is_contiguous() or hooks is not None:
         return None
     try:
         make = _operation(node) or _dropout(node)
@@ -152,9 +143,9 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
 def _operation(node: Any) -> Maker | None:
     """Recomputes an operation from the inputs that its node saves."""
     inputs, operation = _OPERATIONS.get(node.name(), ((), None))
-    if operation is None or any(_is_packed(getattr(node, f"_raw{name}")) for name in inputs):
+    if operation is None or any(_is_packed(getattr(node, f"_raw{n}")) or getattr(node, n) is None for n in inputs):
         return None
-    if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
+    if operation is _layer_norm and _EPS not in node.metadata:
         return None
     return lambda empty: operation(node, empty)
 

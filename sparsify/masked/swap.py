@@ -49,14 +49,7 @@ _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterable[nn.Module] = ()) -> None:
-    """Raises ``SparsifyError`` if a parameter cannot be trained at some of its entries.
-
-    Args:
-        name: the module's name in the model.
-        module: owns the parameter.
-        attribute: the parameter's name in the module.
-        around: the modules that contain it.
-    """
+    """Raises ``SparsifyError`` if a parameter of a module, within those ``around``, cannot be masked."""
     kind, parameter = type(module).__name__, module._parameters[attribute]
     assert parameter is not None
     foreign = next((problem for each in (module, *around) if (problem := _foreign_problem(each)) is not None), None)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,7 @@ class CompiledCollector(Protocol):
         """Updates the weights to the flat delta."""
 
 
+@dataclass(eq=False, repr=False)
 class MaskedTensor:
     """One parameter, its index buffers, and the collector of its gradient.
 
@@ -107,31 +109,27 @@ class MaskedTensor:
         frozen_row: a row that is no candidate (an embedding's padding row).
 
     Attributes:
+        shape: the parameter's shape at sparsify().
         handle: () int64, the tensor's number in compiled graphs; layers with one code share one graph, whatever their
             handles, and a graph that another process has stored finds this process's tensors.
+        dormant: whether it has no unmasked entry and never will.
+        packed: whether the parameter is packed, so that no trained value can be written into it.
+        scheme: how the parameter is quantized.
     """
 
-    dormant = False  # whether it has no unmasked entry and never will
-    packed = False  # whether the parameter is packed, so that no trained value can be written into it
-    scheme: str | None = None  # how the parameter is quantized
+    number: int
+    owner: nn.Module
+    attribute: str
+    name: str
+    offset: int
+    collector: Collector
+    frozen_row: int | None = None
 
-    def __init__(
-        self,
-        number: int,
-        owner: nn.Module,
-        attribute: str,
-        name: str,
-        offset: int,
-        collector: Collector,
-        frozen_row: int | None = None,
-    ) -> None:
-        self.number = number
-        self.owner = owner
-        self.attribute = attribute
-        self.name = name
-        self.offset = offset
-        self.collector = collector
-        self.frozen_row = frozen_row
+    dormant = False
+    packed = False
+    scheme: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
         self.shape = self.shape_now
         self.handle = self._new_handle()
 
