@@ -41,7 +41,9 @@ class QuantizedTensor(MaskedTensor):
     """
 
     packed = True
-    _shown: Tensor | None = None  # (up to k,) the effective values at the first unmasked entries; base's at the others
+    # indices and effective values, (up to k,) each, of the first unmasked entries; the others have their base values.
+    # The indices are a copy: a graph uses them after the index buffers have changed
+    _shown: tuple[Tensor, Tensor] | None = None
 
     @property
     def stored(self) -> QuantizedWeight:
@@ -82,21 +84,20 @@ class QuantizedTensor(MaskedTensor):
     def effective(self) -> Tensor:
         base = self.base.clone()
         if self._shown is not None:
-            base[: self._shown.numel()] = self._shown.to(base)
+            _, values = self._shown
+            base[: values.numel()] = values.to(base)
         return base
 
     def dequantizer(self) -> Callable[[], Tensor]:
         """Returns a function that makes the effective weight as it is now, even after later steps."""
-        if self._shown is None:
-            return self.stored.dequantize
-        return partial(_dequantize, self.stored, self.indices[: self._shown.numel()], self._shown)
+        return self.stored.dequantize if self._shown is None else partial(_dequantize, self.stored, *self._shown)
 
     def take(self, indices: Tensor) -> Tensor:
         return self.weight.take(indices)
 
     def write(self, values: Tensor) -> None:
         self._check_not_cast()
-        self._shown = values.detach().to(self.dtype, copy=True)
+        self._shown = self.indices.clone(), values.detach().to(self.dtype, copy=True)
 
     write_unseen = write  # a graph that was built before holds the values that it was built with
 
