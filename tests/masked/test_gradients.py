@@ -1,15 +1,11 @@
 """The forms of a weight's gradient: whatever the form, entries, clearing and sums are those of the dense gradient."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional as F
 
-from sparsify import sparsify
 from sparsify.masked.gradients import DenseGradient, Product, TiedGradient, as_matrix, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
 
@@ -189,31 +185,6 @@ def test_what_is_held_takes_no_memory_of_its_own_otherwise():
     held = one.held()
     assert held.left is one.left
     assert held.right is one.right
-
-
-class Twice(nn.Module):
-    """A layer that is used twice, each time behind an activation that is made again in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x):
-        return self.second(F.gelu(self.first(x))) * self.second(F.gelu(self.first(2 * x)))
-
-
-@pytest.mark.parametrize("tokens", [4, 400])
-def test_a_layer_that_is_used_twice_is_trained_by_the_sum(tokens):
-    plain = Twice().double()
-    model = sparsify(copy.deepcopy(plain), 24 * 25 * 2, steps=1)
-    x = torch.randn(tokens, 24, dtype=torch.float64)
-    for trained in (plain, model):
-        optimizer = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.1)
-        trained(x).square().mean().backward()
-        optimizer.step()
-    expected = plain.state_dict()
-    for name in expected:
-        torch.testing.assert_close(model.state_dict()[name], expected[name], rtol=1e-6, atol=1e-9)
 
 
 # -------------------------------------------------------------------------------- tied tables
