@@ -85,7 +85,6 @@ class _Linear(torch.autograd.Function):
         needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # trained dense beside a masked bias
         ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
         ctx.call = call if needs_x else call._replace(recompute=None)
-        ctx.dtypes = [None if operand is None else operand.dtype for operand in (x, weight, bias)]
         weight = weight if call.dequantize is None else call.dequantize()
         if call.dtype is not None:
             x, weight, bias = x.to(call.dtype), weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
@@ -109,15 +108,16 @@ class _Linear(torch.autograd.Function):
             if of_bias is not None:
                 of_bias.collect(_bias_gradient(product, grad_rows) if of_bias.wanted() else None)
             if ctx.needs_input_grad[1]:
-                grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values.to(ctx.dtypes[1])
+                grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values
             if ctx.needs_input_grad[2]:
-                grad_bias = grad_rows.sum(0).to(ctx.dtypes[2])
+                grad_bias = grad_rows.sum(0)
+        # autograd casts them to the operands' dtypes
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _input_gradient(ctx: Any, weight: Tensor | None, grad_rows: Tensor) -> Tensor:
     weight = (ctx.call.dequantize() if weight is None else weight).to(grad_rows.dtype)
-    return (grad_rows @ (weight.t() if ctx.call.transposed else weight)).to(ctx.dtypes[0])
+    return grad_rows @ (weight.t() if ctx.call.transposed else weight)
 
 
 def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:

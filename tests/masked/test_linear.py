@@ -125,14 +125,18 @@ def test_a_weight_or_a_bias_can_be_masked_alone(attribute):
     assert_collected(recorder, tensors, plain)
 
 
-def test_a_weight_is_trained_dense_beside_a_masked_bias():
-    plain = nn.Linear(IN, OUT).double()
-    layer, recorder, tensors = masked_copy(plain, "bias")
-    layer.weight.requires_grad_(True)
-    x = torch.randn(4, IN).double()
-    assert_same(run(layer, x), run(plain, x))
-    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
-    assert_collected(recorder, tensors, plain)
+@pytest.mark.parametrize("masked", ["weight", "bias"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_weight_or_bias_is_trained_dense_beside_a_masked_one(masked, autocast):
+    plain = nn.Linear(IN, OUT)
+    layer, recorder, tensors = masked_copy(plain, masked)
+    layer.requires_grad_(True)
+    x, dense = torch.randn(4, IN), "bias" if masked == "weight" else "weight"
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert_same(run(layer, x), run(plain, x))
+    assert layer.get_parameter(dense).grad.dtype == torch.float32
+    assert torch.equal(layer.get_parameter(dense).grad, plain.get_parameter(dense).grad)
+    assert_collected(recorder, tensors, plain, 1e-2)
 
 
 def test_parameters_get_no_gradient_even_if_somebody_sets_requires_grad_again(plain):
