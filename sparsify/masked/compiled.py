@@ -243,7 +243,7 @@ def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_x = grad_y @ (weight.t() if ctx.transposed else weight)
-    if ctx.needs_input_grad[1]:  # trained dense beside a masked bias
+    if ctx.needs_input_grad[1]:  # a weight trained densely, its bias masked
         left, right = grad_rows, x.reshape(-1, x.shape[-1])
         grad_weight = right.t() @ left if ctx.transposed else left.t() @ right
     if ctx.needs_input_grad[2]:

@@ -111,7 +111,8 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
         frozen = frozen_if_masked(module, attribute)
         taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use.anchor, use)
     forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
-    calls = _read_parameters(module).taps.setdefault(threading.get_ident(), [])
+    parameters: Any = module._parameters  # swap() has made them ReadParameters
+    calls = parameters.taps.setdefault(threading.get_ident(), [])
     calls[:] = [call for call in calls if call[0] == forward_pass]
     calls.append((forward_pass, taps))
 
@@ -124,11 +125,6 @@ def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     sharded = any(tensor.collector.sharded for tensor in masked_tensors(module).values())
     if isinstance(output, Tensor) and not sharded:
         announce_layer_norm(module, output)
-    if calls := _read_parameters(module).taps.get(threading.get_ident()):  # none where an earlier pre-hook failed
+    parameters: Any = module._parameters
+    if calls := parameters.taps.get(threading.get_ident()):  # none where an earlier pre-hook failed
         calls.pop()
-
-
-def _read_parameters(module: nn.Module) -> ReadParameters:
-    parameters = module._parameters
-    assert isinstance(parameters, ReadParameters)
-    return parameters

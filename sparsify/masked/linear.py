@@ -82,7 +82,7 @@ def apply_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Li
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, *anchors: Tensor | None) -> Tensor:
-        needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # trained dense beside a masked bias
+        needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
         ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
         ctx.call = call if needs_x else call._replace(recompute=None)
         weight = weight if call.dequantize is None else call.dequantize()

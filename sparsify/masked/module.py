@@ -41,7 +41,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # only then
+        if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
             raise SparsifyError(NOT_TWICE)
         return backward(ctx, *grads)
 

@@ -134,7 +134,7 @@ def _masked_class(module: nn.Module) -> type[nn.Module] | None:
         return None
     if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:
         return None  # reparametrised, as torch.nn.utils.weight_norm does
-    if type(module) is nn.Linear and not is_quantized(module.weight):  # a bias may be trained beside such a weight
+    if type(module) is nn.Linear and not is_quantized(module.weight):  # the bias of such a layer may be trained
         return MaskedLinear
     if type(module) is nn.Embedding and not module.scale_grad_by_freq:
         return MaskedEmbedding
