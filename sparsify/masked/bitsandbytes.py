@@ -1,8 +1,8 @@
-"""bitsandbytes' linear layers in their masked forms.
+"""The masked forms of bitsandbytes' linear layers.
 
-A module of its own, imported only where a model has such a layer, since it needs bitsandbytes. In evaluation too the
-masked forms compute with the dequantized weight: bitsandbytes' own forward would repack a 4-bit weight there, with
-rounded scales (on some CPUs), and round an 8-bit layer's input.
+Imported only where a model has such a layer, since it needs bitsandbytes. In evaluation too the masked forms compute
+with the dequantized weight: bitsandbytes' own forward would repack a 4-bit weight, with rounded scales (on some CPUs),
+and round an 8-bit layer's input.
 """
 
 from __future__ import annotations
@@ -21,27 +21,17 @@ class MaskedLinear4bit(MaskedQuantized, Linear4bit):
 
     plain_class = Linear4bit
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Tensor],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Compares the weight's scales, which bitsandbytes saves but does not load."""
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        _, _, _, unexpected_keys, error_msgs = args
         for name, own in self.weight.quant_state.as_dict(packed=True).items():
             key = f"{prefix}weight.{name}"
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
             if key in state_dict and not same_values(state_dict[key].to(own.device), own):
                 error_msgs.append(
-                    f"`{key}` is another than in this model, and scales of a quantized base are not loaded: "
+                    f"`{key}` differs from this model's, and scales of a quantized base are not loaded: "
                     "start from the base that the state dict was saved with, quantized in the same way."
                 )
 

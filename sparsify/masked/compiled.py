@@ -1,14 +1,14 @@
-"""The masked layers as ``torch.compile`` sees them: operators that it need not look into.
+"""The masked layers under ``torch.compile``: operators that it does not trace into.
 
-    forward    y = linear(x, W, b, root, handles)     the plain layer's arithmetic; the use is announced
+    forward    y = linear(x, W, b, root, handles)     the plain layer's arithmetic; announces the use
     backward   grad_x = grad_y W                      left to the compiler
-               s = collect_linear(grad_y, x, handles) hands the weight's gradient over, as the eager node does
-               grad_root = s                          empty: it keeps ``collect`` alive, and before the commit
+               s = collect_linear(root, grad_y, x, handles)   hands the weight's gradient over, as the eager node does
+               grad_root = s                          empty: it keeps ``collect`` in the graph, before the commit
 
-In a compiled graph no Python object can travel from a forward to its backward, so a *handle* says which tensor is
-meant, and the collector counts the uses that were announced. ``root`` is the root anchor, an input of every use:
-through it autograd reaches the flat delta after the last of them. A ``serial`` number, another for every use in a
-graph, keeps the compiler from taking two uses on the same numbers for one.
+No Python object can travel from a compiled forward to its backward, so a tensor is known by its *handle*, and the
+collector counts the uses that were announced. ``root`` is the root anchor, an input of every use: through it autograd
+reaches the flat delta after the last of them. A ``serial`` number, another for every use in a graph, keeps the compiler
+from merging two uses on the same numbers.
 
 Imported only while something is compiled.
 """
@@ -17,25 +17,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, row_gradient, tap_gradient
-from sparsify.masked.handles import held_by
-from sparsify.masked.module import check_not_exported, frozen_if_masked, masked_tensors
-from sparsify.masked.tensor import Gradient, MaskedTensor, Use
+from sparsify.masked.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
+from sparsify.masked.module import autocast_dtype, check_not_exported, frozen_if_masked, linear, masked_tensors
+from sparsify.masked.tensor import MaskedTensor, tensor_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SERIALS = itertools.count()
+_LIBRARY = torch.library.Library("sparsify", "DEF")
+_OPS: Any = torch.ops.sparsify
+_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # they run Python
 
 
-# -------------------------------------------------------------------------------- what is traced
+# -------------------------------------------------------------------------------- called while a graph is traced
 
 
 def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
-    """What ``masked_linear`` computes."""
+    """Computes ``masked_linear``."""
     of_weight, of_bias = _trainable(module, "weight"), _trainable(module, "bias")
     weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     dtype = autocast_dtype(x)
@@ -45,22 +49,13 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     if either is None:
         return linear(x, weight, bias, transposed)
     root = either.collector.compiled.root_anchor
+    handles = [None if tensor is None else tensor.handle for tensor in (of_weight, of_bias)]
     with torch.autocast(x.device.type, enabled=False):
-        return _OPS.linear(
-            x,
-            weight,
-            bias,
-            root,
-            None if of_weight is None else of_weight.handle,
-            None if of_bias is None else of_bias.handle,
-            transposed,
-            _is_training(root),
-            _serial(),
-        )
+        return _OPS.linear(x, weight, bias, root, *handles, transposed, _is_training(root), _serial())
 
 
 def compiled_embedding(module: Any, ids: Tensor, padding_idx: int | None) -> Tensor:
-    """What a masked embedding computes."""
+    """Computes a masked embedding."""
     tensor, table = _trainable(module, "weight"), frozen_if_masked(module, "weight")
     if tensor is None:
         return F.embedding(ids, table, padding_idx)
@@ -69,7 +64,7 @@ def compiled_embedding(module: Any, ids: Tensor, padding_idx: int | None) -> Ten
 
 
 def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
-    """What stands for a masked parameter where a module's own code uses it."""
+    """Returns the tap of a masked parameter."""
     if not tensor.collector.compiled.trains(tensor):
         return parameter.detach()
     root = tensor.collector.compiled.root_anchor
@@ -77,20 +72,20 @@ def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
 
 
 def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
-    """The root anchor of a forward pass whose masked weights are in step with the flat delta."""
+    """Returns the root anchor of a forward pass, which begins by updating the weights to the flat delta."""
     return _OPS.refresh(root, handle)
 
 
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
-    """Has the root anchor made while a graph is compiled; afterwards it is found there.
+    """Makes the root anchor while a graph is compiled.
 
     Raises:
-        SparsifyError: where the graph is one of ``torch.export``. The compiler does not trace this function, so
-            that the error reaches the caller as it is.
+        SparsifyError: when the graph is one of ``torch.export``. The compiler does not trace this function, so that the
+            error reaches the caller unchanged.
     """
     check_not_exported()
-    held_by(handle).collector.compiled.make_root()
+    tensor_of(handle).collector.compiled.make_root()
     return True
 
 
@@ -114,44 +109,88 @@ def _serial() -> int:
     return next(_SERIALS)
 
 
-# -------------------------------------------------------------------------------- what runs
+# -------------------------------------------------------------------------------- operators
 
 
+def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], Function]:
+    """Defines an operator that runs the decorated function; ``fake`` gives its output's shape to the compiler."""
+
+    def define(run: Function) -> Function:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema, tags=_TAGS)
+        _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sparsify::{name}", fake, lib=_LIBRARY)
+        return run
+
+    return define
+
+
+def _backward_of(name: str, save: Callable[..., None]) -> Callable[[Function], Function]:
+    """Registers the decorated function as an operator's backward, and ``save`` for its inputs."""
+
+    def register(backward: Function) -> Function:
+        torch.library.register_autograd(f"sparsify::{name}", backward, setup_context=save, lib=_LIBRARY)
+        return backward
+
+    return register
+
+
+def _like_first(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first)
+
+
+def _announce(training: bool, *handles: Tensor | None) -> None:
+    for handle in handles if training else ():
+        if handle is not None:
+            tensor = tensor_of(handle)
+            tensor.collector.compiled.announce(tensor)
+
+
+def _collect(handle: Tensor, gradient: Callable[..., Gradient], *args: Any) -> None:
+    """Hands over ``gradient(*args)``, or nothing where it is not wanted."""
+    tensor = tensor_of(handle)
+    use = tensor.collector.compiled.use(tensor)
+    use.collect(gradient(*args) if use.wanted() else None)
+
+
+@_operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, bool transposed, "
+    "bool training, int serial) -> Tensor",
+    lambda x, weight, bias, root, of_weight, of_bias, transposed, *_: torch.empty_like(
+        linear(x, weight, bias, transposed)
+    ),
+)
 def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    root: Tensor,
-    of_weight: Tensor | None,
-    of_bias: Tensor | None,
-    transposed: bool,
-    training: bool,
-    serial: int,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, root: Tensor, of_weight: Tensor | None, of_bias: Tensor | None,
+    transposed: bool, training: bool, serial: int,
+) -> Tensor:  # fmt: skip
     _announce(training, of_weight, of_bias)
     return linear(x, weight, bias, transposed)
 
 
+@_operator(
+    "collect_linear(Tensor root, Tensor grad_rows, Tensor? x, Tensor? of_weight, Tensor? of_bias, bool transposed, "
+    "int serial) -> Tensor",
+    _like_first,
+)
 def _collect_linear(
-    grad_rows: Tensor,
-    x: Tensor | None,
-    root: Tensor,
-    of_weight: Tensor | None,
-    of_bias: Tensor | None,
-    transposed: bool,
-    serial: int,
-) -> Tensor:
+    root: Tensor, grad_rows: Tensor, x: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
+    transposed: bool, serial: int,
+) -> Tensor:  # fmt: skip
     if of_bias is not None:
-        use = _announced(of_bias)
-        use.collect(Gradient(grad_rows.sum(0, keepdim=True)) if use.wanted() else None)
+        _collect(of_bias, lambda: DenseGradient(grad_rows.sum(0, keepdim=True)))
     if of_weight is not None:
         assert x is not None
-        use = _announced(of_weight)
-        grad_rows = grad_rows.to(x.dtype)  # autocast around backward() reaches into the graph before this
-        use.collect(linear_gradient(x, grad_rows, transposed) if use.wanted() else None)
+        # to x's dtype: autocast around backward() reaches into the graph before this
+        _collect(of_weight, linear_gradient, x, grad_rows.to(x.dtype), transposed)
     return torch.zeros_like(root)
 
 
+@_operator(
+    "embedding(Tensor ids, Tensor table, Tensor root, Tensor handle, int? padding_idx, bool training, int serial) "
+    "-> Tensor",
+    lambda ids, table, *_: F.embedding(ids, table),
+)
 def _embedding(
     ids: Tensor, table: Tensor, root: Tensor, handle: Tensor, padding_idx: int | None, training: bool, serial: int
 ) -> Tensor:
@@ -159,43 +198,36 @@ def _embedding(
     return F.embedding(ids, table)
 
 
+@_operator(
+    "collect_rows(Tensor root, Tensor grad, Tensor ids, Tensor handle, int? padding_idx, int serial) -> Tensor",
+    _like_first,
+)
 def _collect_rows(
-    grad: Tensor, ids: Tensor, root: Tensor, handle: Tensor, padding_idx: int | None, serial: int
+    root: Tensor, grad: Tensor, ids: Tensor, handle: Tensor, padding_idx: int | None, serial: int
 ) -> Tensor:
-    use = _announced(handle)
-    use.collect(row_gradient(ids, grad, padding_idx) if use.wanted() else None)
+    _collect(handle, row_gradient, ids, grad, padding_idx)
     return torch.zeros_like(root)
 
 
+@_operator("tap(Tensor parameter, Tensor root, Tensor handle, bool training, int serial) -> Tensor", _like_first)
 def _tap(parameter: Tensor, root: Tensor, handle: Tensor, training: bool, serial: int) -> Tensor:
     _announce(training, handle)
     return parameter.clone()
 
 
-def _collect(grad: Tensor, root: Tensor, handle: Tensor, serial: int) -> Tensor:
-    use = _announced(handle)
-    use.collect(tap_gradient(grad) if use.wanted() else None)
+@_operator("collect(Tensor root, Tensor grad, Tensor handle, int serial) -> Tensor", _like_first)
+def _collect_tap(root: Tensor, grad: Tensor, handle: Tensor, serial: int) -> Tensor:
+    _collect(handle, tap_gradient, grad)
     return torch.zeros_like(root)
 
 
+@_operator("refresh(Tensor root, Tensor handle) -> Tensor", _like_first)
 def _refresh(root: Tensor, handle: Tensor) -> Tensor:
-    held_by(handle).collector.compiled.refresh()
+    tensor_of(handle).collector.compiled.refresh()
     return root.clone()
 
 
-def _announce(training: bool, *handles: Tensor | None) -> None:
-    for handle in handles if training else ():
-        if handle is not None:
-            tensor: MaskedTensor = held_by(handle)
-            tensor.collector.compiled.announce(tensor)
-
-
-def _announced(handle: Tensor) -> Use:
-    tensor: MaskedTensor = held_by(handle)
-    return tensor.collector.compiled.use(tensor)
-
-
-# -------------------------------------------------------------------------------- how autograd goes through it
+# -------------------------------------------------------------------------------- their derivatives
 
 
 def _save_linear(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -204,20 +236,20 @@ def _save_linear(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(x if needs_x else None, weight, root, of_weight, of_bias)
 
 
+@_backward_of("linear", _save_linear)
 def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, root, of_weight, of_bias = ctx.saved_tensors
     grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
     grad_x = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_x = grad_y @ (weight.t() if ctx.transposed else weight)
-    if ctx.needs_input_grad[1]:  # trained dense beside a masked bias
+    if ctx.needs_input_grad[1]:  # a weight trained densely, its bias masked
         left, right = grad_rows, x.reshape(-1, x.shape[-1])
         grad_weight = right.t() @ left if ctx.transposed else left.t() @ right
     if ctx.needs_input_grad[2]:
         grad_bias = grad_rows.sum(0)
-    grad_root = _OPS.collect_linear(
-        grad_rows, None if of_weight is None else x, root, of_weight, of_bias, ctx.transposed, ctx.serial
-    )
+    x = None if of_weight is None else x
+    grad_root = _OPS.collect_linear(root, grad_rows, x, of_weight, of_bias, ctx.transposed, ctx.serial)
     return grad_x, grad_weight, grad_bias, grad_root, None, None, None, None, None
 
 
@@ -226,9 +258,10 @@ def _save_embedding(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(ids, root, handle)
 
 
+@_backward_of("embedding", _save_embedding)
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ids, root, handle = ctx.saved_tensors
-    grad_root = _OPS.collect_rows(grad, ids, root, handle, ctx.padding_idx, ctx.serial)
+    grad_root = _OPS.collect_rows(root, grad, ids, handle, ctx.padding_idx, ctx.serial)
     return None, None, grad_root, None, None, None, None
 
 
@@ -237,75 +270,12 @@ def _save_tap(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(root, handle)
 
 
+@_backward_of("tap", _save_tap)
 def _tap_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     root, handle = ctx.saved_tensors
-    return None, _OPS.collect(grad, root, handle, ctx.serial), None, None, None
+    return None, _OPS.collect(root, grad, handle, ctx.serial), None, None, None
 
 
+@_backward_of("refresh", lambda ctx, inputs, output: None)
 def _refresh_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
-
-
-# -------------------------------------------------------------------------------- operators
-
-_LIBRARY = torch.library.Library("sparsify", "DEF")
-_OPS: Any = torch.ops.sparsify
-_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # they run Python
-
-
-def _scalar(root: Tensor) -> Tensor:
-    return torch.empty_like(root)
-
-
-def _define(schema: str, run: Any, shape: Any) -> None:
-    """An operator: what it does, and for the compiler what its output looks like."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=_TAGS)
-    _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparsify::{name}", shape, lib=_LIBRARY)
-
-
-def _differentiate(name: str, backward: Any, save: Any) -> None:
-    torch.library.register_autograd(f"sparsify::{name}", backward, setup_context=save, lib=_LIBRARY)
-
-
-_define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, bool transposed, "
-    "bool training, int serial) -> Tensor",
-    _linear,
-    lambda x, weight, bias, root, of_weight, of_bias, transposed, training, serial: torch.empty_like(
-        linear(x, weight, bias, transposed)
-    ),
-)
-_define(
-    "collect_linear(Tensor grad_rows, Tensor? x, Tensor root, Tensor? of_weight, Tensor? of_bias, bool transposed, "
-    "int serial) -> Tensor",
-    _collect_linear,
-    lambda grad_rows, x, root, of_weight, of_bias, transposed, serial: _scalar(root),
-)
-_define(
-    "embedding(Tensor ids, Tensor table, Tensor root, Tensor handle, int? padding_idx, bool training, int serial) "
-    "-> Tensor",
-    _embedding,
-    lambda ids, table, root, handle, padding_idx, training, serial: F.embedding(ids, table),
-)
-_define(
-    "collect_rows(Tensor grad, Tensor ids, Tensor root, Tensor handle, int? padding_idx, int serial) -> Tensor",
-    _collect_rows,
-    lambda grad, ids, root, handle, padding_idx, serial: _scalar(root),
-)
-_define(
-    "tap(Tensor parameter, Tensor root, Tensor handle, bool training, int serial) -> Tensor",
-    _tap,
-    lambda parameter, root, handle, training, serial: torch.empty_like(parameter),
-)
-_define(
-    "collect(Tensor grad, Tensor root, Tensor handle, int serial) -> Tensor",
-    _collect,
-    lambda grad, root, handle, serial: _scalar(root),
-)
-_define("refresh(Tensor root, Tensor handle) -> Tensor", _refresh, lambda root, handle: _scalar(root))
-_differentiate("linear", _linear_backward, _save_linear)
-_differentiate("embedding", _embedding_backward, _save_embedding)
-_differentiate("tap", _tap_backward, _save_tap)
-_differentiate("refresh", _refresh_backward, lambda ctx, inputs, output: None)

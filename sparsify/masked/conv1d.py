@@ -1,6 +1,6 @@
-"""GPT-2's linear layer: transformers' Conv1D keeps its weight transposed, (in, out).
+"""GPT-2's linear layer: transformers' Conv1D, with its weight transposed, (in, out).
 
-A module of its own, imported only where a model has such a layer, since it needs transformers.
+Imported only where a model has such a layer, since it needs transformers.
 """
 
 from torch import Tensor
@@ -16,5 +16,5 @@ class MaskedConv1D(MaskedModule, Conv1D):
     plain_class = Conv1D
 
     def forward(self, x: Tensor) -> Tensor:
-        """The plain layer's output (..., out) for x (..., in)."""
+        """Returns the plain layer's output (..., out) for x (..., in)."""
         return masked_linear(self, x, transposed=True)

@@ -1,7 +1,7 @@
 """An embedding whose gradient covers only the rows that the batch looked up.
 
 forward    y = W[ids]
-backward   one row of gradient per distinct id, summed over the id's places, handed to ``collect``
+backward   one row of gradient per distinct id, the sum over the id's positions, handed to ``collect``
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.masked.arithmetic import row_gradient
+from sparsify.masked.gradients import row_gradient
 from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
 from sparsify.masked.tensor import Use
 
@@ -23,7 +23,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
     plain_class = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows (..., dim) of the table for ids (...)."""
+        """Returns the rows (..., dim) of the table for ids (...)."""
         if torch.compiler.is_dynamo_compiling():
             from sparsify.masked.compiled import compiled_embedding
 
@@ -47,8 +47,5 @@ class _MaskedEmbedding(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        gradient = None
-        if ctx.use.wanted():
-            gradient = row_gradient(ids, grad_y, ctx.padding_idx)
-        ctx.use.collect(gradient)
+        ctx.use.collect(row_gradient(ids, grad_y, ctx.padding_idx) if ctx.use.wanted() else None)
         return None, None, None, None, None

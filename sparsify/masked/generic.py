@@ -1,13 +1,13 @@
-"""The form for any other module that owns parameters: norms, convolutions, experts, class tokens.
+"""The masked form of any other module that owns parameters: norms, convolutions, experts, class tokens.
 
-For the length of the module's own forward its parameters are read as *taps*, which two forward hooks make and drop. A
-tap is the identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and
-hands it to ``collect``. The module keeps its class, so nothing that looks at types, names or signatures notices. The
-parameters themselves stay where they are, so that a forward pass that is interrupted leaves nothing behind.
+During the module's own forward its parameters are read as *taps*, which two forward hooks make and drop. A tap is the
+identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and hands it to
+``collect``. The module keeps its class. The parameters themselves stay where they are, so that an interrupted forward
+pass leaves nothing behind.
 
-A masked weight that is read in the model's forward past its own module's (an embedding's table as the output layer, the
-projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) comes as a tap too, and so
-does one in an ``nn.ParameterList`` or ``nn.ParameterDict``, which are never called.
+A masked weight that is read in the model's forward but outside of its own module's (an embedding's table as the output
+layer, the projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) is read as a tap
+too, and so is one in an ``nn.ParameterList`` or ``nn.ParameterDict``, which are never called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.arithmetic import tap_gradient
+from sparsify.masked.gradients import tap_gradient
 from sparsify.masked.module import announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.recompute import announce_layer_norm
 from sparsify.masked.tensor import MaskedTensor, Use
@@ -38,18 +38,18 @@ class _Tap(torch.autograd.Function):
 
 
 class ReadParameters(dict[str, Any]):
-    """A module's parameters by name, of which the masked ones are tapped when they are read in the model's forward.
+    """A module's parameters by name; ``[]``, which ``module.weight`` uses, returns taps of the masked ones in forward.
 
-    ``module.weight`` comes here by way of ``[]``. ``get()``, ``items()`` and ``values()``, by which this library, state
-    dicts and ``named_parameters()`` look at parameters, give the plain ones.
+    ``get()``, ``items()`` and ``values()``, which this library, state dicts and ``named_parameters()`` use, return the
+    plain parameters.
 
     Args:
         parameters: the module's own, plain.
         tensors: the module's masked tensors by attribute name.
 
     Attributes:
-        taps: for each thread that the module runs forward in: the taps of each call, with the model's forward pass.
-            What an interrupt left there belongs to an earlier pass, and is not read any more.
+        taps: for each thread, the taps of each call that is running, with the number of the model's forward pass: taps
+            that an interrupted pass left are not read in a later one.
     """
 
     def __init__(self, parameters: dict[str, Any], tensors: dict[str, MaskedTensor]) -> None:
@@ -67,7 +67,7 @@ class ReadParameters(dict[str, Any]):
             from sparsify.masked.compiled import compiled_tap
 
             return compiled_tap(tensor, parameter) if parameter.is_leaf else parameter
-        if tensor is None or not parameter.is_leaf:  # no leaf: put there by somebody else, as functional_call() does
+        if tensor is None or not parameter.is_leaf:  # no leaf: set from outside, as functional_call() does
             return parameter
         if calls := self.taps.get(threading.get_ident()):
             forward_pass, taps = calls[-1]
@@ -78,10 +78,10 @@ class ReadParameters(dict[str, Any]):
         use = tensor.collector.use(tensor)
         if use is not None:
             return _Tap.apply(parameter, use.anchor, use)
-        return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it back on its own
+        return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it again
 
     def __delitem__(self, attribute: str) -> None:
-        """A parameter that the model gives up, as PEFT's with a deleted adapter, keeps its place in the flat delta."""
+        """Deletes a parameter, as PEFT does with an adapter's; a masked one keeps its place in the flat delta."""
         tensor = self.tensors.get(attribute)
         if tensor is not None and tensor.owner._parameters is self:
             del self.tensors[attribute]
@@ -90,7 +90,7 @@ class ReadParameters(dict[str, Any]):
 
 
 class MaskedParameterList(nn.ParameterList):
-    """An ``nn.ParameterList`` whose slices hold taps; a plain one makes new parameters of them, cut off from theirs."""
+    """An ``nn.ParameterList`` whose slices hold taps; a plain one would make new, detached parameters of them."""
 
     plain_class = nn.ParameterList
 
@@ -102,36 +102,29 @@ class MaskedParameterList(nn.ParameterList):
 
 
 def tap_parameters(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook: the module's forward will read taps instead of its masked parameters."""
+    """Forward pre-hook: makes the taps that the module's forward reads instead of its masked parameters."""
     if torch.compiler.is_dynamo_compiling():
-        return  # every parameter that is read comes as a tap; checkpointed parts of a graph may not change a module
+        return  # every read makes a tap of its own: checkpointed parts of a graph may not change a module
     taps: dict[str, Any] = {}
     for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
         use = announce_use(module, attribute)
         frozen = frozen_if_masked(module, attribute)
         taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use.anchor, use)
     forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
-    calls = _read_parameters(module).taps.setdefault(threading.get_ident(), [])
+    parameters: Any = module._parameters  # swap() has made them ReadParameters
+    calls = parameters.taps.setdefault(threading.get_ident(), [])
     calls[:] = [call for call in calls if call[0] == forward_pass]
     calls.append((forward_pass, taps))
 
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook, run even if the forward failed: the parameters are read as they are again."""
-    # a sharded norm's weight need not be at hand when a layer behind it, in another block, would make its input again
-    if isinstance(output, Tensor) and not torch.compiler.is_dynamo_compiling() and not _is_sharded(module):
+    """Forward hook, run even if the forward failed: drops the taps."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    # FSDP2 may have freed a sharded norm's weight when a layer behind it, in another block, computes its input again
+    sharded = any(tensor.collector.sharded for tensor in masked_tensors(module).values())
+    if isinstance(output, Tensor) and not sharded:
         announce_layer_norm(module, output)
-    if not torch.compiler.is_dynamo_compiling():
-        calls = _read_parameters(module).taps.get(threading.get_ident())
-        if calls:  # none where another pre-hook failed before the taps were made
-            calls.pop()
-
-
-def _read_parameters(module: nn.Module) -> ReadParameters:
-    parameters = module._parameters
-    assert isinstance(parameters, ReadParameters)
-    return parameters
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(tensor.collector.sharded for tensor in masked_tensors(module).values())
+    parameters: Any = module._parameters
+    if calls := parameters.taps.get(threading.get_ident()):  # none where an earlier pre-hook failed
+        calls.pop()

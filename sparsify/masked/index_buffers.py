@@ -1,14 +1,14 @@
 """The unmasked entries of a whole model, in flat buffers of its root, one tensor after the other.
 
-    sparse_counts   (tensors,) int64   how many entries each tensor has
+    sparse_counts   (tensors,) int64   number of entries of each tensor
     sparse_indices  (capacity,) int64  flat, row-major positions in their tensor
-    sparse_slots    (capacity,) int64  where each entry's delta lives in the flat vector
-    sparse_base     (capacity,)        the pretrained values, in a dtype that holds those of every tensor
+    sparse_slots    (capacity,) int64  positions of the entries' deltas in the flat vector
+    sparse_base     (capacity,)        pretrained values, in a dtype that holds those of every tensor
 
-Only the first k elements are in use, with k the sum of the counts; the others are zero. The sizes never change, so a
-copy of the model that was made before training (``AveragedModel``, a hand-written EMA) takes the buffers by ``copy_``.
-A tensor's entries are in order of unmasking. They are on the root and not in the modules, so that whoever picks parts
-of a state dict by modules' names (PEFT saves whatever has ``lora_`` in its name) gets plain weights.
+Only the first k elements are in use, with k the sum of the counts; the others are zero. The sizes do not change in
+training, so a copy of the model that was made before (``AveragedModel``, a hand-written EMA) takes the buffers by
+``copy_``. A tensor's entries are in order of unmasking. The buffers are on the root and not in the modules, so that
+parts of a state dict selected by modules' names (PEFT saves all names with ``lora_``) are plain weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUFFERS = (COUNTS, *PER_ENTRY)
 
 
 class IndexBuffers:
-    """The index buffers of a model; tensors are known by their number, from 0.
+    """The index buffers of a model; a tensor is given by its number, from 0.
 
     Args:
         root: the module that holds the buffers.
@@ -36,11 +36,11 @@ class IndexBuffers:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._starts = [0]  # of each tensor's entries, and the end of the last one's: the counts, on the host
-        self._seen: tuple[Tensor, int] | None = None  # the counts that these are of, and how often they were written
+        self._starts = [0]  # of each tensor's entries, then the end of the last one's: a copy of the counts on the host
+        self._seen: tuple[Tensor, int] | None = None  # the buffer of counts at that copy, and its version
 
     def register(self, num_tensors: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Adds buffers without entries to the root; base values will be kept in ``dtype``."""
+        """Adds buffers without entries to the root, with base values in ``dtype``."""
         self._root.register_buffer(COUNTS, torch.zeros(num_tensors, dtype=torch.int64, device=device))
         for name in (INDICES, SLOTS):
             self._root.register_buffer(name, torch.zeros(capacity, dtype=torch.int64, device=device))
@@ -48,7 +48,7 @@ class IndexBuffers:
         self.loaded()
 
     def remove(self) -> None:
-        """Takes the buffers from the root."""
+        """Removes the buffers from the root."""
         for name in BUFFERS:
             delattr(self._root, name)
 
@@ -70,7 +70,7 @@ class IndexBuffers:
         return self._part(INDICES, number)
 
     def slots(self, number: int) -> Tensor:
-        """(count,) int64: where a tensor's deltas live in the flat vector."""
+        """(count,) int64: the positions of a tensor's deltas in the flat vector."""
         return self._part(SLOTS, number)
 
     def base(self, number: int) -> Tensor:
@@ -78,7 +78,7 @@ class IndexBuffers:
         return self._part(BASE, number)
 
     def split(self, per_entry: Tensor) -> tuple[Tensor, ...]:
-        """Something (k,) about all entries, tensor by tensor."""
+        """Splits a tensor (k,) over all entries into one part for each masked tensor."""
         return per_entry.split([end - start for start, end in pairwise(self._starts)])
 
     @property
@@ -97,14 +97,7 @@ class IndexBuffers:
         return self._buffer(BASE)[: self.total]
 
     def append(self, sizes: Sequence[int], indices: Tensor, slots: Tensor, base: Tensor) -> None:
-        """Adds entries after those that their tensors have.
-
-        Args:
-            sizes: how many each tensor gets.
-            indices: (n,) int64 positions, in the order of the tensors.
-            slots: (n,) int64.
-            base: (n,) pretrained values.
-        """
+        """Adds entries (n,) in the order of the tensors, ``sizes`` of each, after those that it has."""
         grown = []
         for name, more in zip(PER_ENTRY, (indices, slots, base), strict=True):
             old = self._buffer(name)
@@ -112,14 +105,14 @@ class IndexBuffers:
             grown.append(torch.cat(list(chain.from_iterable(pairs))))
         more_counts = upload(sizes, self._buffer(COUNTS).device)
         starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
-        # whatever can fail has been done
+        # nothing below can fail
         for name, entries in zip(PER_ENTRY, grown, strict=True):
             self._buffer(name)[: starts[-1]].copy_(entries)
         self._buffer(COUNTS).add_(more_counts)
-        self._know(starts)
+        self._remember(starts)
 
     def make_room(self, capacity: int) -> None:
-        """Makes the buffers longer, or leaves them as long as they are."""
+        """Lengthens the buffers to ``capacity`` entries."""
         state = {name: self._buffer(name) for name in BUFFERS}
         self._root._buffers.update(padded(state, capacity))
 
@@ -128,9 +121,9 @@ class IndexBuffers:
         self.all_base[where] = base.to(self._buffer(BASE))
 
     def have_changed(self) -> bool:
-        """Whether other counts were written into the buffers than by this object, as ``AveragedModel`` copies them.
+        """Whether counts were written into the buffers from outside, as ``AveragedModel`` copies them.
 
-        Waits for the device only where something was written.
+        Waits for the device only where the buffer was written.
         """
         counts = self._buffer(COUNTS)
         if self._seen is None or self._seen[0] is not counts:  # moved to another device, with what is in it
@@ -139,21 +132,21 @@ class IndexBuffers:
             return False
         if self._read() != self._starts:
             return True
-        self._know(self._starts)  # DDP's broadcast has written what was there
+        self._remember(self._starts)  # DDP's broadcast wrote the same counts
         return False
 
     def loaded(self) -> None:
-        """Reads the counts anew: the buffers hold other entries now."""
-        self._know(self._read())
+        """Reads the counts again, after the buffers were replaced."""
+        self._remember(self._read())
 
     def problem(self, sizes: Sequence[int]) -> str | None:
-        """What is wrong with the buffers as they are, if anything; as :func:`problem_with`."""
+        """Returns what is wrong with the buffers, as :func:`problem_with` does."""
         return problem_with({name: self._buffer(name) for name in BUFFERS}, sizes, self._buffer(SLOTS).numel())
 
     def _read(self) -> list[int]:
         return list(accumulate(self._buffer(COUNTS).tolist(), initial=0))
 
-    def _know(self, starts: list[int]) -> None:
+    def _remember(self, starts: list[int]) -> None:
         counts = self._buffer(COUNTS)
         self._starts, self._seen = starts, (counts, counts._version)
 
@@ -171,7 +164,7 @@ class IndexBuffers:
 
 
 def padded(state: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
-    """The buffers per entry of a state dict that was checked, at their full size (capacity,); integers are int64."""
+    """Returns the per-entry buffers of a checked state dict at their full size (capacity,), with integers as int64."""
     whole, total = {}, int(state[COUNTS].sum())
     for name in PER_ENTRY:
         entries = state[name][:total] if name == BASE else state[name][:total].long()
@@ -180,12 +173,12 @@ def padded(state: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
 
 
 def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: int) -> str | None:
-    """What is wrong with the index buffers in a state dict, if anything.
+    """Returns what is wrong with the index buffers in a state dict, ``None`` if nothing is.
 
     Args:
-        state: those of the buffers that are there, by name; those per entry as long as there are entries, or longer.
+        state: the buffers by name; those per entry have at least as many elements as there are entries.
         sizes: number of entries, masked or not, of each tensor of the model.
-        capacity: how many entries the model has room for.
+        capacity: the largest number of unmasked entries that the model can hold.
     """
     if missing := [name for name in BUFFERS if name not in state]:
         return f"index buffers are missing: {', '.join(missing)}; expected all of {', '.join(BUFFERS)}, or none."

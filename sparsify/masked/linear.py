@@ -1,27 +1,35 @@
 """A linear layer whose weight gradient exists only inside its backward node.
 
     forward    y = x W^T + b                        the plain layer's one matmul, W holds the effective values
-    backward   grad_x = grad_y W                    as ever
+    backward   grad_x = grad_y W                    as in the plain layer
                grad_W = grad_y^T x                  handed to ``collect`` as its two factors, then freed
-               grad_b = sum of grad_y               likewise
+               grad_b = sum of grad_y               handed to ``collect``
 
-The weight is saved but never differentiated; its *anchor* (see ``anchors.py``) is the input through which autograd
-reaches the flat vector of deltas. x is saved unless autograd can make it again (see ``recompute.py``).
+The weight is saved but never differentiated; its *anchor* is the input through which autograd reaches the flat delta
+(``training/anchors.py``). A quantized W is not saved: it is dequantized within forward, and again within backward. x is
+saved unless autograd can compute it again (``recompute.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.arithmetic import autocast_dtype, linear, linear_gradient, without_autocast
-from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
-from sparsify.masked.product import Product
+from sparsify.masked.gradients import DenseGradient, Product, linear_gradient
+from sparsify.masked.module import (
+    MaskedModule,
+    announce_use,
+    autocast_dtype,
+    first_order,
+    frozen_if_masked,
+    linear,
+    without_autocast,
+)
 from sparsify.masked.recompute import recomputable
-from sparsify.masked.tensor import Gradient, Use
+from sparsify.masked.tensor import Use
 
 
 class MaskedLinear(MaskedModule, nn.Linear):
@@ -33,12 +41,12 @@ class MaskedLinear(MaskedModule, nn.Linear):
     plain_class = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        """The plain layer's output (..., out_features) for an input (..., in_features)."""
+        """Returns the plain layer's output (..., out_features) for an input (..., in_features)."""
         return masked_linear(self, input, transposed=False)
 
 
 def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
-    """The linear map of a module that has ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
+    """Applies a module with ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
     if torch.compiler.is_dynamo_compiling():
         from sparsify.masked.compiled import compiled_linear
 
@@ -50,74 +58,74 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     with without_autocast(x.device):
-        result: Tensor = _MaskedLinear.apply(
-            x,
-            weight,
-            bias,
-            of_weight and of_weight.anchor,
-            of_bias and of_bias.anchor,
-            of_weight,
-            of_bias,
-            transposed,
-            dtype,
-            recomputable(x),
-        )
-    return result
+        return apply_linear(x, weight, bias, LinearCall(of_weight, of_bias, dtype, recomputable(x), transposed))
 
 
-class _MaskedLinear(torch.autograd.Function):
+class LinearCall(NamedTuple):
+    """One call of a masked linear layer, beyond the tensors that it computes with."""
+
+    of_weight: Use | None  # None where no gradient is collected
+    of_bias: Use | None
+    dtype: torch.dtype | None  # to compute in; None for the operands' own
+    recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
+    transposed: bool = False  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
+
+
+def apply_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """Computes x W^T + b in a node that hands the gradients to the uses; ``weight`` is ``None`` where quantized."""
+    of_weight, of_bias = call.of_weight, call.of_bias
+    y: Tensor = _Linear.apply(x, weight, bias, call, of_weight and of_weight.anchor, of_bias and of_bias.anchor)
+    return y
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_anchor: Tensor | None,
-        bias_anchor: Tensor | None,
-        of_weight: Use | None,
-        of_bias: Use | None,
-        transposed: bool,
-        dtype: torch.dtype | None,
-        again: Callable[[], Tensor] | None,
-    ) -> Tensor:
-        needs_x = of_weight is not None or weight.requires_grad  # trained dense beside a masked bias
-        ctx.save_for_backward(x if needs_x and again is None else None, weight)
-        ctx.again = again if needs_x else None
-        ctx.of_weight, ctx.of_bias, ctx.transposed, ctx.weight_dtype = of_weight, of_bias, transposed, weight.dtype
-        if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        y = linear(x, weight, bias, transposed)
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, *anchors: Tensor | None) -> Tensor:
+        needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
+        ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
+        ctx.call = call if needs_x else call._replace(recompute=None)
+        weight = weight if call.dequantize is None else call.dequantize()
+        if call.dtype is not None:
+            x, weight, bias = x.to(call.dtype), weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
+        y = linear(x, weight, bias, call.transposed)
         return y.data  # no longer a view of a matrix: models write into a layer's output, as in ``q /= sqrt(dim)``
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        of_weight, of_bias = ctx.call.of_weight, ctx.call.of_bias
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()  # (n, out)
         grad_x = grad_weight = grad_bias = product = None
         with without_autocast(grad_y.device):
             if ctx.needs_input_grad[0]:
-                weight = weight.to(grad_y.dtype)
-                grad_x = grad_rows @ (weight.t() if ctx.transposed else weight)
+                grad_x = _input_gradient(ctx, weight, grad_rows)
                 grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
-            if ctx.of_weight is not None:
-                product = _weight_gradient(ctx, x, grad_rows) if ctx.of_weight.wanted() else None
-                ctx.of_weight.collect(product)
-            if ctx.of_bias is not None:
-                ctx.of_bias.collect(_bias_gradient(product, grad_rows) if ctx.of_bias.wanted() else None)
+            if of_weight is not None:
+                product = _weight_gradient(ctx, x, grad_rows) if of_weight.wanted() else None
+                of_weight.collect(product)
+            if of_bias is not None:
+                of_bias.collect(_bias_gradient(product, grad_rows) if of_bias.wanted() else None)
             if ctx.needs_input_grad[1]:
-                grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values.to(ctx.weight_dtype)
+                grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values
             if ctx.needs_input_grad[2]:
-                grad_bias = grad_rows.sum(0).to(ctx.weight_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+                grad_bias = grad_rows.sum(0)
+        # autograd casts them to the operands' dtypes
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _input_gradient(ctx: Any, weight: Tensor | None, grad_rows: Tensor) -> Tensor:
+    weight = (ctx.call.dequantize() if weight is None else weight).to(grad_rows.dtype)
+    return grad_rows @ (weight.t() if ctx.call.transposed else weight)
 
 
 def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:
-    return linear_gradient(ctx.again() if x is None else x, grad_rows, ctx.transposed)
+    x = ctx.call.recompute() if x is None else x
+    return linear_gradient(x.to(grad_rows.dtype), grad_rows, ctx.call.transposed)
 
 
-def _bias_gradient(product: Product | None, grad_rows: Tensor) -> Gradient:
-    """The sum of the output gradients (n, out), which the weight's gradient may know: it has them on its left."""
-    if product is None or product.left is not grad_rows or product.left_sum is None:
-        return Gradient(grad_rows.sum(0, keepdim=True))
-    return Gradient(product.left_sum[None])
+def _bias_gradient(product: Product | None, grad_rows: Tensor) -> DenseGradient:
+    """Returns the sum of the output gradients (n, out); screening may have computed it, if they are on the left."""
+    left_sum = product.left_sum if product is not None and product.left is grad_rows else None
+    return DenseGradient(grad_rows.sum(0, keepdim=True) if left_sum is None else left_sum[None])

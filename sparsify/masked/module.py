@@ -1,13 +1,18 @@
-"""What all masked modules share: their views of the unmasked entries, and the refusal of what their nodes cannot do."""
+"""The base of all masked modules: views of the unmasked entries, the plain layers' arithmetic, and errors.
+
+The errors are about what the modules' autograd nodes cannot do: double backward, export.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor, Use
@@ -26,17 +31,17 @@ NOT_TWICE = (
 
 
 def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
-    """The masked tensors that this module holds, by the parameter's attribute name; empty for a plain module."""
+    """Returns a module's masked tensors by the parameter's attribute name; none for a plain module."""
     tensors: dict[str, MaskedTensor] = module.__dict__.get(TENSORS, {})
     return tensors
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of an autograd function that refuses to be differentiated itself; grad mode tells ``create_graph``."""
+    """Makes the backward of an autograd function raise ``SparsifyError`` under ``create_graph=True``."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
             raise SparsifyError(NOT_TWICE)
         return backward(ctx, *grads)
 
@@ -46,7 +51,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 def check_not_exported() -> None:
     """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
     if torch.compiler.is_dynamo_compiling():
-        return  # it would wrap the error in one of its own; masked/compiled.py calls this where it does not
+        return  # it would wrap the error in one of its own; masked/compiled.py calls this where it is not traced
     # the public is_exporting() is true under torch.compile in older versions of torch
     is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
     if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
@@ -54,7 +59,7 @@ def check_not_exported() -> None:
 
 
 def announce_use(module: nn.Module, attribute: str) -> Use | None:
-    """Announces that the module's forward uses a parameter; ``None`` where no gradient will be collected."""
+    """Announces a use of a parameter in the module's forward; ``None`` where no gradient will be collected."""
     tensor = masked_tensors(module).get(attribute)
     if tensor is None:
         return None
@@ -63,7 +68,7 @@ def announce_use(module: nn.Module, attribute: str) -> Use | None:
 
 
 def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
-    """The parameter, cut off from autograd if it is masked: PEFT, for one, sets ``requires_grad`` back on its own."""
+    """Returns a parameter, detached if it is masked: PEFT, for one, sets ``requires_grad`` again."""
     parameter, tensor = module._parameters.get(attribute), masked_tensors(module).get(attribute)
     if tensor is None:
         return parameter
@@ -75,8 +80,30 @@ def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
     return parameter.detach()
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Computes the plain layer's output, bit for bit: ``nn.Linear``'s, or if ``transposed`` transformers' Conv1D's."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], weight.shape[1])
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast computes in, ``None`` where it is off or leaves ``x`` alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Disables autocast; where it is off, without the time that entering its context takes."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
 class MaskedModule(nn.Module):
-    """Read-only views of the entries of ``weight`` that are trained."""
+    """A module that shows which entries of its ``weight`` are trained."""
 
     plain_class: ClassVar[type[nn.Module]]
     weight: Any
@@ -102,4 +129,5 @@ class MaskedModule(nn.Module):
     @property
     def density(self) -> float:
         """Share of the weight's entries that are unmasked."""
-        return self.indices.numel() / self.weight.numel()
+        tensor = masked_tensors(self).get("weight")
+        return 0.0 if tensor is None else tensor.count / tensor.numel

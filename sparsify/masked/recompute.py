@@ -1,11 +1,11 @@
-"""A layer's input that need not be kept for backward, since autograd can make it again.
+"""Recomputes a layer's input in backward, instead of saving it.
 
     h --> activation --> x --> linear layer
 
-The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be asked
-for, so x is computed a second time in backward, by the same operation on the same numbers, and never kept. Likewise
-behind a layer norm, and behind a ReLU's dropout, which on a CPU is a product of two tensors that are kept. Of what a
-transformer's block would keep for its weights' gradients, next to nothing is left; a frozen layer keeps none either.
+The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be
+needed, so x is computed a second time in backward, by the same operation on the same numbers, and never saved. The same
+is done behind a layer norm, and behind a ReLU's dropout, which on a CPU is a product of two saved tensors. A
+transformer's block then saves next to nothing for its weights' gradients, as when its layers are frozen.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 _ATEN = torch.ops.aten
-Maker = Callable[[Callable[[], Tensor]], Tensor]  # makes a tensor, if it likes in the memory that it may ask for
-_EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not keep it
-_MARK = "sparsify_mark"  # in the metadata of any node: what stands for it, and does not keep its graph alive
+Maker = Callable[[Callable[[], Tensor]], Tensor]  # recomputes a tensor, optionally into the buffer that it is given
+_EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not save it
+_MARK = "sparsify_mark"  # in the metadata of any node: identifies it without keeping its graph alive
 
 
 def _layer_norm(node: Any, _: Callable[[], Tensor]) -> Tensor:
-    # its form that writes into given memory computes it elsewhere, and copies
+    # the ``out`` form computes it elsewhere, and copies
     values: Tensor = torch.native_layer_norm(
         node._saved_input, node._saved_normalized_shape, node._saved_weight, node._saved_bias, node.metadata[_EPS]
     )[0]
     return values
 
 
-# autograd's node of an operation -> the operation's inputs that the node keeps, and the operation itself, given memory
+# name of an operation's autograd node -> the inputs that the node saves, and the operation, given a buffer
 _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Callable[[], Tensor]], Tensor]]] = {
     "GeluBackward0": (
         ("_saved_self",),
@@ -48,7 +48,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Callable[[], Tensor
 
 
 class _Memory:
-    """The memory in which a thread makes inputs, one after the other: allocated once in a backward pass.
+    """The buffer in which a thread recomputes inputs, one after the other: allocated once in a backward pass.
 
     It belongs to one backward pass and one stream at a time. Autograd runs the nodes of a GPU in one thread, where
     several passes may alternate, and several streams that do not wait for each other.
@@ -56,7 +56,7 @@ class _Memory:
 
     owner: tuple[int, torch.Stream | None] = (-1, None)  # the backward pass and the stream
     buffer: Tensor | None = None
-    made: tuple[object, Tensor] | None = None  # the last that was made; queries, keys and values have one input
+    made: tuple[object, Tensor] | None = None  # the last input and its node's mark; queries, keys and values share one
 
     def clear(self) -> None:
         self.buffer = self.made = None
@@ -72,7 +72,7 @@ _MEMORIES: dict[int, _Memory] = {}  # by thread
 
 
 def _memory(device: torch.device) -> _Memory:
-    """This thread's memory, for the running backward pass on a device."""
+    """Returns this thread's memory for the running backward pass on a device."""
     memory = _MEMORIES.setdefault(threading.get_ident(), _Memory())
     stream = torch.accelerator.current_stream(device) if device.type == "cuda" else None
     owner = torch._C._current_graph_task_id(), stream
@@ -85,7 +85,7 @@ def _memory(device: torch.device) -> _Memory:
 def release_memory() -> None:
     """Frees the memory of the running backward pass, in all its threads.
 
-    A thread may turn to another pass meanwhile. It keeps what it makes then, and only allocates the next time.
+    A thread that turns to another pass meanwhile keeps its tensors and allocates again the next time.
     """
     graph = torch._C._current_graph_task_id()
     for memory in list(_MEMORIES.values()):
@@ -94,7 +94,7 @@ def release_memory() -> None:
 
 
 def lasting(x: Tensor) -> Tensor:
-    """``x`` itself, or a copy where its memory is one that the next input will be made in."""
+    """Returns ``x``, or a copy if the next recomputed input will be written into its memory."""
     memory = _MEMORIES.get(threading.get_ident())
     buffer = None if memory is None else memory.buffer
     shared = buffer is not None and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -102,35 +102,26 @@ def lasting(x: Tensor) -> Tensor:
 
 
 def announce_layer_norm(module: nn.Module, output: Tensor) -> None:
-    """Leaves word of how an ``nn.LayerNorm`` made its output, so that it can be made again; not of other modules."""
+    """Records an ``nn.LayerNorm``'s epsilon in its output's node, so that the output can be recomputed."""
     node: Any = output.grad_fn
     if node is not None and getattr(type(module), "forward", None) is nn.LayerNorm.forward:
         node.metadata[_EPS] = module.eps
 
 
 def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
-    """A function that makes ``x`` again in a backward pass, bit for bit; ``None`` where ``x`` has to be kept.
+    """Returns a function that recomputes ``x`` in a backward pass, bit for bit; ``None`` where ``x`` has to be saved.
 
-    What it makes is good until the next one is made.
-
-    Example:
-        >>> from torch.nn import functional as F
-        >>> h = torch.randn(3, requires_grad=True)
-        >>> torch.equal(recomputable(F.gelu(h))(), F.gelu(h))
-        True
-        >>> recomputable(h) is None
-        True
+    The recomputed tensor is valid until the next one is recomputed.
     """
     node: Any = x.grad_fn
-    # Where hooks pack what is saved, now or as x was made (checkpointing, offloading), saved tensors may be asked for
-    # only once. What was written into x since is not known to autograd where it was told not to look.
-    if node is None or x._version or not x.is_contiguous():
-        return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    # a version beyond 0 tells of writes that autograd does not know of, as through detach(). Where hooks pack saved
+    # tensors, now or when x was made (checkpointing, offloading), these may be unpacked only once
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if node is None or x._version or not x.is_contiguous() or hooks is not None:
         return None
     try:
         make = _operation(node) or _dropout(node)
-    except RuntimeError:  # a backward pass through x is over, and has freed what its node kept
+    except RuntimeError:  # a backward pass through x is over, and has freed its node's tensors
         return None
     if make is None:
         return None
@@ -150,19 +141,19 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
 
 
 def _operation(node: Any) -> Maker | None:
-    """How the output of an operation is made again whose inputs its node keeps."""
+    """Recomputes an operation from the inputs that its node saves."""
     inputs, operation = _OPERATIONS.get(node.name(), ((), None))
-    if operation is None or any(_is_packed(getattr(node, f"_raw{name}")) for name in inputs):
+    if operation is None or any(_is_packed(getattr(node, f"_raw{n}")) or getattr(node, n) is None for n in inputs):
         return None
-    if any(getattr(node, name) is None for name in inputs) or (operation is _layer_norm and _EPS not in node.metadata):
+    if operation is _layer_norm and _EPS not in node.metadata:
         return None
     return lambda empty: operation(node, empty)
 
 
 def _dropout(node: Any) -> Maker | None:
-    """Likewise of a ReLU's output, which is kept, times numbers of its size, which need no gradient.
+    """Recomputes a ReLU's output, which its node saves, times a tensor of its shape that needs no gradient.
 
-    Not of what is made again itself: it may have been written into, unknown to autograd, before it was multiplied.
+    Not for other factors: they may have been written into, unknown to autograd, before they were multiplied.
     """
     source = node.next_functions[0][0] if node.name() == "MulBackward0" else None
     if source is None or source.name() != "ReluBackward0":
@@ -176,5 +167,5 @@ def _dropout(node: Any) -> Maker | None:
 
 
 def _is_packed(saved: Any) -> bool:
-    """Whether hooks have packed a saved tensor; taken to be so where an older torch does not tell."""
+    """Whether hooks have packed a saved tensor; assumed where an older torch does not tell."""
     return getattr(saved, "unpack_hook", "unknown") is not None

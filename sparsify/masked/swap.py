@@ -1,11 +1,12 @@
-"""Turning plain modules into masked ones and back, in place: identity, hooks and aliases stay.
+"""Turns plain modules into masked ones and back, in place: identity, hooks and aliases stay.
 
 A linear layer or embedding changes its class; any other module gets the generic form's hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -15,7 +16,6 @@ from sparsify.common.quantized import is_quantized, unreadable
 from sparsify.delta.quantized_delta import has_overlay
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
-from sparsify.masked.foreign import foreign_problem
 from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
@@ -24,20 +24,35 @@ from sparsify.masked.tensor import MaskedTensor
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 UNTAP = -1  # key of the second; those that torch gives out are not negative
+# full name of another library's class, which need not be imported -> whether a module of it cannot be trained at some
+# of its entries, and what the error says of it
+_FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "peft.tuners.adalora.layer.AdaLoraLayer": (
+        lambda module: True,
+        "is AdaLoRA's, which allots its ranks by the gradient of every entry, and adds a penalty on all entries; LoRA "
+        "does neither",
+    ),
+    "peft.tuners.adamss.layer.AdamssLayer": (
+        lambda module: bool(module.exp_avg_ipt_A),
+        "is AdaMSS's, which picks its subspaces by the gradient of every entry; with use_asa=False it does not",
+    ),
+    "peft.tuners.cpt.model.CPTEmbedding": (
+        lambda module: True,
+        "is CPT's, which projects its weight in every forward and so moves every entry; prompt tuning does not",
+    ),
+    "peft.tuners.oft.layer.OFTRotationModule": (
+        lambda module: bool(module.coft),
+        "is constrained OFT's, which projects its weight in every forward and so moves every entry; with coft=False it "
+        "does not",
+    ),
+}
 
 
 def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterable[nn.Module] = ()) -> None:
-    """Raises ``SparsifyError`` naming the module if training entries of its parameter would silently go wrong.
-
-    Args:
-        name: the module's name in the model.
-        module: owns the parameter.
-        attribute: the parameter's name in the module.
-        around: the modules that it is within.
-    """
+    """Raises ``SparsifyError`` if a parameter of a module, within those ``around``, cannot be masked."""
     kind, parameter = type(module).__name__, module._parameters[attribute]
     assert parameter is not None
-    foreign = next((problem for each in (module, *around) if (problem := foreign_problem(each)) is not None), None)
+    foreign = next((problem for each in (module, *around) if (problem := _foreign_problem(each)) is not None), None)
     if is_lazy(parameter):
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
     elif parameter.is_meta:
@@ -63,13 +78,16 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
     raise SparsifyError(f"`{name or '(root)'}.{attribute}` cannot be masked: the module {problem}{remedy}.")
 
 
-def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
-    """Turns a module into its masked form.
+def _foreign_problem(module: nn.Module) -> str | None:
+    for kind in type(module).__mro__:
+        is_meant, problem = _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}", (None, ""))
+        if is_meant is not None and is_meant(module):
+            return problem
+    return None
 
-    Args:
-        module: the plain module.
-        tensors: its masked tensors by attribute name.
-    """
+
+def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
+    """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
     module.__dict__[TENSORS] = tensors
     readable = {attribute: tensor for attribute, tensor in tensors.items() if not tensor.packed}
     module.__dict__["_parameters"] = ReadParameters(module._parameters, readable)
@@ -78,14 +96,12 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     if masked_class is not None:
         module.__class__ = masked_class
     else:
-        module.__dict__[HOOKS] = (
-            module.register_forward_pre_hook(tap_parameters, prepend=True),
-            _register_untap(module),
-        )
+        tap = module.register_forward_pre_hook(tap_parameters, prepend=True)
+        module.__dict__[HOOKS] = tap, _register_untap(module)
 
 
 def _register_untap(module: nn.Module) -> RemovableHandle:
-    """Places the hook under one key in all modules: ``torch.compile`` compiles a layer anew for a key of its own."""
+    """Registers the hook under one key in all modules: ``torch.compile`` recompiles a layer for another key."""
     handle = module.register_forward_hook(untap_parameters, always_call=True)
     for hooks in (module._forward_hooks, module._forward_hooks_always_called):
         hooks[UNTAP] = hooks.pop(handle.id)  # type: ignore[assignment]
@@ -94,7 +110,7 @@ def _register_untap(module: nn.Module) -> RemovableHandle:
 
 
 def unswap(module: nn.Module) -> None:
-    """Gives the plain module back, its parameters as they are; a plain module is left alone."""
+    """Turns a masked module back into the plain one, its parameters unchanged; leaves a plain module alone."""
     if TENSORS not in module.__dict__:
         return
     if isinstance(module, (MaskedModule, MaskedParameterList)):
@@ -106,19 +122,19 @@ def unswap(module: nn.Module) -> None:
 
 
 def frozen_row(module: nn.Module) -> int | None:
-    """The row of the module's ``weight`` that is no candidate: an embedding's ``padding_idx``."""
+    """Returns the row of a module's ``weight`` that is no candidate: an embedding's ``padding_idx``."""
     return module.padding_idx if isinstance(module, nn.Embedding) else None
 
 
 def _masked_class(module: nn.Module) -> type[nn.Module] | None:
-    """The masked form of exactly this class; ``None`` where the generic form is the right one."""
+    """Returns the masked form of exactly this class; ``None`` for the generic form."""
     if type(module) is nn.ParameterList:
         return MaskedParameterList
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
         return None
     if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:
         return None  # reparametrised, as torch.nn.utils.weight_norm does
-    if type(module) is nn.Linear and not is_quantized(module.weight):  # a bias may be trained beside such a weight
+    if type(module) is nn.Linear and not is_quantized(module.weight):  # the bias of such a layer may be trained
         return MaskedLinear
     if type(module) is nn.Embedding and not module.scale_grad_by_freq:
         return MaskedEmbedding
@@ -130,7 +146,7 @@ def _masked_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
-    """Why a quantized weight cannot be masked, as the end of a sentence; ``None`` if it can."""
+    """Returns why a quantized weight cannot be masked, as the end of a sentence; ``None`` if it can."""
     kind = type(module).__name__
     if has_overlay(module):
         return f"({kind}) has a delta applied to it; revert it before sparsify()"
@@ -145,7 +161,7 @@ def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
 
 
 def _quantized_class(module: nn.Module) -> type[MaskedQuantized] | None:
-    """The masked form of exactly this class, which holds a quantized weight; ``None`` where there is none."""
+    """Returns the masked form of exactly this class, with a quantized weight; ``None`` where there is none."""
     if type(module) is nn.Linear:
         return MaskedQuantizedLinear
     if type(module).__module__.partition(".")[0] == "bitsandbytes":

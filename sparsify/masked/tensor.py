@@ -1,175 +1,48 @@
-"""One tensor parameter that is trained at some of its entries, and the gradient it gets in one node.
+"""One parameter that is trained at some of its entries, and the collector that takes its gradient.
 
-A :class:`MaskedTensor` owns no data. Its indices, slots and base values are its part of the root's index buffers, so
-that ``.to()``, ``state_dict()`` and ``deepcopy`` see them; here they have their meaning:
+A :class:`MaskedTensor` owns no data: its indices, slots and base values are its part of the root's index buffers, which
+``.to()``, ``state_dict()`` and ``deepcopy`` see.
 
 * ``indices`` (k,) int64: flat, row-major positions of the unmasked entries, in order of unmasking;
-* ``slots``   (k,) int64: where each entry's delta lives in the root's flat vector;
-* ``base``    (k,) the pretrained values of these entries, in the weight's dtype.
+* ``slots``   (k,) int64: positions of their deltas in the root's flat vector;
+* ``base``    (k,) their pretrained values, in the weight's dtype.
 
 The parameter itself always holds the effective values: base + delta at the indices, the pretrained ones elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
 from sparsify.errors import SparsifyError
-from sparsify.masked.handles import new_handle
+from sparsify.masked.gradients import Gradient, as_matrix
 from sparsify.masked.index_buffers import IndexBuffers
 
-CAST_ENTRIES = 1 << 22  # of short gradients, that are cast to a longer type at once
-
-
-class Gradient:
-    """The gradient of one weight as a node saw it: every row of the weight, or only the rows that it used.
-
-    Args:
-        values: (n, cols).
-        rows: (n,) int64, ascending: the weight's rows that ``values`` are about; ``None`` for all rows in order. The
-            last row may come again, with values of zero.
-        owned: whether ``values`` may be written to; autograd shares some gradients between nodes.
-        dtype: in which the gradient came, where ``values`` are sums in a longer one.
-    """
-
-    def __init__(
-        self, values: Tensor, rows: Tensor | None = None, *, owned: bool = True, dtype: torch.dtype | None = None
-    ) -> None:
-        self.values = values
-        self.rows = rows
-        self._owned = owned
-        self._dtype = dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def numel(self) -> int:
-        """Number of entries that may have a gradient."""
-        return self.values.numel()
-
-    def dense(self) -> Gradient:
-        """The gradient with its values at hand."""
-        return self
-
-    def take(self, indices: Tensor) -> Tensor:
-        """The gradient (k,) at flat indices (k,) of the weight; zero in rows that were not used."""
-        if self.rows is None:
-            return self.values.take(indices)
-        if not self.rows.numel():
-            return self.values.new_zeros(indices.shape)
-        at, used = self._locate(indices)
-        return torch.where(used, self.values.take(at), 0)
-
-    def own(self, dtype: torch.dtype | None = None) -> Gradient:
-        """The gradient with values that nobody else writes to, or reads, in their dtype or another."""
-        dtype = self.values.dtype if dtype is None else dtype
-        if not self._owned or not self.values.is_contiguous() or self.values.dtype != dtype:
-            self.values = self.values.to(dtype, copy=True, memory_format=torch.contiguous_format)
-            self._owned = True
-        return self
-
-    def clear(self, indices: Tensor) -> None:
-        """Sets the gradient at flat indices (k,) of the weight to zero."""
-        self.own()
-        if self.rows is not None:
-            if not self.rows.numel():
-                return
-            at, used = self._locate(indices)
-            cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=at.device)  # the last is nobody's
-            cleared.index_fill_(0, at.where(used, self.numel), True)
-            self.values.masked_fill_(cleared[:-1].view_as(self.values), 0)
-        else:
-            self.values.view(-1).index_fill_(0, indices, 0)
-
-    def held(self) -> Gradient:
-        """The gradient in a form that outlives the node that saw it."""
-        return self
-
-    def add(self, other: Gradient) -> Gradient:
-        """The sum with the gradient of another use of the same weight; the two are not used afterwards."""
-        other = other.dense()
-        # autocast's short ones meet others; long sums over a few rows do not make the whole weight's gradient long
-        dtype = torch.promote_types(self._dtype or self.values.dtype, other._dtype or other.values.dtype)
-        if self.rows is None and other.rows is None:
-            self.own(dtype)
-            self.values += other.values
-            return self
-        if other.rows is not None and self.rows is None:
-            self.own(dtype)
-            self.values.index_add_(0, other.rows, other.values.to(dtype))
-            return self
-        if self.rows is None or other.rows is None:
-            return other.add(self)
-        return sum_rows(torch.cat([self.rows, other.rows]), torch.cat([self.values, other.values]), dtype=dtype)
-
-    def _locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the weight's flat indices lie in ``values``, and which of them do."""
-        assert self.rows is not None
-        cols = self.values.shape[1]
-        row = indices.div(cols, rounding_mode="floor")
-        position = torch.searchsorted(self.rows, row).clamp_(max=self.rows.numel() - 1)
-        return position * cols + indices % cols, self.rows[position] == row
-
-
-def sum_rows(rows: Tensor, values: Tensor, *, padded: bool = False, dtype: torch.dtype | None = None) -> Gradient:
-    """The gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` (n,) is r.
-
-    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048.
-
-    Args:
-        rows: (n,) int64, in any order.
-        values: (n, cols).
-        padded: whether the sums are (n, cols), so that the host need not wait for the number of rows that differ.
-        dtype: in which the gradient came; by default that of ``values``.
-    """
-    unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
-    long = torch.promote_types(values.dtype, torch.float32)
-    total = torch.zeros(unique.numel(), values.shape[1], dtype=long, device=values.device)
-    at_once = max(1, CAST_ENTRIES // max(1, values.shape[1])) if values.dtype != long else max(1, values.shape[0])
-    for places, some in zip(inverse.split(at_once), values.split(at_once), strict=True):
-        if total.is_cuda:  # index_add_ adds in another order at every run, and index_put_ waits to check the places
-            torch._index_put_impl_(total, [places], some.to(long), accumulate=True, unsafe=True)
-        else:
-            total.index_add_(0, places, some.to(long))
-    return Gradient(total, unique, dtype=dtype or values.dtype)
-
-
-def _padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows.unique(return_inverse=True)`` of a size that is known ahead.
-
-    Returns:
-        (n,) int64, ascending: the distinct numbers in ``rows`` (n,), the largest as often as it takes to fill up; and
-        (n,) int64: where each of ``rows`` is among them, the first place of the largest.
-    """
-    ordered, order = rows.sort()
-    place = ordered.clone()
-    place[:1] = 0
-    place[1:] = ordered[1:] != ordered[:-1]
-    place = place.cumsum(0)
-    unique = ordered[-1:].expand_as(ordered).clone().index_put_((place,), ordered)
-    return unique, torch.empty_like(place).index_put_((order,), place)
+_HANDLES = itertools.count()
+_BY_HANDLE: weakref.WeakValueDictionary[int, MaskedTensor] = weakref.WeakValueDictionary()
 
 
 class Use(Protocol):
-    """One use of a tensor in a forward pass: what a masked module's autograd node holds on to."""
+    """One use of a tensor in a forward pass; the masked module's autograd node holds it."""
 
     anchor: Tensor
 
     def wanted(self) -> bool:
-        """Whether anybody wants this use's gradient in the backward pass that is running."""
+        """Whether the running backward pass needs this use's gradient."""
 
     def collect(self, gradient: Gradient | None) -> None:
-        """Hands over what the node saw; ``None`` where it was not wanted."""
+        """Takes the use's gradient; ``None`` where it is not wanted."""
 
 
 class Collector(Protocol):
-    """Whoever trains the tensors. A masked module does not know how entries are selected."""
+    """The trainer of the tensors, as far as a masked module sees it: not how entries are selected."""
 
     @property
     def values(self) -> Tensor:
@@ -181,90 +54,93 @@ class Collector(Protocol):
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 has the weights."""
+        """Whether FSDP2 holds the weights."""
 
     @property
     def in_forward(self) -> bool:
-        """Whether the model runs forward now, so that a weight that is read is a weight that is used."""
+        """Whether the model runs forward now, so that reading a weight is a use of it."""
 
     @property
     def forward_pass(self) -> int:
-        """Number of the model's forward pass that this thread is in, or was in last."""
+        """Number of this thread's current, or last, forward pass of the model."""
 
     @property
-    def compiled(self) -> Compiled:
-        """Its part in compiled graphs."""
+    def compiled(self) -> CompiledCollector:
+        """The collector of compiled graphs."""
 
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
 
 
-class Compiled(Protocol):
-    """A collector's part in compiled graphs, which know a tensor by its handle."""
+class CompiledCollector(Protocol):
+    """A collector as compiled graphs see it, which know a tensor by its handle."""
 
     @property
     def root_anchor(self) -> Tensor:
-        """(1,) what a use in a compiled graph takes as an input; its gradient is empty."""
+        """(1,) an input of every use in a compiled graph; its gradient is empty."""
 
     def make_root(self) -> None:
-        """Sees to it that there is a root anchor of the flat delta as it is now."""
+        """Makes the root anchor of the flat delta as it is now."""
 
     def trains(self, tensor: MaskedTensor) -> bool:
-        """Whether a gradient may be collected for the tensor, now or later; it is asked while a graph is compiled."""
+        """Whether a gradient may be collected for the tensor, now or later; called while a graph is compiled."""
 
     def announce(self, tensor: MaskedTensor) -> None:
         """Announces a use by a compiled graph that runs forward."""
 
     def use(self, tensor: MaskedTensor) -> Use:
-        """One of the announced uses, in the backward pass of its graph."""
+        """Returns one of the announced uses, in the backward pass of its graph."""
 
     def refresh(self) -> None:
-        """Brings the weights in step with the flat delta."""
+        """Updates the weights to the flat delta."""
 
 
+@dataclass(eq=False, repr=False)
 class MaskedTensor:
-    """One tensor parameter, its index buffers, and who collects its gradient.
+    """One parameter, its index buffers, and the collector of its gradient.
 
     Args:
-        number: which of the model's masked tensors it is, from 0.
+        number: its position among the model's masked tensors, from 0.
         owner: the module that has the parameter; the first of those that share it.
         attribute: the parameter's name in its owner.
         name: its first name in the model's ``named_parameters``.
         offset: global id of its first entry: the number of entries in the tensors before it.
-        collector: gets the gradients.
+        collector: takes the gradients.
         frozen_row: a row that is no candidate (an embedding's padding row).
 
     Attributes:
-        handle: () int64, what stands for this tensor in a compiled graph.
+        shape: the parameter's shape at sparsify().
+        handle: () int64, the tensor's number in compiled graphs; layers with one code share one graph, whatever their
+            handles, and a graph that another process has stored finds this process's tensors.
+        dormant: whether it has no unmasked entry and never will.
+        packed: whether the parameter is packed, so that no trained value can be written into it.
+        scheme: how the parameter is quantized.
     """
 
-    dormant = False  # whether it has no unmasked entry and never will
-    packed = False  # whether the parameter is packed, so that no trained value can be written into it
-    scheme: str | None = None  # how the parameter is quantized
+    number: int
+    owner: nn.Module
+    attribute: str
+    name: str
+    offset: int
+    collector: Collector
+    frozen_row: int | None = None
 
-    def __init__(
-        self,
-        number: int,
-        owner: nn.Module,
-        attribute: str,
-        name: str,
-        offset: int,
-        collector: Collector,
-        frozen_row: int | None = None,
-    ) -> None:
-        self.number = number
-        self.owner = owner
-        self.attribute = attribute
-        self.name = name
-        self.offset = offset
-        self.collector = collector
-        self.frozen_row = frozen_row
+    dormant = False
+    packed = False
+    scheme: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
         self.shape = self.shape_now
-        self.handle = new_handle(self)
+        self.handle = self._new_handle()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.handle = new_handle(self)
+        self.handle = self._new_handle()
+
+    def _new_handle(self) -> Tensor:
+        number = next(_HANDLES)
+        _BY_HANDLE[number] = self
+        return torch.tensor(number, device="cpu")
 
     @property
     def parameter(self) -> Tensor:
@@ -274,11 +150,11 @@ class MaskedTensor:
 
     @property
     def shape_now(self) -> torch.Size:
-        """The parameter's shape; ``shape`` is the one it had at first."""
+        """The parameter's shape; ``shape`` is the one at sparsify()."""
         return self.parameter.shape
 
     def check_shape(self) -> None:
-        """Raises where the parameter was given another shape."""
+        """Raises ``SparsifyError`` if the parameter has another shape than at sparsify()."""
         if self.shape_now != self.shape:
             raise SparsifyError(
                 f"`{self.name}` had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now; "
@@ -288,7 +164,6 @@ class MaskedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight's values."""
         return self.parameter.dtype
 
     @property
@@ -298,7 +173,6 @@ class MaskedTensor:
 
     @property
     def numel(self) -> int:
-        """Number of entries."""
         return self.shape.numel()
 
     @property
@@ -326,12 +200,12 @@ class MaskedTensor:
 
     @property
     def effective(self) -> Tensor:
-        """(k,) the values at the unmasked entries as they are now."""
+        """(k,) the current values at the unmasked entries."""
         return self.take(self.indices)
 
     @property
     def own_effective(self) -> Tensor:
-        """(k,) likewise, or zero at entries that another rank holds: to be written back."""
+        """(k,) :attr:`effective`, with zeros at entries that another rank holds."""
         return read_own_entries(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
 
     @property
@@ -346,7 +220,7 @@ class MaskedTensor:
 
     @property
     def never_candidates(self) -> Tensor:
-        """Flat indices, ascending, of the entries that can never be unmasked."""
+        """Flat indices, ascending, of the frozen row's entries."""
         device, cols = self.parameter.device, self.shape[-1] if self.shape else 1
         if self.frozen_row is None:
             return torch.empty(0, dtype=torch.int64, device=device)
@@ -354,26 +228,26 @@ class MaskedTensor:
 
     @property
     def not_candidates(self) -> Tensor:
-        """Flat indices, in no order, of the entries that cannot be unmasked any more, or never."""
+        """Flat indices, in no order, of the entries that are unmasked already or in the frozen row."""
         return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
 
     def take(self, indices: Tensor) -> Tensor:
-        """The effective values (n,) at flat indices (n,)."""
+        """Returns the effective values (n,) at flat indices (n,)."""
         return read_entries(self.parameter, indices)
 
     def write(self, values: Tensor) -> None:
-        """Puts values (k,) into the weight at the indices; autograd's version counter sees it."""
+        """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""
         write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
     def write_unseen(self, values: Tensor) -> None:
-        """Likewise, through ``.data``: a graph that was built before has saved this weight and gets it unchanged."""
+        """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
         write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
     def write_base(self) -> None:
-        """Puts the pretrained values into the weight, in the same way."""
+        """Writes the pretrained values as :meth:`write_unseen` does."""
         self.write_unseen(self.base)
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
-    """A tensor of any shape as (rows, cols): its last dimension is kept, a vector or a scalar is one row."""
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+def tensor_of(handle: Tensor) -> MaskedTensor:
+    """Returns the living masked tensor of a handle () int64."""
+    return _BY_HANDLE[int(handle)]

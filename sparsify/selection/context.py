@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.gradients import Gradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.counters import Work
 from sparsify.selection.topk import TopK, offer_gradient
 from sparsify.strategies.importance import GradientImportance

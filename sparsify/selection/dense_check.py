@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.masked.tied import TiedGradient
+from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.counters import Work
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients
@@ -115,7 +114,7 @@ class CheckedSelector:
         weight = _at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
         self._finite &= bool(grad.isfinite().all())
         scores = self._importance.score(weight, grad)
-        candidates = Gradient(scores.where((scores > 0) & scores.isfinite() & (grad != 0), 0), rows)
+        candidates = DenseGradient(scores.where((scores > 0) & scores.isfinite() & (grad != 0), 0), rows)
         candidates.clear(tensor.not_candidates if self._masked_only else tensor.never_candidates)
         at = row, column = candidates.values.nonzero(as_tuple=True)
         ids = (row if rows is None else rows[row]) * weight.shape[1] + column + tensor.offset
@@ -188,7 +187,7 @@ def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
         error = error.index_add(0, at, short * rows.abs()) + short * total.abs()
         return total, largest.index_add(0, at, rows.abs()), error
     if not isinstance(gradient, Product):
-        grad = _at_least_float32(gradient.values)
+        grad = _at_least_float32(gradient.dense().values)
         return grad, grad, torch.zeros_like(grad)
     left, right = (_at_least_float32(factor) for factor in (gradient.left, gradient.right))
     left_norm, right_norm = (torch.linalg.vector_norm(factor, dim=0) for factor in (left, right))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sparsify.kernels.candidates import Candidates, best_first
 from sparsify.kernels.select import cut, select
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.gradients import Gradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.counters import Work
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.masked.tied import TiedGradient
+from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import ScanResult, SelectionContext
 from sparsify.selection.selectors import scan
 from sparsify.selection.topk import TopK, Winners, offer_gradient
@@ -125,7 +124,7 @@ class DistributedSelector:
 
     def skip(self, tensor: MaskedTensor) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-        self.offer(tensor, Gradient(torch.zeros(0, _cols(tensor), device=nothing.device), nothing))
+        self.offer(tensor, DenseGradient(torch.zeros(0, _cols(tensor), device=nothing.device), nothing))
 
     def winners(self) -> Winners:
         return self._pool.winners()

@@ -14,9 +14,8 @@ from torch import Tensor
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.norm_bound import survey
 from sparsify.kernels.sddmm import sddmm
-from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.masked.tied import TiedGradient
+from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import ScanResult, SelectionContext, scan_dense
 from sparsify.selection.topk import offer_entries
 from sparsify.strategies.importance import ROUNDING_SLACK
@@ -76,7 +75,7 @@ def _offer_tied(
     unmasked = _screen(context, tensor, product, excluded, left_out=looked_up.rows)
     if unmasked is None:
         return None
-    made = Gradient(product.left[:, looked_up.rows].t() @ product.right + looked_up.values, looked_up.rows)
+    made = DenseGradient(product.left[:, looked_up.rows].t() @ product.right + looked_up.values, looked_up.rows)
     finite = scan_dense(context, tensor, made, excluded).finite
     return ScanResult(unmasked + looked_up.take(tensor.indices), gradient, finite)
 

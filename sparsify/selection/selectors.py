@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.gradients import Gradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import ScanResult, SelectionContext, scan_dense
 from sparsify.selection.screening import can_screen, scan_screened
 from sparsify.selection.small_tensors import SmallGradients

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparsify.common.devices import runs_ahead
 from sparsify.kernels.threshold import reaching
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.gradients import DenseGradient, Gradient
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.topk import offer_entries
 
@@ -33,7 +34,7 @@ class SmallGradients:
     """
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[MaskedTensor, Gradient]] = []
+        self.pairs: list[tuple[MaskedTensor, DenseGradient]] = []
 
     @property
     def tensors(self) -> list[MaskedTensor]:

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
+from sparsify.masked.gradients import Gradient
 from sparsify.masked.module import first_order
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.tensor import MaskedTensor
 
 REENTRANT = (
     "`{name}` was recomputed inside a backward pass of its own: reentrant activation checkpointing cannot work with "

@@ -23,9 +23,10 @@ from sparsify.common.devices import Streams
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import num_ranks
 from sparsify.errors import SparsifyError
-from sparsify.masked.arithmetic import without_autocast
+from sparsify.masked.gradients import Gradient
+from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.policies import Engine as Growing
 from sparsify.selection.policies import policy_of
 from sparsify.selection.selectors import Selector

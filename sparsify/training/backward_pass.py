@@ -7,8 +7,9 @@ import threading
 import torch
 from torch import Tensor
 
-from sparsify.masked.arithmetic import without_autocast
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.gradients import Gradient
+from sparsify.masked.module import without_autocast
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
 

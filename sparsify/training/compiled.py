@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.arithmetic import without_autocast
-from sparsify.masked.tensor import Gradient, MaskedTensor
+from sparsify.masked.gradients import Gradient
+from sparsify.masked.module import without_autocast
+from sparsify.masked.tensor import MaskedTensor
 from sparsify.training.anchors import REENTRANT, Anchors, Root, Sink, is_reached
 from sparsify.training.weights import EffectiveWeights
 

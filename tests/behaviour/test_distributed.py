@@ -33,7 +33,7 @@ from sparsify import (
 )
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.integrations.distributed import check_ranks
-from sparsify.masked.tensor import Gradient
+from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import screening as screen
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
@@ -265,10 +265,10 @@ def winners_of_random_tensors(rank):
                 grads[:, ::2] = 0
             mean = grads.clone().sum(0) / num_ranks()
             offer_gradient(expected, importance, tensor.matrix, mean, None, tensor.offset)
-            gradient = Gradient(grads[rank].clone())
+            gradient = DenseGradient(grads[rank].clone())
             if seed % 7 == 0:
                 rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
-                gradient = Gradient(grads[rank][rows], rows)
+                gradient = DenseGradient(grads[rank][rows], rows)
             selector.offer(tensor, gradient)
         if selector.winners().ids.tolist() != expected.winners().ids.tolist():
             wrong.append(seed)

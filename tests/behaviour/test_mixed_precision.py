@@ -9,7 +9,7 @@ from torch import nn
 from twins import sgd, trainable
 
 from sparsify import get_unmasker, sparsify, summary
-from sparsify.masked.product import Product
+from sparsify.masked.gradients import Product
 
 BUDGET, STEPS = 40, 8
 

@@ -10,8 +10,8 @@ from sparsify import SparsifyError
 from sparsify.kernels import costs
 from sparsify.kernels.costs import Costs, costs_of, fixed
 from sparsify.kernels.norm_bound import Room, survey
-from sparsify.masked import product as products
-from sparsify.masked.product import Product
+from sparsify.masked import gradients as products
+from sparsify.masked.gradients import DenseGradient, Product
 
 SOME = Costs(product=1.0, whole=1.1, norms=0.5, tile=0.002, base=0.2, entry=0.001)
 KIND = "float32 8x256x256"
@@ -69,7 +69,7 @@ def test_a_survey_leaves_room_for_what_the_product_would_cost_beyond_it():
 def test_a_product_is_sampled_or_multiplied_out_by_its_costs(monkeypatch, sampled):
     monkeypatch.setattr(products, "costs_of", lambda *_: SOME._replace(base=0.0 if sampled else 2.0))
     whole = []
-    monkeypatch.setattr(Product, "dense", lambda self: whole.append(True) or products.Gradient(torch.ones(SIZE, SIZE)))
+    monkeypatch.setattr(Product, "dense", lambda self: whole.append(True) or DenseGradient(torch.ones(SIZE, SIZE)))
     Product(*factors()).take(torch.tensor([3]))
     assert bool(whole) is not sampled
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsify.kernels.sddmm import plain_sddmm, sddmm
-from sparsify.masked import product
+from sparsify.masked import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -68,10 +68,10 @@ def test_float64_stays_in_float64():
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))
-    monkeypatch.setattr(product, "GPU_DOT_COST", 10)
+    monkeypatch.setattr(gradients, "GPU_DOT_COST", 10)
     left, right = factors(30, 10, 20, torch.bfloat16)
     indices = torch.arange(number) * 5
-    entries = product.Product(left, right).take(indices)
+    entries = gradients.Product(left, right).take(indices)
     assert entries.dtype == (torch.float32 if number * 10 < 200 else torch.bfloat16)  # else the whole product's
     torch.testing.assert_close(
         entries.double(), (left.double().t() @ right.double()).take(indices), rtol=1e-2, atol=0.1

@@ -34,38 +34,31 @@ def masked_copy(plain):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 1, 3), (0,)], ids=str)
-@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
-def test_the_output_is_the_plain_tables_bit_for_bit(plain, dtype, shape, id_dtype):
+def test_the_output_is_the_plain_tables_bit_for_bit(plain, dtype, shape):
     plain.to(dtype)
     table, _, _ = masked_copy(plain)
-    ids = torch.randint(ROWS, shape, dtype=id_dtype)
-    assert torch.equal(table(ids), plain(ids))
-    with torch.no_grad():
+    for ids in (torch.randint(ROWS, shape), torch.randint(ROWS, shape, dtype=torch.int32)):
         assert torch.equal(table(ids), plain(ids))
+        with torch.no_grad():
+            assert torch.equal(table(ids), plain(ids))
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
-def test_the_gradient_is_plain_autograds_for_the_batchs_rows_and_has_no_others(plain, id_dtype):
+@pytest.mark.parametrize("strided", [True, False])
+def test_the_gradient_is_plain_autograds_for_the_batchs_rows_and_has_no_others(plain, id_dtype, strided):
     plain.double()
     table, recorder, tensor = masked_copy(plain)
-    ids = torch.tensor([[3, 0, 3], [8, 3, 5]], dtype=id_dtype)
-    grad = torch.randn(2, 3, DIM).double()
+    table.requires_grad_(True)  # as PEFT's set_adapter does
+    ids, grad = torch.tensor([[3, 0, 3], [8, 3, 5]], dtype=id_dtype), torch.randn(2, 3, DIM).double()
+    if strided:
+        ids, grad = ids.t(), grad[:1, :1].expand(3, 2, DIM)
     table(ids).backward(grad)
     plain(ids).backward(grad)
+    assert table.weight.grad is None
     (gradient,) = recorder.gradients["weight"]
     assert gradient.rows.tolist() == sorted({0, 3, 5, 8} - {plain.padding_idx})
     assert gradient.values.shape == (gradient.rows.numel(), DIM)
     torch.testing.assert_close(recorder.dense(tensor), plain.weight.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_the_padding_row_is_no_candidate(plain):
-    _, _, tensor = masked_copy(plain)
-    if plain.padding_idx is None:
-        assert tensor.never_candidates.numel() == 0
-        assert tensor.num_candidates == ROWS * DIM
-    else:
-        assert tensor.never_candidates.tolist() == list(range(plain.padding_idx * DIM, (plain.padding_idx + 1) * DIM))
-        assert tensor.num_candidates == (ROWS - 1) * DIM
 
 
 def test_an_unwanted_gradient_is_reported_as_a_use(plain):
@@ -73,25 +66,6 @@ def test_an_unwanted_gradient_is_reported_as_a_use(plain):
     recorder.wanted = False
     table(torch.tensor([1, 2])).sum().backward()
     assert recorder.gradients == {"weight": [None]}
-
-
-def test_the_table_gets_no_gradient_even_if_somebody_sets_requires_grad_again(plain):
-    table, recorder, _ = masked_copy(plain)
-    table.requires_grad_(True)
-    table(torch.tensor([1, 2])).sum().backward()
-    assert table.weight.grad is None
-    assert recorder.gradients
-
-
-@pytest.mark.parametrize("strided", [True, False])
-def test_any_layout_of_ids_and_gradients_is_fine(strided):
-    plain = nn.Embedding(ROWS, DIM).double()
-    table, recorder, tensor = masked_copy(plain)
-    ids = torch.randint(ROWS, (6, 4))
-    ids = ids.t() if strided else ids
-    for module in (table, plain):
-        module(ids).sum().backward()  # an expanded gradient
-    torch.testing.assert_close(recorder.dense(tensor), plain.weight.grad)
 
 
 class TiedLanguageModel(nn.Module):
@@ -108,7 +82,6 @@ class TiedLanguageModel(nn.Module):
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_tied_head_adds_to_the_rows_of_the_batch(padding_idx, sparse):
-    torch.manual_seed(0)
     plain = TiedLanguageModel(padding_idx=padding_idx).double()
     tied = TiedLanguageModel(padding_idx=padding_idx, sparse=sparse).double()
     tied.load_state_dict(plain.state_dict())
@@ -124,7 +97,6 @@ def test_a_tied_head_adds_to_the_rows_of_the_batch(padding_idx, sparse):
 
 @pytest.mark.parametrize("ids", [[[0, 0, 0]], [[]]], ids=["only padding", "no tokens"])
 def test_a_batch_that_looks_nothing_up_gives_no_gradient(ids):
-    torch.manual_seed(0)
     model = sparsify_fully(nn.Sequential(nn.Embedding(ROWS, DIM, padding_idx=0), nn.Linear(DIM, 2)))
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     model(torch.tensor([[1, 2, 3]])).square().sum().backward()
@@ -144,7 +116,6 @@ def test_every_kind_of_table_gets_the_gradient_it_gets_when_plain(options, subcl
     class Table(nn.Embedding):
         pass
 
-    torch.manual_seed(0)
     plain = nn.Sequential((Table if subclassed else nn.Embedding)(ROWS, DIM, padding_idx=1, **options)).double()
     masked = sparsify_fully(copy.deepcopy(plain))
     ids = torch.tensor([[1, 4, 4, 4, 7]])

@@ -16,54 +16,39 @@ from sparsify import desparsify, get_unmasker, sparsify
 DIM = 4
 
 
-class Scalar(nn.Module):
-    def __init__(self):
+class Own(nn.Module):
+    """A module with parameters of its own, of given shapes, and a given forward."""
+
+    def __init__(self, forward, **shapes):
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+        self.run = forward
 
-    def forward(self, x):
-        return x * self.scale
+    def forward(self, x, *args):
+        return self.run(self, x, *args)
 
 
-class ClassToken(nn.Module):
+def with_class_token(module, x):
     """As in a vision transformer: a token in front, and learned positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, DIM))
-        self.positions = nn.Parameter(torch.randn(1, 4, DIM))
-
-    def forward(self, x):
-        return torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+    return torch.cat([module.token.expand(len(x), -1, -1), x], dim=1) + module.positions
 
 
-class Experts(nn.Module):
+def through_experts(module, x):
     """As in a mixture of experts: one 3-D parameter, of which each token sees a slice."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, DIM, DIM))
-
-    def forward(self, x):
-        return torch.stack([x[:, i] @ self.weights[i % 2] for i in range(x.shape[1])], dim=1)
+    return torch.stack([x[:, i] @ module.weights[i % 2] for i in range(x.shape[1])], dim=1)
 
 
-class UsedTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM))
-
-    def forward(self, x):
-        return torch.tanh(x * self.weight) + self.weight
+def scaled(module, x):
+    return x * module.weight
 
 
-class Recursive(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM))
+def used_twice(module, x):
+    return torch.tanh(x * module.weight) + module.weight
 
-    def forward(self, x, depth=2):
-        return torch.tanh(self(x * self.weight, depth - 1) + self.weight) if depth else x * self.weight
+
+def recursive(module, x, depth=2):
+    return torch.tanh(module(x * module.weight, depth - 1) + module.weight) if depth else x * module.weight
 
 
 class ScaledLinear(nn.Linear):
@@ -110,17 +95,25 @@ MODULES = {
     "attention": Attention,
     "encoder layer": lambda: nn.TransformerEncoderLayer(DIM, 2, 6, dropout=0.0, batch_first=True),
     "lists": Lists,
-    "scalar": Scalar,
-    "class token": ClassToken,
-    "3-D experts": Experts,
-    "used twice": UsedTwice,
-    "recursive": Recursive,
+    "scalar": lambda: Own(scaled, weight=()),
+    "class token": lambda: Own(with_class_token, token=(1, 1, DIM), positions=(1, 4, DIM)),
+    "3-D experts": lambda: Own(through_experts, weights=(3, DIM, DIM)),
+    "used twice": lambda: Own(used_twice, weight=DIM),
+    "recursive": lambda: Own(recursive, weight=DIM),
 }
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def assert_gradients(masked, plain, tolerance=1e-12):
+    """The gradients of a sparsified model are those of its plain twin, zero where that has none."""
+    for name, gradient in model_gradients(masked).items():
+        expected = plain.get_parameter(name).grad
+        expected = torch.zeros_like(gradient) if expected is None else expected
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -136,28 +129,16 @@ def test_output_input_gradient_and_gradients_are_the_plain_modules(name, dtype):
         results.append((y.detach(), leaf.grad))
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=1e-6)
-    gradients = model_gradients(masked)
-    expected = {parameter_name: p.grad for parameter_name, p in plain.named_parameters() if p.requires_grad}
-    assert gradients.keys() == expected.keys()
-    for parameter_name, grad in expected.items():
-        torch.testing.assert_close(gradients[parameter_name], grad, rtol=1e-6, atol=1e-6)
-    assert any(grad.any() for grad in expected.values())
-
-
-class Positions(nn.Module):
-    """The gradient of an addition is one tensor, shared by autograd between the input and the parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.pos = nn.Parameter(torch.randn(3, DIM))
-
-    def forward(self, x):
-        return x + self.pos
+    trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
+    assert list(model_gradients(masked)) == trained
+    assert_gradients(masked, plain, 1e-6)
+    assert any(plain.get_parameter(name).grad.any() for name in trained)
 
 
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_gradient_that_autograd_shares_is_not_written_to(uses):
-    positions = Positions()
+    """That of an addition is one tensor, shared between the input and the parameter."""
+    positions = Own(lambda module, x: x + module.pos, pos=(3, DIM))
     plain = nn.Sequential(nn.Linear(DIM, DIM), *[positions] * uses, nn.Linear(DIM, 2)).double()
     masked = sparsify_fully(copy.deepcopy(plain), steps=4)
     x = torch.randn(3, DIM).double()
@@ -173,43 +154,19 @@ def test_a_gradient_that_autograd_shares_is_not_written_to(uses):
     assert get_unmasker(masked).unmasked == masked.sparse_values.numel()
 
 
-def test_clearing_unmasked_entries_leaves_the_inputs_gradient_alone():
-    plain = nn.Sequential(Positions(), nn.Linear(DIM, 2)).double()
-    model = copy.deepcopy(plain)
-    recorder, _ = mask(model[0])
-    x = torch.randn(3, DIM).double().requires_grad_()
-    original = recorder.use
-
-    def clear_at_once(tensor):
-        use = original(tensor)
-        use.collect = lambda gradient: gradient.clear(torch.arange(6))
-        return use
-
-    recorder.use = clear_at_once
-    model(x).square().sum().backward()
-    expected = x.detach().clone().requires_grad_()
-    plain(expected).square().sum().backward()
-    assert torch.equal(x.grad, expected.grad)
-
-
-class Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM))
-        self.bias = nn.Parameter(torch.randn(DIM))
-        self.fails = False
+class Failing(nn.LayerNorm):
+    fails = False
 
     def forward(self, x):
-        seen = x * self.weight
+        y = super().forward(x)
         if self.fails:
             raise RuntimeError("out of memory")
-        return seen + self.bias
+        return y
 
 
 def test_parameters_are_tapped_in_forward_and_back_in_place_after_it():
-    module = Failing()
+    module = Failing(DIM)
     inside = []
-    module.register_forward_pre_hook(lambda m, args: None)
     parameters = dict(module.named_parameters())
     mask(module)
     module.register_forward_pre_hook(lambda m, args: inside.append(m._parameters["weight"]))
@@ -221,7 +178,7 @@ def test_parameters_are_tapped_in_forward_and_back_in_place_after_it():
 
 @pytest.mark.parametrize("where", ["forward", "later pre-hook", "earlier pre-hook"])
 def test_a_forward_that_fails_leaves_the_plain_parameters_in_place(where):
-    module = Failing()
+    module = Failing(DIM)
     parameters = dict(module.named_parameters())
 
     def fail(module, args):
@@ -243,21 +200,21 @@ def test_a_forward_that_fails_leaves_the_plain_parameters_in_place(where):
         x = torch.randn(2, DIM)
         recorder.gradients.clear()
         module(x).sum().backward()
-        torch.testing.assert_close(recorder.dense(tensors["weight"]), x.sum(0))
+        torch.testing.assert_close(recorder.dense(tensors["bias"]), torch.full((DIM,), 2.0))
 
 
 def test_a_recursive_forward_that_fails_leaves_the_plain_parameters_in_place():
-    module = Recursive()
+    module = Own(recursive, weight=DIM)
     weight = module.weight
     mask(module)
     with pytest.raises(TypeError):
-        module(torch.randn(2, DIM), depth="many")
+        module(torch.randn(2, DIM), "many")
     assert module._parameters["weight"] is weight
     assert not any(module._parameters.taps.values())
 
 
 def test_without_gradients_nothing_is_tapped():
-    module = Failing()
+    module = Failing(DIM)
     recorder, _ = mask(module)
     inside = []
     module.register_forward_pre_hook(lambda m, args: inside.append(m.weight))
@@ -278,40 +235,33 @@ def test_an_unwanted_gradient_is_reported_as_a_use():
     assert recorder.gradients == {"weight": [None], "bias": [None]}
 
 
+def replace_forward(layer):
+    def doubled(self, x):
+        return 2 * (
+            F.embedding(x, self.weight) if isinstance(self, nn.Embedding) else F.linear(x, self.weight, self.bias)
+        )
+
+    layer.forward = types.MethodType(doubled, layer)
+
+
+def add_accelerates_hook(layer):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+
+
+@pytest.mark.parametrize("replace", [replace_forward, add_accelerates_hook])
 @pytest.mark.parametrize("kind", ["linear", "embedding"])
-def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind):
-    def doubled_linear(self, x):
-        return 2 * F.linear(x, self.weight, self.bias)
-
-    def doubled_embedding(self, ids):
-        return 2 * F.embedding(ids, self.weight)
-
-    def build():
-        torch.manual_seed(1)
-        layer = nn.Linear(DIM, DIM) if kind == "linear" else nn.Embedding(6, DIM)
-        layer.forward = types.MethodType(doubled_linear if kind == "linear" else doubled_embedding, layer)
-        return nn.Sequential(layer, nn.Linear(DIM, 2)).double()
-
-    plain, masked = build(), sparsify_fully(build())
+def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind, replace):
+    plain = nn.Sequential(nn.Linear(DIM, DIM) if kind == "linear" else nn.Embedding(6, DIM), nn.Linear(DIM, 2)).double()
+    masked = copy.deepcopy(plain)
+    for model in (plain, masked):
+        replace(model[0])
+    sparsify_fully(masked)
     assert type(masked[0]) is type(plain[0])
     x = torch.randn(3, DIM).double() if kind == "linear" else torch.tensor([1, 1, 4])
     for model in (plain, masked):
         model(x).square().sum().backward()
-    for name, gradient in model_gradients(masked).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
-
-
-def test_accelerates_hooks_on_a_module_are_kept():
-    accelerate_hooks = pytest.importorskip("accelerate.hooks")
-    plain = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 2)).double()
-    masked = copy.deepcopy(plain)
-    accelerate_hooks.add_hook_to_module(masked[0], accelerate_hooks.ModelHook())
-    sparsify_fully(masked)
-    x = torch.randn(3, DIM).double()
-    for model in (plain, masked):
-        model(x).square().sum().backward()
-    for name, gradient in model_gradients(masked).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+    assert_gradients(masked, plain)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -369,10 +319,7 @@ def test_a_weight_that_is_read_past_its_module_gets_that_uses_gradient_too(layer
     masked, x = sparsify_fully(copy.deepcopy(plain)), torch.randn(3, DIM).double()
     for model in (plain, masked):
         model(x).square().backward()
-    for name, gradient in model_gradients(masked).items():
-        expected = plain.get_parameter(name).grad
-        expected = torch.zeros_like(gradient) if expected is None else expected
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert_gradients(masked, plain)
     assert plain.part.layer.weight.grad.any()
 
 
@@ -396,19 +343,10 @@ def test_a_weight_is_itself_outside_of_the_models_forward(layer):
     assert layer.weight is weight
 
 
-class CastsToItsLayer(nn.Module):
-    """As T5's feed-forward block: it looks at a layer's weight for its dtype before it calls the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        return self.layer(x.to(self.layer.weight.dtype))
-
-
 def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node(monkeypatch):
-    model = sparsify_fully(nn.Sequential(CastsToItsLayer()))
+    casting = Own(lambda module, x: module.layer(x.to(module.layer.weight.dtype)))  # as T5's feed-forward block
+    casting.layer = nn.Linear(DIM, DIM)
+    model = sparsify_fully(nn.Sequential(casting))
     collection, whole = get_unmasker(model).collection, []
     original = collection.collect
     monkeypatch.setattr(
@@ -420,11 +358,13 @@ def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node
 
 @pytest.mark.parametrize("change", ["values", "dtype"])
 def test_a_root_with_parameters_of_its_own_is_brought_in_step_before_they_are_tapped(change):
-    model = sparsify(Scalar(), 1, "pafi")
+    model = sparsify(Own(scaled, weight=()), 1, "pafi")
+    before = model.weight.item()
     if change == "values":
         model.sparse_values.data.add_(0.5)  # behind the optimizer's back
     else:
         model.bfloat16()
-    model(torch.ones(3, dtype=model.scale.dtype)).sum().backward()
-    assert model.scale.item() == (2.0 if change == "values" else 1.5)
+    model(torch.ones(3, dtype=model.weight.dtype)).sum().backward()
+    expected = torch.tensor(before + 0.5) if change == "values" else torch.tensor(before).bfloat16()
+    assert model.weight.item() == expected.item()
     assert model.sparse_values.grad.item() == 3.0

@@ -48,11 +48,6 @@ def train_a_step(model, x):
 # -------------------------------------------------------------------------------- double backward
 
 
-def penalty_on_the_input(model, x):
-    x = x.clone().requires_grad_()
-    torch.autograd.grad(loss_of(model, x), x, create_graph=True)
-
-
 def gradient_of_the_delta(model, x):
     torch.autograd.grad(loss_of(model, x), model.sparse_values, create_graph=True)
 
@@ -75,8 +70,10 @@ def test_double_backward_is_refused_and_the_model_trains_on(kind, differentiate)
 
 @pytest.mark.parametrize("kind", ["linear", "transposed", "quantized"])
 def test_a_penalty_on_the_gradient_of_the_input_is_refused_as_it_is_asked_for(kind):
+    model, x = build(kind)
+    x.requires_grad_()
     with pytest.raises(SparsifyError, match=TWICE):
-        penalty_on_the_input(*build(kind))
+        torch.autograd.grad(loss_of(model, x), x, create_graph=True)
 
 
 def test_a_penalty_works_where_torchs_own_functions_use_the_weights():
@@ -109,52 +106,30 @@ def test_double_backward_through_a_compiled_model_is_refused():
 # -------------------------------------------------------------------------------- export
 
 
-def exported(model, x):
-    torch.export.export(model, (x,), strict=False)
+WAYS = {
+    "export": lambda model, x: torch.export.export(model, (x,), strict=False),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True),
+    "trace": lambda model, x: torch.jit.trace(model, (x,)),
+    "trace without gradients": lambda model, x: torch.no_grad()(torch.jit.trace)(model, (x,)),
+    "onnx": lambda model, x: torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False),
+}
 
 
-def exported_strictly(model, x):
-    torch.export.export(model, (x,), strict=True)
-
-
-def traced(model, x):
-    torch.jit.trace(model, (x,))
-
-
-def traced_without_gradients(model, x):
-    with torch.no_grad():
-        torch.jit.trace(model, (x,))
-
-
-def exported_to_onnx(model, x):
-    torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
-
-
-WAYS = [exported, exported_strictly, traced, traced_without_gradients, exported_to_onnx]
-
-
-@pytest.mark.parametrize("export", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["linear", "norm", "embedding"])
 @pytest.mark.filterwarnings("ignore")
-def test_export_is_refused_and_the_model_trains_on(kind, export):
+def test_export_is_refused_and_the_model_trains_on(kind, way):
     model, x = build(kind)
     expected = train_a_step(*build(kind))
-    with pytest.raises(SparsifyError, match=EXPORTED):
-        export(model.eval(), x)
+    for part in (model, model[0]) if kind == "linear" else (model,):
+        with pytest.raises(SparsifyError, match=EXPORTED):
+            WAYS[way](part.eval(), x)
     assert train_a_step(model.train(), x) == expected
 
 
-@pytest.mark.parametrize("export", [exported, exported_strictly, traced])
+@pytest.mark.parametrize("way", ["export", "trace"])
 @pytest.mark.filterwarnings("ignore")
-def test_export_of_a_part_is_refused(export):
-    model, x = build("linear")
-    with pytest.raises(SparsifyError, match=EXPORTED):
-        export(model[0], x)
-
-
-@pytest.mark.parametrize("export", [exported, traced])
-@pytest.mark.filterwarnings("ignore")
-def test_a_desparsified_model_is_exported(export):
+def test_a_desparsified_model_is_exported(way):
     model, x = build("linear")
     train_a_step(model, x)
-    export(desparsify(model), x)
+    WAYS[way](desparsify(model), x)

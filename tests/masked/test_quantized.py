@@ -1,6 +1,8 @@
 """Linear layers over quantized weights: the oracle on the dequantized weights, and a base that is never written."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,12 +40,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gemm_4bit.*")
 
 
 def packed(model):
-    """The bytes of every quantized weight, and its scales."""
+    """Every weight of a state dict, with its scales, as ordinary tensors."""
     return {
-        key: value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+        key: value.clone() if type(value) is torch.Tensor else value.dequantize()
         for key, value in model.state_dict().items()
-        if "sparse" not in key and not key.endswith(("_indices", "_slots", "_base"))
+        if "sparse" not in key
     }
+
+
+def sparse_llama(scheme, steps=4, trained=0):
+    """A sparsified quantized model after some steps, and its batches."""
+    model, batches = quantized_build("llama", scheme)
+    sparsify(model, 60, steps=steps, target_modules="all-linear")
+    return train(model, batches[:trained]), batches
 
 
 def masked_quantized(model):
@@ -74,26 +83,21 @@ def test_a_quantized_base_trains_as_the_dense_oracle_does_on_the_dequantized_wei
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_packed_base_is_never_written(scheme):
-    model, batches = quantized_build("llama", scheme)
+    model, batches = sparse_llama(scheme, steps=12)
     before = packed(model)
-    sparsify(model, 60, steps=len(batches), target_modules="all-linear")
-    train(model, batches)
-    model.eval()
+    train(model, batches).eval()
     with torch.no_grad():
         model(**batches[0])
     after = packed(model)
     assert before.keys() == after.keys()
-    for key, value in before.items():
-        assert torch.equal(*(v.dequantize() if hasattr(v, "dequantize") and type(v) is not torch.Tensor else v
-                             for v in (value, after[key]))), key  # fmt: skip
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert summary(model, verify=True).verification.ok
     assert all(not p.requires_grad and p.grad is None for p in model.parameters() if p is not model.sparse_values)
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "torchao-int8"])
 def test_verify_notices_a_base_that_was_changed(scheme):
-    model, batches = quantized_build("llama", scheme)
-    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4])
+    model, _ = sparse_llama(scheme, trained=4)
     weight = masked_quantized(model)[0].parameter
     scales = weight.quant_state.absmax if scheme == "nf4" else weight.scale
     scales.mul_(2)
@@ -102,9 +106,8 @@ def test_verify_notices_a_base_that_was_changed(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_base_weights_runs_the_quantized_base_and_nothing_of_the_change(scheme):
-    model, batches = quantized_build("llama", scheme)
-    plain = dequantized(model)
-    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4])
+    plain = dequantized(quantized_build("llama", scheme)[0])
+    model, batches = sparse_llama(scheme, trained=4)
     with torch.no_grad():
         trained = model(**batches[0]).logits
         with base_weights(model):
@@ -116,10 +119,8 @@ def test_base_weights_runs_the_quantized_base_and_nothing_of_the_change(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_state_dict_carries_everything_into_a_freshly_sparsified_base(scheme):
-    model, batches = quantized_build("llama", scheme)
-    fresh = copy.deepcopy(model)
-    train(sparsify(model, 60, steps=8, target_modules="all-linear"), batches[:4])
-    sparsify(fresh, 60, steps=8, target_modules="all-linear").load_state_dict(model.state_dict())
+    (model, batches), (fresh, _) = sparse_llama(scheme, steps=8, trained=4), sparse_llama(scheme, steps=8)
+    fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(**batches[5]).logits, model(**batches[5]).logits)
     train(model, batches[4:8], lr=0.0)
     train(fresh, batches[4:8], lr=0.0)
@@ -137,8 +138,7 @@ def test_scales_of_another_base_are_refused_at_load():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_copy_computes_the_same_and_trains_apart(scheme):
-    model, batches = quantized_build("llama", scheme)
-    train(sparsify(model, 60, steps=6, target_modules="all-linear"), batches[:3])
+    model, batches = sparse_llama(scheme, steps=6, trained=3)
     twin, before = copy.deepcopy(model), model(**batches[0]).logits
     assert torch.equal(twin(**batches[0]).logits, before)
     train(twin, batches[3:6])
@@ -148,8 +148,7 @@ def test_a_copy_computes_the_same_and_trains_apart(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_desparsify_refuses_until_it_may_dequantize(scheme):
-    model, batches = quantized_build("llama", scheme)
-    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4])
+    model, batches = sparse_llama(scheme, trained=4)
     trained, classes = model(**batches[0]).logits, [type(module) for module in model.modules()]
     with pytest.raises(SparsifyError, match=r"quantized .*SparseDelta.from_model\(model\).*dequantize=True"):
         desparsify(model)
@@ -164,11 +163,9 @@ def test_desparsify_refuses_until_it_may_dequantize(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_desparsify_gives_the_quantized_layers_back_where_nothing_was_trained(scheme):
-    model, _ = quantized_build("llama", scheme)
-    classes, before = [type(module) for module in model.modules()], list(model.state_dict())
-    desparsify(sparsify(model, 60, steps=4, target_modules="all-linear"))
-    assert [type(module) for module in model.modules()] == classes
-    assert list(model.state_dict()) == before
+    model, plain = desparsify(sparse_llama(scheme)[0]), quantized_build("llama", scheme)[0]
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 def test_a_quantized_weight_is_a_candidate_only_where_it_is_named():
@@ -238,14 +235,19 @@ def test_the_output_has_the_plain_layers_dtype_under_autocast(scheme):
 
 
 def test_gradient_checkpointing_changes_nothing():
-    runs = []
-    for checkpointed in (False, True):
-        model, batches = quantized_build("llama", "nf4")
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        runs.append(train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:4]))
-    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    assert torch.equal(runs[0].sparse_values, runs[1].sparse_values)
+    expected, (model, batches) = sparse_llama("nf4", trained=4)[0], sparse_llama("nf4")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    train(model, batches[:4])
+    assert unmasked_sets(model) == unmasked_sets(expected)
+    assert torch.equal(model.sparse_values, expected.sparse_values)
+
+
+def test_a_graph_from_before_some_steps_runs_backward_over_the_weights_that_it_was_built_with():
+    model, batches = sparse_llama("nf4", steps=8, trained=3)
+    tensors = [tensor for tensor in masked_quantized(model) if tensor.count]
+    makers, expected = [tensor.dequantizer() for tensor in tensors], [tensor.weight for tensor in tensors]
+    train(model, batches[3:8])  # unmasks more entries, which moves those of other tensors in the index buffers
+    assert all(torch.equal(make(), weight) for make, weight in zip(makers, expected, strict=True))
 
 
 def test_a_bias_is_trained_beside_a_quantized_weight():
@@ -257,8 +259,7 @@ def test_a_bias_is_trained_beside_a_quantized_weight():
 
 
 def test_a_cast_that_would_round_base_values_is_refused():
-    model, batches = quantized_build("llama", "torchao-int8")
-    train(sparsify(model, 60, steps=4, target_modules="all-linear"), batches[:2])
+    model, batches = sparse_llama("torchao-int8", trained=2)
     model.to(torch.bfloat16)
     with pytest.raises(
         SparsifyError, match=r"cast to torch.bfloat16 after sparsify\(\).*cast a quantized model before"
@@ -269,8 +270,7 @@ def test_a_cast_that_would_round_base_values_is_refused():
 
 
 def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values():
-    model, batches = quantized_build("llama", "nf4")
-    sparsify(model, 60, steps=4, target_modules="all-linear")
+    model, batches = sparse_llama("nf4")
     plain = model(**batches[0]).logits
     loss_of(model, batches[0]).backward()  # unmasks, as before a step that GradScaler skips
     assert get_unmasker(model).unmasked == 15
@@ -293,45 +293,38 @@ def test_a_calibration_by_gradients_is_refused_before_anything_changes():
     assert list(model.state_dict()) == keys
 
 
-def _repacked(layer):
-    layer.weight.quant_state.packing_format_for_cpu = True
+def _repacked(model):
+    model.first.weight.quant_state.packing_format_for_cpu = True
 
 
-def _hooked(layer):
-    layer.forward = layer.forward
+def _hooked(model):
+    model.first.forward = model.first.forward
 
 
-def _fp16_8bit(model):
-    import bitsandbytes as bnb
+def _from_bitsandbytes(layer, **options):
+    def spoil(model):
+        model.first = getattr(pytest.importorskip("bitsandbytes").nn, layer)(6, 10, **options)
 
-    model.first = bnb.nn.Linear8bitLt(6, 10, has_fp16_weights=True)
-
-
-def _not_yet_quantized(model):
-    import bitsandbytes as bnb
-
-    model.first = bnb.nn.Linear4bit(6, 10)
+    return spoil
 
 
 def _dynamic(model):
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-    quantize_(model, Int8DynamicActivationInt8WeightConfig(), lambda module, name: name == "first")
+    quantization = pytest.importorskip("torchao.quantization")
+    config = quantization.Int8DynamicActivationInt8WeightConfig()
+    quantization.quantize_(model, config, lambda module, name: name == "first")
 
 
 @pytest.mark.parametrize(
     ("scheme", "spoil", "match"),
     [
-        ("nf4", lambda model: _repacked(model.first), "repacked by bitsandbytes for evaluation.*load the model again"),
-        ("nf4", lambda model: _hooked(model.first), "forward of its own.*load the model on one device"),
-        (None, _not_yet_quantized, r"not quantized yet.*model\.to\(device\)"),
-        (None, _fp16_8bit, "has_fp16_weights=False"),
+        ("nf4", _repacked, "repacked by bitsandbytes for evaluation.*load the model again"),
+        ("nf4", _hooked, "forward of its own.*load the model on one device"),
+        (None, _from_bitsandbytes("Linear4bit"), r"not quantized yet.*model\.to\(device\)"),
+        (None, _from_bitsandbytes("Linear8bitLt", has_fp16_weights=True), "has_fp16_weights=False"),
         (None, _dynamic, "quantizes its input as well.*exclude_modules"),
     ],
 )
 def test_what_cannot_be_masked_is_refused_by_name(scheme, spoil, match):
-    for library in ("bitsandbytes", "torchao"):
-        pytest.importorskip(library, reason=f"{library} comes with the extra `quantized`")
     model = build("mlp")[0] if scheme is None else quantized_build("mlp", scheme)[0]
     spoil(model)
     with pytest.raises(SparsifyError, match=rf"(?s)`first\.weight` cannot be masked: the module .*{match}"):
@@ -339,9 +332,6 @@ def test_what_cannot_be_masked_is_refused_by_name(scheme, spoil, match):
 
 
 def test_nothing_is_imported_for_a_model_without_quantized_weights():
-    import subprocess
-    import sys
-
     code = (
         "import sys, torch, sparsify; sparsify.sparsify(torch.nn.Linear(4, 4), 3, steps=1); "
         "print(sorted({'bitsandbytes', 'torchao'} & set(sys.modules)))"

@@ -1,5 +1,6 @@
 """An input that autograd can make again is not kept by the layer, and its gradient is the same to the last bit."""
 
+import copy
 import threading
 import weakref
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from sparsify.masked.module import masked_tensors
 from sparsify.masked.recompute import recomputable, release_memory
 
 ROWS, IN, OUT = 6, 5, 4
@@ -104,62 +106,42 @@ def gradient_of_weight(h, activation, run=lambda layer, x: layer(x)):
 
 
 @pytest.mark.parametrize("name", AGAIN)
-def test_the_weights_gradient_is_the_plain_layers(h, name):
+def test_the_weights_gradient_is_the_plain_layers_and_behind_a_checkpointed_block_the_input_is_kept(h, name):
     ours, layer = gradient_of_weight(h, AGAIN[name])
     weight = layer.weight.detach().clone().requires_grad_()
     F.linear(AGAIN[name](h.detach()), weight, layer.bias.detach()).sin().sum().backward()
     assert torch.equal(ours, weight.grad)
+    assert recomputable(checkpoint(AGAIN[name], h, use_reentrant=False)) is None
+    assert torch.equal(gradient_of_weight(h, lambda h: checkpoint(AGAIN[name], h, use_reentrant=False))[0], ours)
 
 
-def test_under_checkpointing_and_offloading_the_input_is_kept(h):
+def test_under_checkpointing_and_offloading_the_input_is_kept_and_a_retained_graph_gets_it_again(h):
     plain, _ = gradient_of_weight(h, F.gelu)
-    block = nn.Sequential(nn.GELU())
 
     def checkpointed(layer, x):
-        return checkpoint(lambda x: layer(block(x)), x, use_reentrant=False)
+        return checkpoint(lambda x: layer(F.gelu(x)), x, use_reentrant=False)
 
-    ours, _ = gradient_of_weight(h, lambda h: h, checkpointed)
-    assert torch.equal(ours, plain)
+    def retained(layer, x):
+        y = layer(x)
+        y.sin().sum().backward(retain_graph=True)
+        masked_tensors(layer)["weight"].collector.gradients.clear()
+        return y
+
+    assert torch.equal(gradient_of_weight(h, lambda h: h, checkpointed)[0], plain)
+    assert torch.equal(gradient_of_weight(h, F.gelu, retained)[0], plain)
     with torch.autograd.graph.save_on_cpu():
-        ours, _ = gradient_of_weight(h, F.gelu)
-    assert torch.equal(ours, plain)
-
-
-@pytest.mark.parametrize("name", AGAIN)
-def test_what_a_checkpointed_block_puts_out_is_kept_by_the_layer_behind_it(h, name):
-    plain, _ = gradient_of_weight(h, AGAIN[name])
-    assert recomputable(checkpoint(AGAIN[name], h, use_reentrant=False)) is None
-    ours, _ = gradient_of_weight(h, lambda h: checkpoint(AGAIN[name], h, use_reentrant=False))
-    assert torch.equal(ours, plain)
-
-
-def test_a_second_backward_over_a_retained_graph_gets_the_input_again(h):
-    layer = nn.Linear(IN, OUT)
-    recorder, tensors = mask(layer, "weight")
-    loss = layer(F.gelu(h)).sum()
-    loss.backward(retain_graph=True)
-    first = recorder.dense(tensors["weight"]).clone()
-    recorder.gradients.clear()
-    loss.backward()
-    assert torch.equal(recorder.dense(tensors["weight"]), first)
-
-
-def two_layers_behind(norm, *, masked):
-    """Two linear layers that read a norm's output; with what they and the norm hand over if they are masked."""
-    torch.manual_seed(0)
-    first, second = nn.Linear(IN, OUT), nn.Linear(IN, OUT)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    return (norm, first, second), [mask(module) for module in (norm, first, second) if masked]
+        assert torch.equal(gradient_of_weight(h, F.gelu)[0], plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_behind_a_masked_layer_norm_the_gradients_are_the_plain_modules(h, dtype):
-    plain, _ = two_layers_behind(nn.LayerNorm(IN, eps=0.1), masked=False)
-    ours, masks = two_layers_behind(nn.LayerNorm(IN, eps=0.1), masked=True)
+    plain = [nn.LayerNorm(IN, eps=0.1).to(dtype), nn.Linear(IN, OUT).to(dtype), nn.Linear(IN, OUT).to(dtype)]
+    nn.init.normal_(plain[0].weight)
+    ours = copy.deepcopy(plain)
+    masks = [mask(module) for module in ours]
     for norm, first, second in (plain, ours):
-        x = norm.to(dtype)(h.to(dtype))
-        (first.to(dtype)(x) * second.to(dtype)(x)).sum().backward()
+        x = norm(h.to(dtype))
+        (first(x) * second(x)).sum().backward()
     for module, (recorder, tensors) in zip(plain, masks, strict=True):
         for name, parameter in module.named_parameters():
             assert torch.equal(recorder.dense(tensors[name]), parameter.grad), name
@@ -243,26 +225,22 @@ def test_passes_that_take_turns_in_one_thread_do_not_share_memory(h, enter_pass)
 
 
 def test_models_that_train_in_threads_of_their_own_get_their_own_gradients(h):
-    inputs = [h.detach() * scale for scale in (1, 2, 3)]
-    alone = [gradient_of_gelu_layer(x) for x in inputs]
-    together = {}
+    layers = [nn.Linear(IN, OUT) for _ in range(3)]
+    masks = [mask(layer, "weight") for layer in layers]
 
-    def repeat(number):
-        together[number] = [gradient_of_gelu_layer(inputs[number]) for _ in range(50)]
+    def gradients(number, repeats):
+        recorder = masks[number][0]
+        recorder.gradients.clear()
+        for _ in range(repeats):
+            layers[number](F.gelu((h.detach() * (number + 1)).requires_grad_())).sin().sum().backward()
+        return [gradient.dense().values for gradient in recorder.gradients["weight"]]
 
-    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(3)]
+    alone, together = [gradients(number, 1)[0] for number in range(3)], {}
+    threads = [threading.Thread(target=lambda n=n: together.update({n: gradients(n, 50)})) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for number, expected in enumerate(alone):
+        assert len(together[number]) == 50
         assert all(torch.equal(gradient, expected) for gradient in together[number])
-
-
-def gradient_of_gelu_layer(x):
-    layer = nn.Linear(IN, OUT)
-    nn.init.constant_(layer.weight, 0.5)
-    nn.init.constant_(layer.bias, 0)
-    recorder, tensors = mask(layer, "weight")
-    layer(F.gelu(x.clone().requires_grad_())).sin().sum().backward()
-    return recorder.dense(tensors["weight"])

@@ -13,7 +13,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
-from sparsify.masked.tensor import Gradient
+from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import device_topk as device_pool
 from sparsify.selection.counters import Work
 from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
@@ -100,7 +100,7 @@ def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_can
         grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
         selector = DeviceSelector(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
         assert selector.wants(weight)
-        assert selector.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
+        assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
         selector.skip(tensors["bias"])
         assert selector.winners().ids.tolist() == expected
         assert all(selector.finite())

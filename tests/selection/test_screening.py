@@ -12,9 +12,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, sparsify
-from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient
-from sparsify.masked.tied import TiedGradient
+from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.selection import screening as screen
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
@@ -93,7 +91,7 @@ def test_the_screen_finds_the_winners_of_the_full_product(seed, importance, scal
         torch.testing.assert_close(product.left_sum, left.sum(0), rtol=1e-4, atol=1e-5 * left.abs().max())
 
     def dense(topk):
-        rest = Gradient(gradient.values.clone())
+        rest = DenseGradient(gradient.values.clone())
         rest.clear(unmasked)
         offer_gradient(topk, importance, weight, rest.values, None, 100)
 
@@ -286,7 +284,7 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     left, right = torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS)
     rows = torch.zeros(2, COLS)
     rows[1, 5] = number
-    gradient = TiedGradient(Product(left, right), Gradient(rows, torch.tensor([4, 7])))
+    gradient = TiedGradient(Product(left, right), DenseGradient(rows, torch.tensor([4, 7])))
     topk, nothing = TopK(1, torch.float32, "cpu", threshold=1e-3), torch.empty(0, dtype=torch.int64)
     tensor = a_tensor(torch.zeros(ROWS, COLS))
     assert not screen.scan_screened(searching(topk), tensor, gradient, nothing).finite

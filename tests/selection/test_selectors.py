@@ -5,7 +5,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3
-from sparsify.masked.tensor import Gradient
+from sparsify.masked.gradients import DenseGradient
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
 from sparsify.selection.selectors import RankedSelector, StreamingSelector
@@ -23,8 +23,8 @@ def masked_layer():
 def test_ranked_winners_come_best_first_with_their_own_gradients():
     weight, bias = masked_layer()
     selector = RankedSelector(torch.tensor([13, 2, 11, 0]), [weight, bias], torch.zeros(4))
-    selector.offer(bias, Gradient(torch.tensor([[10.0, 11.0, 12.0, 13.0]])))
-    selector.offer(weight, Gradient(torch.arange(12.0).view(4, 3)))
+    selector.offer(bias, DenseGradient(torch.tensor([[10.0, 11.0, 12.0, 13.0]])))
+    selector.offer(weight, DenseGradient(torch.arange(12.0).view(4, 3)))
     winners = selector.winners()
     assert winners.ids.tolist() == [13, 2, 11, 0]
     assert winners.grads.tolist() == [11.0, 2.0, 11.0, 0.0]
@@ -42,7 +42,7 @@ def test_ranked_gradients_that_are_not_finite_are_noticed():
     weight, bias = masked_layer()
     selector = RankedSelector(torch.tensor([1]), [weight, bias], torch.zeros(4))
     assert all(selector.finite())
-    selector.offer(weight, Gradient(torch.full((4, 3), torch.inf)))
+    selector.offer(weight, DenseGradient(torch.full((4, 3), torch.inf)))
     assert not all(selector.finite())
 
 
@@ -56,6 +56,6 @@ def test_streaming_leaves_out_what_is_unmasked_only_where_it_is_told_to():
             SelectionContext(TopK(1, torch.float32, "cpu"), D3(exp=0), Work()), masked_only=masked_only
         )
         assert selector.wants(bias)
-        assert selector.offer(weight, Gradient(grad)).tolist() == [2.0], "the unmasked entry's"
+        assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
         assert selector.winners().ids.tolist() == expected
         assert all(selector.finite())

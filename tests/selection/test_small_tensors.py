@@ -8,8 +8,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3
-from sparsify.masked.product import Product
-from sparsify.masked.tensor import Gradient
+from sparsify.masked.gradients import DenseGradient, Product
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.counters import Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
@@ -34,7 +33,7 @@ def small_tensors(unmasked):
 
 def gradients(tensors, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [Gradient(torch.randn(tensor.matrix.shape, generator=generator)) for tensor in tensors]
+    return [DenseGradient(torch.randn(tensor.matrix.shape, generator=generator)) for tensor in tensors]
 
 
 def kept(tensors, grads):
@@ -72,13 +71,13 @@ def test_the_pool_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
 
 def test_gradients_are_kept_when_the_memory_they_came_in_is_used_again():
     tensors = small_tensors([[1], [0], [2]])
-    grads = [Gradient(gradient.values, owned=False) for gradient in gradients(tensors)]
+    grads = [DenseGradient(gradient.values, owned=False) for gradient in gradients(tensors)]
     small = kept(tensors, grads)
     expected = small.take()
     values = [torch.zeros(tensor.matrix.shape) for tensor in tensors]
     lent = SmallGradients()
     for tensor, memory, gradient in zip(tensors, values, gradients(tensors), strict=True):
-        lent.add(tensor, Gradient(memory.copy_(gradient.values), owned=False))
+        lent.add(tensor, DenseGradient(memory.copy_(gradient.values), owned=False))
         memory.zero_()
     assert torch.equal(lent.take(), expected)
 
@@ -104,15 +103,15 @@ def test_a_number_that_is_not_finite_is_noticed_unmasked_or_not(entry):
 def test_gradients_in_different_dtypes_are_kept_together():
     tensors = small_tensors([[5], [4], []])
     grads = gradients(tensors)
-    grads[1] = Gradient(grads[1].values.bfloat16())
+    grads[1] = DenseGradient(grads[1].values.bfloat16())
     taken = kept(tensors, grads).take()
     assert taken.dtype == torch.float32
     assert taken.tolist() == [grads[0].values[1, 2], grads[1].values[0, 4]]
 
 
 def test_what_is_small_is_whole_and_has_few_entries():
-    assert is_small(Gradient(torch.zeros(1, LARGEST)))
+    assert is_small(DenseGradient(torch.zeros(1, LARGEST)))
     assert is_small(Product(torch.zeros(3, 16), torch.zeros(3, 8)))
-    assert not is_small(Gradient(torch.zeros(1, LARGEST + 1)))
-    assert not is_small(Gradient(torch.zeros(2, 4), torch.tensor([0, 3]))), "rows that a batch used"
-    assert not is_small(Gradient(torch.zeros(1, 4, device="meta"))), "not on a CPU"
+    assert not is_small(DenseGradient(torch.zeros(1, LARGEST + 1)))
+    assert not is_small(DenseGradient(torch.zeros(2, 4), torch.tensor([0, 3]))), "rows that a batch used"
+    assert not is_small(DenseGradient(torch.zeros(1, 4, device="meta"))), "not on a CPU"

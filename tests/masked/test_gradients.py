@@ -1,0 +1,215 @@
+"""The forms of a weight's gradient: whatever the form, entries, clearing and sums are those of the dense gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from sparsify.masked.gradients import DenseGradient, Product, TiedGradient, as_matrix, sum_rows
+from sparsify.masked.recompute import recomputable, release_memory
+
+ROWS, COLS = 12, 10
+EVERY = torch.arange(ROWS * COLS)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def product(tokens, dtype=torch.float64):
+    return Product(torch.randn(tokens, ROWS, dtype=dtype), torch.randn(tokens, COLS, dtype=dtype))
+
+
+def of_rows(rows=None, **options):
+    """A dense gradient of some rows, or of all."""
+    size, rows = (ROWS, None) if rows is None else (len(rows), torch.tensor(rows))
+    return DenseGradient(torch.randn(size, COLS).double(), rows, **options)
+
+
+def sum_of(*gradients):
+    """The sum (ROWS, COLS) of gradients that are left as they are."""
+    total = torch.zeros(ROWS, COLS, dtype=torch.float64)
+    for gradient in (gradient.dense() for gradient in gradients):
+        total[slice(None) if gradient.rows is None else gradient.rows] += gradient.values
+    return total
+
+
+row_sets = st.one_of(st.none(), st.sets(st.integers(0, ROWS - 1), min_size=1).map(sorted))
+index_sets = st.sets(st.integers(0, ROWS * COLS - 1)).map(lambda chosen: torch.tensor(list(chosen), dtype=torch.int64))
+
+
+# -------------------------------------------------------------------------------- values, of all rows or of some
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rows=row_sets, indices=index_sets, owned=st.booleans())
+def test_take_and_clear_are_those_of_the_dense_gradient(rows, indices, owned):
+    gradient = of_rows(rows, owned=owned)
+    shared, before, expected = gradient.values, gradient.values.clone(), sum_of(gradient)
+    assert torch.equal(gradient.take(indices), expected.take(indices))
+    gradient.clear(indices)
+    expected.view(-1)[indices] = 0
+    assert torch.equal(sum_of(gradient), expected)
+    assert owned or torch.equal(shared, before)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(first=row_sets, second=row_sets, owned=st.tuples(st.booleans(), st.booleans()))
+def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
+    gradients = [of_rows(rows, owned=own) for rows, own in zip((first, second), owned, strict=True)]
+    expected = sum_of(*gradients)
+    shared = [(gradient.values, gradient.values.clone()) for gradient in gradients]
+    total = gradients[0].add(gradients[1])
+    assert torch.equal(sum_of(total), expected)
+    assert (total.rows is None) == (first is None or second is None)
+    if total.rows is not None:
+        assert total.rows.tolist() == sorted({*first, *second})
+    for (values, before), own in zip(shared, owned, strict=True):
+        assert own or torch.equal(values, before)
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 3])])
+def test_a_sum_of_a_short_type_and_a_longer_one_is_not_rounded_to_the_short_one(rows):
+    for order in (1, -1):
+        short = DenseGradient(torch.full((ROWS, COLS), 256.0, dtype=torch.bfloat16))
+        longer = DenseGradient(torch.full((ROWS if rows is None else len(rows), COLS), 0.5), rows)
+        first, second = (short, longer)[::order]
+        assert first.add(second).values[0, 0] == 256.5
+
+
+def test_a_sum_is_owned_so_that_clearing_it_needs_no_copy():
+    total = of_rows(owned=False).add(of_rows(owned=False))
+    values = total.values
+    total.clear(torch.tensor([0]))
+    assert total.values is values
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize(
+    "values",
+    [torch.ones(1, COLS).expand(ROWS, COLS), torch.randn(COLS, ROWS).t(), torch.randn(ROWS, 2 * COLS)[:, ::2]],
+    ids=["expanded", "transposed", "strided"],
+)
+def test_any_memory_layout_can_be_cleared_and_added_to(values, owned):
+    before, indices = values.clone(), torch.tensor([1, ROWS * COLS - 1])
+    gradient = DenseGradient(values, owned=owned)
+    assert torch.equal(gradient.take(indices), before.take(indices))
+    gradient.clear(indices)
+    assert torch.equal(gradient.values, before.flatten().index_fill(0, indices, 0).view(ROWS, COLS))
+    total = DenseGradient(values, owned=owned).add(DenseGradient(torch.ones(ROWS, COLS)))
+    assert torch.equal(total.values, before + 1)
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monkeypatch):
+    monkeypatch.setattr("sparsify.masked.gradients.CAST_ENTRIES", 100)
+    rows, values = torch.arange(5000) % 2, torch.ones(5000, COLS, dtype=dtype)
+    gradient = sum_rows(rows, values, padded=padded)
+    assert gradient.take(EVERY[: 2 * COLS]).tolist() == [2500] * 2 * COLS
+    more = gradient.add(sum_rows(rows[:1], values[:1]))
+    assert more.take(EVERY[: 2 * COLS]).tolist() == [2501] * COLS + [2500] * COLS
+
+
+def test_float32_sums_of_a_few_rows_leave_a_whole_short_gradient_in_its_dtype():
+    for order in (1, -1):
+        whole = DenseGradient(torch.ones(ROWS, COLS, dtype=torch.bfloat16))
+        rows = sum_rows(torch.tensor([1, 1]), torch.full((2, COLS), 0.5, dtype=torch.bfloat16))
+        first, second = (whole, rows)[::order]
+        total = first.add(second)
+        assert total.values.dtype == torch.bfloat16
+        assert total.values[1].tolist() == [2] * COLS
+
+
+@pytest.mark.parametrize("rows", [[3], [1, 1], [4, 0, 4, 2, 4, 0], [2, 2, 1, 2]], ids=str)
+def test_rows_are_summed_with_and_without_the_number_of_those_that_differ(rows):
+    values = torch.randn(len(rows), COLS).double()
+    sums = [sum_rows(torch.tensor(rows), values, padded=padded) for padded in (True, False)]
+    assert sums[0].rows.tolist() == sorted(set(rows)) + [max(rows)] * (len(rows) - len(set(rows)))
+    assert sums[1].rows.tolist() == sorted(set(rows))
+    expected = torch.zeros(ROWS, COLS).double().index_add_(0, torch.tensor(rows), values)
+    other, whole = of_rows([0, 4]), of_rows()
+    for each in sums:
+        torch.testing.assert_close(each.take(EVERY).view(ROWS, COLS), expected)
+        each.clear(EVERY[::2])
+        torch.testing.assert_close(each.take(EVERY), expected.flatten().index_fill(0, EVERY[::2], 0))
+    added = [each.add(other).add(DenseGradient(whole.values.clone())).values for each in sums]
+    torch.testing.assert_close(*added)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"), [((), (1, 1)), ((4,), (1, 4)), ((2, 3), (2, 3)), ((2, 3, 4), (6, 4)), ((2, 1, 3, 4), (6, 4))]
+)
+def test_every_shape_is_a_matrix_with_the_last_dimension_kept(shape, matrix):
+    tensor = torch.randn(shape)
+    assert as_matrix(tensor).shape == matrix
+    assert torch.equal(as_matrix(tensor).flatten(), tensor.flatten())
+
+
+# -------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize(("tokens", "waits"), [(0, True), (3, True), (10, True), (11, False), (100, False)])
+def test_the_sum_of_two_products_waits_as_a_product_while_its_factors_are_small(tokens, waits):
+    first, second = product(tokens), product(tokens)
+    expected, total = sum_of(first, second), first.held().add(second)
+    assert isinstance(total, Product) == waits
+    torch.testing.assert_close(total.dense().values, expected)
+
+
+@pytest.mark.parametrize("other", [lambda: product(3, torch.float32), of_rows], ids=["of another type", "dense"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_sums_with_other_types_and_with_dense_gradients_are_multiplied_out(other, order):
+    first, second = (product(3), other())[::order]
+    expected, total = sum_of(first, second), first.held().add(second)
+    assert not isinstance(total, Product)
+    torch.testing.assert_close(total.dense().values, expected)
+
+
+def test_what_is_held_stays_when_the_memory_of_its_factors_is_used_again():
+    h = [torch.randn(3, COLS, requires_grad=True) for _ in range(2)]
+    first, second = (recomputable(F.gelu(x)) for x in h)
+    one = Product(torch.randn(3, ROWS), first())
+    expected, held = one.dense().values, one.held()
+    second()
+    assert not torch.equal(one.dense().values, expected), "made in the same memory"
+    assert torch.equal(held.dense().values, expected)
+    release_memory()
+
+
+def test_what_is_held_takes_no_memory_of_its_own_otherwise():
+    one = product(3)
+    held = one.held()
+    assert held.left is one.left
+    assert held.right is one.right
+
+
+# -------------------------------------------------------------------------------- tied tables
+
+
+def test_a_product_and_rows_are_kept_apart_and_are_their_sum():
+    parts = product(4), of_rows([1, 4, 11])
+    expected, tied = sum_of(*parts), parts[0].held().add(parts[1])
+    assert isinstance(tied, TiedGradient)
+    assert tied.numel == ROWS * COLS
+    torch.testing.assert_close(tied.take(EVERY), expected.flatten())
+    torch.testing.assert_close(tied.dense().values, expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: of_rows([0, 4]), lambda: product(4), of_rows, lambda: TiedGradient(product(4), of_rows([0, 4]))],
+    ids=["rows", "product", "dense", "tied"],
+)
+def test_whatever_else_a_table_is_used_for_adds_up(other):
+    tied, other = TiedGradient(product(4), of_rows([1, 4, 11])), other()
+    expected = sum_of(tied, other)
+    torch.testing.assert_close(tied.add(other).dense().values, expected)
+
+
+def test_rows_are_alone_where_no_token_reached_the_output_layer():
+    rows = of_rows([1, 4])
+    assert product(0).held().add(rows) is rows
