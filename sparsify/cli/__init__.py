@@ -25,11 +25,6 @@ COMMANDS = (
     "sparsify.cli.commands:to_peft",
     "sparsify.cli.commands:push",
     "sparsify.bench.command:bench",
-    "sparsify.bench.file:bench_file",
-    "sparsify.bench.lora:bench_lora",
-    "sparsify.bench.swapping:bench_swap",
-    "sparsify.bench.merging:bench_merge",
-    "sparsify.bench.ranks:bench_ranks",
 )
 
 

