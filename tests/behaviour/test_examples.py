@@ -31,6 +31,16 @@ def example(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
+def test_the_method_in_80_lines_unmasks_what_the_library_does():
+    script = EXAMPLES / "id3_in_80_lines.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    steps = [line.split() for line in run.stdout.splitlines()[1:21]]
+    assert [(int(step[3]), step[4]) for step in steps] == [(10 * (t + 1), "yes") for t in range(20)]
+    assert float(steps[-1][1]) < float(steps[0][1]), "it learns"
+    assert float(run.stdout.splitlines()[21].rpartition(" ")[2]) < 1e-6
+
+
 @pytest.fixture
 def main(example):
     return example("text_classification").main
