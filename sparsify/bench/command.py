@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -16,7 +16,7 @@ from rich.console import Console
 from sparsify.bench.methods import METHODS, check_installed
 from sparsify.bench.report import headline, make_table, plot
 from sparsify.bench.run import Measurement, measure, steps_ahead, to_json
-from sparsify.bench.settings import DTYPES, HEAPS, Settings
+from sparsify.bench.settings import PLANNED_STEPS, Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.tokens import DATA, find_texts, write_rows
 from sparsify.common.extras import require
@@ -40,16 +40,18 @@ def bench(
         str, typer.Option(help="Layers of a model with random weights; several, comma-separated, give curves. "
                           "0: as published.")
     ] = "0",
-    fill: Annotated[float, typer.Option(help="Share of the budget that ID3 has unmasked before measuring.")] = 0.5,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    fill: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the budget that ID3 has unmasked before measuring.")
+    ] = 0.5,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 128,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or one GPU such as cuda:1.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
-    steps: Annotated[int, typer.Option(help="Training steps a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each method.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps a turn.")] = 2,
     threads: Annotated[int, typer.Option(help="Of each process; 0 for torch's default.")] = 0,
     heap: Annotated[
-        str, typer.Option(help="Whether freed memory is kept while times are taken: keep, or system (glibc decides).")
+        Literal["keep", "system"], typer.Option(help="Keep freed memory while times are taken, or let glibc decide.")
     ] = "keep",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in backward.")] = False,
     one_at_a_time: Annotated[
@@ -64,9 +66,10 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure training steps side by side: memory, initialisation, update and step, and their ratios."""
     names, shapes = _listed(methods), _listed(shape)
-    budgets = _numbers(budget, "--budget", "10_000,100_000") if budget else []
-    depths = _numbers(layers, "--layers", "3,6,12")
-    _check(names, shapes, dtype, heap, device, rounds, steps, depths)
+    budgets = _numbers(budget, "--budget", 1) if budget else []
+    depths = _numbers(layers, "--layers", 0)
+    ahead = steps_ahead(names, rounds, steps)
+    _check(names, shapes, device, depths, ahead)
     if plot_to is not None:
         require("matplotlib", extra="plot")
     console, results = Console(), list[Measurement]()
@@ -76,7 +79,7 @@ def bench(
         with console.status("starting") as status, tempfile.TemporaryDirectory(prefix="sparsify-bench-") as folder:
             common = Settings(
                 names[0], one_shape, SHAPES[one_shape].budget, fill, batch, seq, dtype, threads, device, checkpointing,
-                kind, steps_ahead(names, rounds, steps), heap=heap, folder=folder,
+                kind, ahead, heap=heap, folder=folder,
             )  # fmt: skip
             if texts:
                 write_rows(common, texts)
@@ -105,26 +108,17 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
             raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
 
 
-def _check(
-    methods: list[str],
-    shapes: list[str],
-    dtype: str,
-    heap: str,
-    device: str,
-    rounds: int,
-    steps: int,
-    depths: list[int],
-) -> None:
+def _check(methods: list[str], shapes: list[str], device: str, depths: list[int], ahead: int) -> None:
     kind = device.partition(":")[0]
     check_names(methods, METHODS, "method")
     check_names(shapes, SHAPES, "shape")
-    for name, known, what in ((dtype, DTYPES, "dtype"), (heap, HEAPS, "heap"), (kind, ("cpu", "cuda"), "device")):
-        check_names([name], known, what)
-    for option, number in (("--rounds", rounds), ("--steps", steps)):
-        if number < 1:
-            raise SparsifyError(f"{option} {number}; expected at least 1.")
+    check_names([kind], ["cpu", "cuda"], "device")
     if kind == "cuda" and not torch.cuda.is_available():
         raise SparsifyError(f"--device {device}: torch finds no GPU here; take --device cpu, or a torch with CUDA.")
+    if ahead >= PLANNED_STEPS:
+        raise SparsifyError(
+            f"{ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or fewer steps a round."
+        )
     for method in methods:
         check_installed(method)
     for shape in shapes:
@@ -138,8 +132,11 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _numbers(text: str, option: str, example: str) -> list[int]:
+def _numbers(text: str, option: str, least: int) -> list[int]:
     try:
-        return [int(part) for part in _listed(text)]
+        numbers = [int(part) for part in _listed(text)]
     except ValueError:
-        raise SparsifyError(f"{option} {text!r}; expected whole numbers, such as {example}.") from None
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise SparsifyError(f"{option} {text!r}; expected whole numbers of at least {least}, comma-separated.")
+    return numbers

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from sparsify.errors import SparsifyError
-
 PLANNED_STEPS = 1000  # optimizer steps of the run that the measured steps belong to
 WARM_UP = 2  # steps before the first measured one
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -20,7 +18,7 @@ HEAPS = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD
 
 @dataclass(frozen=True)
 class Settings:
-    """A method, a model, and the conditions that it is measured under: the options of ``sparsify bench``, and
+    """A method, a model, and the conditions that it is measured under; most are options of ``sparsify bench``.
 
     Attributes:
         tokens: the kind of real text in ``tokens_file``; empty for random tokens.
@@ -45,19 +43,6 @@ class Settings:
     heap: str = "keep"
     layers: int = 0
     folder: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.fill <= 1:
-            raise SparsifyError(f"fill={self.fill!r}; expected a share of the budget, from 0 to 1.")
-        if self.ahead >= PLANNED_STEPS:
-            raise SparsifyError(
-                f"{self.ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or fewer steps a round."
-            )
-        if self.layers < 0:
-            raise SparsifyError(f"layers={self.layers!r}; expected an int of at least 1, or 0 for the shape's own.")
-        for name in ("budget", "batch", "length"):
-            if getattr(self, name) < 1:
-                raise SparsifyError(f"{name}={getattr(self, name)!r}; expected an int of at least 1.")
 
     @property
     def start(self) -> int:

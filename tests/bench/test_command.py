@@ -156,17 +156,12 @@ def test_a_shape_has_a_budget_of_its_own_where_none_is_given(points):
     [
         (("--methods", "full,di3"), "unknown method 'di3'; expected one of floor, .*Did you mean 'id3'"),
         (("--shapes", "tiny,deberta"), "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
-        (("--dtype", "float31"), "unknown dtype 'float31'; expected one of float32, bfloat16"),
-        (("--heap", "drop"), "unknown heap 'drop'; expected one of keep, system"),
         (("--device", "tpu"), "unknown device 'tpu'; expected one of cpu, cuda"),
         (("--device", "cuda:1"), "--device cuda:1: torch finds no GPU here"),
-        (("--budget", "0.1"), "--budget '0.1'; expected whole numbers, such as 10_000"),
-        (("--layers", "3,six"), "--layers '3,six'; expected whole numbers, such as 3,6,12"),
-        (("--layers", "-1"), "layers=-1; expected an int of at least 1, or 0 for the shape's own"),
+        (("--budget", "0.1"), "--budget '0.1'; expected whole numbers of at least 1"),
+        (("--budget", "0"), "--budget '0'; expected whole numbers of at least 1"),
+        (("--layers", "3,-1"), "--layers '3,-1'; expected whole numbers of at least 0"),
         (("--shapes", "tiny,minilm", "--layers", "3"), "--layers: 'minilm' has pretrained weights"),
-        (("--budget", "0"), "budget=0; expected an int of at least 1"),
-        (("--fill", "1.5"), "fill=1.5; expected a share of the budget"),
-        (("--rounds", "0"), "--rounds 0; expected at least 1"),
         (("--rounds", "999"), "3998 steps to measure; a run has 1000: take fewer rounds"),
         (("--shape", "minilm", "--data", "nowhere"), "`nowhere` has no mrpc/train.jsonl"),
     ],
@@ -176,6 +171,7 @@ def test_bad_options_are_named_before_anything_starts(arguments, message, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SparsifyError, match=message):
         invoke(*arguments)
+    assert invoke("--rounds", "0").exit_code == invoke("--dtype", "float31").exit_code == 2, "typer's own checks"
 
 
 @pytest.mark.parametrize("mode", ["measure", worker.FILL])
