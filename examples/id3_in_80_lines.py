@@ -1,4 +1,4 @@
-"""The paper's Algorithm 1 (ID3) written densely, beside ``sparsify()``: the same entries, the same weights.
+"""The paper's Algorithm 1 (ID3) written densely, next to ``sparsify()``: the same entries, the same weights.
 
     python examples/id3_in_80_lines.py
 

@@ -1,4 +1,4 @@
-"""Bytes per entry of a delta in several file formats, beside the entropy bound.
+"""Bytes per entry of a delta in several file formats, compared with the entropy bound.
 
     python examples/benchmarks/file.py
     python examples/benchmarks/file.py --dtype bfloat16
@@ -33,7 +33,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the model: float32 or bfloat16.")] = "float32",
     json: Annotated[Path | None, typer.Option(help="Also write the numbers here.")] = None,
 ) -> None:
-    """Compare file formats: bytes an entry, all included, beside the entropy bound."""
+    """Compare file formats: bytes an entry, all included, compared with the entropy bound."""
     check_names([shape], BERTS, "shape")
     check_names([dtype], DTYPES, "dtype")
     model = bert(shape, DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""DDP on this machine's CPU, method beside method: step time, memory of a rank, bytes that it sends.
+"""DDP on this machine's CPU, method by method: step time, memory of a rank, bytes that it sends.
 
     python examples/benchmarks/ranks.py --rounds 3 --steps 2
 

@@ -1,4 +1,4 @@
-"""Time and memory of applying, reverting and swapping deltas, beside PEFT's merge and unmerge of a LoRA.
+"""Time and memory of applying, reverting and swapping deltas, compared with PEFT's merge and unmerge of a LoRA.
 
     python examples/benchmarks/swap.py --rounds 7
     python examples/benchmarks/swap.py --shape llama-1b --dtype bfloat16 --rounds 3
@@ -49,7 +49,7 @@ def main(
     threads: Annotated[int, typer.Option(help="0 for torch's default.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the raw measurements here.")] = None,
 ) -> None:
-    """Measure apply, revert and swap of a sparse delta beside PEFT's merge and unmerge of LoRA."""
+    """Measure apply, revert and swap of a sparse delta, and PEFT's merge and unmerge of LoRA."""
     check_names([shape], SHAPES, "shape")
     check_names([dtype], DTYPES, "dtype")
     if threads:

@@ -1,7 +1,7 @@
 """The methods that are compared: a table of functions, each of which makes a model train what its method trains.
 
-In: a model and settings. Out: a :class:`Trainee`, ready for its first step. Methods in which ID3 selects resume from
-filled buffers, all from the same ones (``worker.make_state``); that does not count as initialisation.
+In: a model and settings. Out: a :class:`Trainee`, ready for its first step by fused AdamW. Methods in which ID3
+selects resume from filled buffers, all from the same ones (``worker.make_state``), after their initialisation.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ class Trainee:
     resume: Callable[[State], None] = lambda state: None  # from the state of filled buffers
 
 
-def prepare(model: nn.Module, settings: Settings) -> Trainee:
-    """Makes a plain model train what the settings' method trains, by fused AdamW."""
-    return METHODS[settings.method](model, settings)
-
-
 def window_of(method: str) -> int:
     """How many consecutive steps make one measurement: one, or the cycle in which the method's steps differ."""
     return EVERY if method == "id3-every-10" else 1
@@ -74,9 +69,8 @@ def check_installed(method: str) -> None:
 def _trainee(model: nn.Module, weight_decay: float = 0.01, **more: Any) -> Trainee:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, weight_decay=weight_decay)
-    return Trainee(
-        model, **{"trained": sum(parameter.numel() for parameter in parameters), **more}, optimizer=optimizer
-    )
+    more = {"trained": sum(parameter.numel() for parameter in parameters), **more}
+    return Trainee(model, optimizer=optimizer, **more)
 
 
 def _floor(model: nn.Module, settings: Settings) -> Trainee:

@@ -29,33 +29,19 @@ SHARE = 0.5  # of the available memory that all processes together may take, the
 
 @dataclass
 class Measurement:
-    """Times and memory of one method.
-
-    Attributes:
-        settings: the method and the model.
-        parameters: numbers in the model.
-        trained: numbers that the method trains.
-        unmasked: entries unmasked before the first step, where the method selects entries.
-        initialisations: seconds to make the built model train what the method trains, in each process.
-        forward_backward: seconds of forward and backward of each measured step, or of a mean step in a cycle of them.
-        updates: seconds of the same steps' updates: the optimizer's step with all that the method adds to it.
-        library_bytes: the resident set after the imports, before there is a model; 0 on a GPU.
-        peak_bytes: the process's largest resident set, beyond ``library_bytes``; on a GPU, the most in tensors.
-        held_bytes: the same of a process in which freed memory is returned to the system at once.
-        sparse: seconds of collecting the masked weights' gradients, selection included, in as many more steps.
-    """
+    """Times (seconds) and memory (bytes) of one method."""
 
     settings: Settings
-    parameters: int = 0
-    trained: int = 0
-    unmasked: int = 0
-    initialisations: list[float] = field(default_factory=list)
-    forward_backward: list[float] = field(default_factory=list)
-    updates: list[float] = field(default_factory=list)
-    library_bytes: int = 0
-    peak_bytes: int = 0
-    held_bytes: int = 0
-    sparse: list[float] = field(default_factory=list)
+    parameters: int = 0  # numbers in the model
+    trained: int = 0  # numbers that the method trains
+    unmasked: int = 0  # entries unmasked before the first step, where the method selects entries
+    initialisations: list[float] = field(default_factory=list)  # from the built model to the method's, in each process
+    forward_backward: list[float] = field(default_factory=list)  # of each step, or of a mean step in each cycle
+    updates: list[float] = field(default_factory=list)  # of the same steps: the optimizer's step, and the method's part
+    library_bytes: int = 0  # the resident set after the imports, before there is a model; 0 on a GPU
+    peak_bytes: int = 0  # the largest resident set beyond library_bytes; on a GPU, the most in tensors
+    held_bytes: int = 0  # the same, in a process in which freed memory is returned to the system at once
+    sparse: list[float] = field(default_factory=list)  # of more steps: the masked weights' gradients, and selection
 
     @property
     def step_seconds(self) -> float:
@@ -82,8 +68,7 @@ class Process:
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        print(line, file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
         """The next line (JSON).
@@ -218,6 +203,6 @@ def to_json(results: Sequence[Measurement]) -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What a measurement depends on besides its settings."""
+    """What a measurement depends on, apart from its settings."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return {**versions, "machine": platform.machine(), "threads": torch.get_num_threads()}

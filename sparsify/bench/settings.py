@@ -18,14 +18,7 @@ HEAPS = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD
 
 @dataclass(frozen=True)
 class Settings:
-    """A method, a model, and the conditions that it is measured under; most are options of ``sparsify bench``.
-
-    Attributes:
-        tokens: the kind of real text in ``tokens_file``; empty for random tokens.
-        ahead: most steps that one process will do. Each of them unmasks entries, so a buffer filled to the whole
-            budget is filled to the budget less those.
-        folder: where ``state_file`` and ``tokens_file`` are.
-    """
+    """A method, a model, and the conditions that it is measured under; most are options of ``sparsify bench``."""
 
     method: str
     shape: str = "bert-base"
@@ -37,16 +30,16 @@ class Settings:
     threads: int = 0
     device: str = "cpu"
     checkpointing: bool = False
-    tokens: str = ""
-    ahead: int = 50
+    tokens: str = ""  # the kind of real text in tokens_file; empty for random tokens
+    ahead: int = 50  # most steps that one process will do, each of which unmasks entries
     seed: int = 0
     heap: str = "keep"
     layers: int = 0
-    folder: str = ""
+    folder: str = ""  # of state_file and tokens_file
 
     @property
     def start(self) -> int:
-        """The first measured step of the run of ``PLANNED_STEPS``, after the buffers are filled.
+        """The first step of the run of ``PLANNED_STEPS`` after the buffers are filled: at most all but ``ahead``.
 
         Example:
             >>> Settings("id3", fill=0.5).start, Settings("id3", fill=1.0, ahead=20).start

@@ -23,26 +23,16 @@ MODEL_SUFFIX = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model.
+    """A model, as transformers builds it."""
 
-    Attributes:
-        family: beginning of the names of its classes in transformers.
-        task: PEFT's name of its task.
-        config: arguments of its configuration class.
-        real: whether its weights are pretrained; its tokens are real text then.
-        on_cpu: what differs in ``config`` on a CPU; ``note`` says so, apart from the number of layers.
-        depth: the names in ``config`` of the number of layers.
-        budget: entries by default.
-    """
-
-    family: str
-    task: str
-    config: dict[str, Any]
-    real: bool = False
-    on_cpu: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
-    depth: tuple[str, ...] = ("num_hidden_layers",)
-    budget: int = 320_000
+    family: str  # beginning of the names of its classes
+    task: str  # PEFT's name of it
+    config: dict[str, Any]  # arguments of its configuration class
+    real: bool = False  # whether its weights are pretrained; its tokens are real text then
+    on_cpu: dict[str, Any] = field(default_factory=dict)  # what differs in config on a CPU
+    note: str = ""  # what that means, apart from the number of layers
+    depth: tuple[str, ...] = ("num_hidden_layers",)  # the names in config of the number of layers
+    budget: int = 320_000  # entries by default
 
     def model_class(self) -> Any:
         """The class in transformers; imports its file."""
@@ -102,8 +92,7 @@ def inputs_of(shape: str, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-# microsoft/deberta-v3-base's config.json
+# transformers' defaults are bert-base's, t5-small's and Llama 2 7B's; the others are the published config.json's
 DEBERTA_V3_BASE = {
     "vocab_size": 128_100, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
     "intermediate_size": 3072, "max_position_embeddings": 512, "type_vocab_size": 0, "layer_norm_eps": 1e-7,
@@ -111,22 +100,10 @@ DEBERTA_V3_BASE = {
     "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "pooler_hidden_size": 768,
     "pooler_dropout": 0, "pooler_hidden_act": "gelu", "pad_token_id": 0,
 }  # fmt: skip
-# google-t5/t5-small's
-T5_SMALL = {
-    "vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 6,
-    "num_heads": 8, "relative_attention_num_buckets": 32, "decoder_start_token_id": 0, "use_cache": False,
-}  # fmt: skip
-# meta-llama/Llama-3.2-1B's
 LLAMA_1B = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_cache": False,
-}  # fmt: skip
-# meta-llama/Llama-2-7b's
-LLAMA_7B = {
-    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "use_cache": False,
 }  # fmt: skip
 # to try the command with; without dropout
 TINY = {
@@ -136,12 +113,17 @@ TINY = {
 
 SHAPES = {
     "minilm": Shape("Bert", "SEQ_CLS", {}, real=True),
-    "bert-base": Shape("Bert", "SEQ_CLS", BERT_BASE),
+    "bert-base": Shape("Bert", "SEQ_CLS", {"num_hidden_layers": 12}),
     "deberta-v3-base": Shape("DebertaV2", "SEQ_CLS", DEBERTA_V3_BASE),
-    "t5-small": Shape("T5", "SEQ_2_SEQ_LM", T5_SMALL, depth=("num_layers", "num_decoder_layers")),
+    "t5-small": Shape(
+        "T5", "SEQ_2_SEQ_LM",
+        {"num_layers": 6, "num_decoder_layers": 6, "decoder_start_token_id": 0, "use_cache": False},
+        depth=("num_layers", "num_decoder_layers"),
+    ),
     "llama-1b": Shape("Llama", "CAUSAL_LM", LLAMA_1B),
     "llama-7b": Shape(
-        "Llama", "CAUSAL_LM", LLAMA_7B,
+        "Llama", "CAUSAL_LM",
+        {"num_hidden_layers": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "use_cache": False},
         on_cpu={"num_hidden_layers": 1, "vocab_size": 256}, note="on a CPU a vocabulary of 256",
     ),
     "tiny": Shape("Bert", "SEQ_CLS", TINY, budget=1_000),

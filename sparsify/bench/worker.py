@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from sparsify.api import get_unmasker, sparsify, trained_state
-from sparsify.bench.methods import PEFT_CONFIGS, prepare, starts_filled, window_of
+from sparsify.bench.methods import METHODS, PEFT_CONFIGS, starts_filled, window_of
 from sparsify.bench.settings import PLANNED_STEPS, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
@@ -38,7 +38,7 @@ from sparsify.training.settings import SETTINGS
 
 FILL, PROFILE, ERROR = "fill", "profile", "error"
 FILL_STEPS = 24
-Seconds = tuple[float, ...]  # of forward and backward, of the update
+Seconds = tuple[float, ...]  # of forward and backward, and of the update
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batches = Batches(settings, model, seed=settings.seed + 2)
         started = self._now()
-        self.trainee = prepare(model, settings)
+        self.trainee = METHODS[settings.method](model, settings)
         self.initialisation = self._now() - started
         if starts_filled(settings.method) and settings.start:
             self.trainee.resume(load_file(settings.state_file))

@@ -27,14 +27,13 @@ _SHOWN_OF_CONFIG = (
     "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "peft", "adapters",
     "versions",
 )  # fmt: skip
-_FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
-_BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
-_OUT = typer.Option(help="Folder to write to.")
+_HELP = "A delta: its folder, its file, or user/repo on the hub."
+Delta = Annotated[str, typer.Argument(help=_HELP, metavar="DELTA")]
+Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")]
+Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 
 
-def info(
-    delta: Annotated[str, _FILE], json: Annotated[bool, typer.Option("--json", help="For programs to read.")] = False
-) -> None:
+def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For programs to read.")] = False) -> None:
     """Show the content of a delta: where its entries are, how it was trained, its size on disk.
 
     Example: sparsify info my-delta
@@ -52,7 +51,7 @@ def info(
         console.print(_layer_table(rows))
 
 
-def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
+def verify(delta: Delta, base: Base) -> None:
     """Check that a delta is intact, and that a checkpoint is the base it was trained on.
 
     Example: sparsify verify my-delta --base path/to/base
@@ -62,7 +61,7 @@ def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
     print(f"payload: {_payload_text(file)}")
 
 
-def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annotated[Path, _OUT]) -> None:
+def merge(delta: Delta, base: Base, out: Out) -> None:
     """Write an ordinary checkpoint, base and delta in one, shard by shard.
 
     Example: sparsify merge my-delta --base path/to/base --out merged
@@ -74,7 +73,7 @@ def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annot
 def diff(
     base: Annotated[Path, typer.Argument(help="Checkpoint of the base.")],
     tuned: Annotated[Path, typer.Argument(help="Checkpoint of the fine-tuned model.")],
-    out: Annotated[Path, _OUT],
+    out: Out,
     budget: Annotated[int | None, typer.Option(help="Keep only this many entries, the most changed.")] = None,
 ) -> None:
     """Take a delta from two checkpoints: the entries in which the tuned one differs from the base.
@@ -92,8 +91,8 @@ def diff(
 
 def add(
     deltas: Annotated[list[str], typer.Argument(help="Two or more deltas of one base.", metavar="DELTA...")],
-    base: Annotated[Path, _BASE],
-    out: Annotated[Path, _OUT],
+    base: Base,
+    out: Out,
     weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
     kind: Annotated[Literal["replace", "add"], typer.Option(help="Store new values, or differences.")] = "replace",
     entries_only: Annotated[
@@ -116,9 +115,9 @@ def add(
 
 
 def to_peft(
-    delta: Annotated[str, _FILE],
-    base: Annotated[Path, _BASE],
-    out: Annotated[Path, _OUT],
+    delta: Delta,
+    base: Base,
+    out: Out,
     method: Annotated[Literal["shira", "supertuning"], typer.Option(help="PEFT's tuner to hold it.")] = "supertuning",
 ) -> None:
     """Write an adapter that PEFT loads without sparsify.
@@ -129,7 +128,7 @@ def to_peft(
 
 
 def push(
-    delta: Annotated[str, _FILE],
+    delta: Delta,
     repo: Annotated[str, typer.Argument(help="user/repo; made if need be.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repo private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,

@@ -157,46 +157,46 @@ def test_a_comparison_of_adapters_has_a_row_a_method(example, monkeypatch, tmp_p
 
 def test_a_sparse_lora_is_a_plain_adapter_and_a_delta(example, files, tmp_path):
     """Each of the two, put on a fresh base, gives the result that was printed; PEFT alone loads the adapter."""
-    text_classification, sparse_lora = example("text_classification"), example("sparse_lora")
+    sparse_lora = example("sparse_lora")
     result = sparse_lora.main([*files, "--steps", "6", "--lr", "0.01", "--budget", "200", "--out", str(tmp_path)])
-    assert (result["strategy"], result["entries"]) == ("id3", 200)
-    options = sparse_lora.parse_arguments(files)
-    task = text_classification.load_task(options)
-    adapter = PeftModel.from_pretrained(task.model, tmp_path / "adapter")
-    rebuilt = load_model(text_classification.model_path("MiniLM"), tmp_path / "delta")
-    for model in (adapter, rebuilt):
-        found = text_classification.evaluate(model, task.validation_loader, ("accuracy",))
-        assert found == {"accuracy": result["accuracy"], "loss": result["loss"]}
-
-
-def test_a_dense_lora_trains_every_entry_of_the_encoders_layers(example, files, tmp_path):
-    result = example("sparse_lora").main([*files, "--steps", "1", "--strategy", "dense", "--out", str(tmp_path)])
-    assert result["entries"] == result["updates"] == 331_776  # 6 layers of 8 (4 (384 + 384) + 2 (384 + 1536))
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
-
-
-@pytest.mark.parametrize(
-    ("options", "entries"),
-    [
-        (["--strategy", "dense", "--kind", "pfeiffer", "--reduction-factor", "16"], 113_040),
-        (["--strategy", "dense", "--kind", "houlsby", "--reduction-factor", "16"], 226_080),
-        (["--strategy", "sparseadapter"], 35_527),  # pruned by gradients beforehand
-    ],
-)
-def test_bottleneck_adapters_train_dense_and_pruned(example, files, options, entries):
-    assert example("sparse_adapters").main([*files, "--steps", "1", *options])["entries"] == entries
+    base = check_saved(example("text_classification"), sparse_lora, files, tmp_path, result)[0]
+    adapter = PeftModel.from_pretrained(base.model, tmp_path / "adapter")
+    found = example("text_classification").evaluate(adapter, base.validation_loader, ("accuracy",))
+    assert found == {"accuracy": result["accuracy"], "loss": result["loss"]}
 
 
 def test_sparse_adapters_are_saved_as_adapters_and_as_a_delta(example, files, tmp_path):
-    text_classification, sparse_adapters = example("text_classification"), example("sparse_adapters")
+    sparse_adapters = example("sparse_adapters")
     result = sparse_adapters.main([*files, "--steps", "2", "--budget", "200", "--out", str(tmp_path)])
+    base, rebuilt = check_saved(example("text_classification"), sparse_adapters, files, tmp_path, result)
+    adapted = dict(load_adapters(base.model, tmp_path / "adapter").named_parameters())
+    assert all(p.equal(adapted[name]) for name, p in rebuilt.named_parameters() if ".adapters." in name)
+
+
+def check_saved(text_classification, script, files, folder, result):
+    """The delta, on a fresh base, gives the result; returns a fresh task and the rebuilt model."""
     assert (result["strategy"], result["entries"]) == ("id3", 200)
-    task = text_classification.load_task(sparse_adapters.parse_arguments(files))
-    rebuilt = load_model(text_classification.model_path("MiniLM"), tmp_path / "delta")
+    task = text_classification.load_task(script.parse_arguments(files))
+    rebuilt = load_model(text_classification.model_path("MiniLM"), folder / "delta")
     found = text_classification.evaluate(rebuilt, task.validation_loader, ("accuracy",))
     assert found == {"accuracy": result["accuracy"], "loss": result["loss"]}
-    adapted = dict(load_adapters(task.model, tmp_path / "adapter").named_parameters())
-    assert all(p.equal(adapted[name]) for name, p in rebuilt.named_parameters() if ".adapters." in name)
+    return task, rebuilt
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "entries"),
+    [
+        ("sparse_lora", ["--strategy", "dense"], 331_776),  # 6 layers of 8 (4 (384 + 384) + 2 (384 + 1536))
+        ("sparse_adapters", ["--strategy", "dense", "--kind", "pfeiffer", "--reduction-factor", "16"], 113_040),
+        ("sparse_adapters", ["--strategy", "dense", "--kind", "houlsby", "--reduction-factor", "16"], 226_080),
+        ("sparse_adapters", ["--strategy", "sparseadapter"], 35_527),  # pruned by gradients beforehand
+    ],
+)
+def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, options, entries):
+    result = example(script).main([*files, "--steps", "1", *options, "--out", str(tmp_path)])
+    assert result["entries"] == result["updates"] == entries
+    assert (tmp_path / "adapter").is_dir()
+    assert (tmp_path / "delta").is_dir() == ("dense" not in options)
 
 
 @pytest.mark.slow

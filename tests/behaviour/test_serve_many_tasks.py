@@ -128,11 +128,14 @@ def body(task, kind):
     return {"task": task, kind: TEXTS if kind == "texts" else PAIRS}
 
 
-def test_each_task_answers_as_its_delta_alone_would_on_a_base_of_its_own(server, expected):
+def test_each_task_answers_as_its_delta_alone_would_on_a_base_of_its_own(server, tasks, expected):
     url, ask = server
+    before = copy.deepcopy(tasks.model.state_dict())
     for task in ["mood", "topic", "topic", "same", "mood"]:
         for kind in ("texts", "pairs"):
             check(ask(f"{url}/predict", body(task, kind)), task, kind, expected)
+    tasks.switch.deactivate()
+    assert all(torch.equal(before[name], tensor) for name, tensor in tasks.model.state_dict().items())
 
 
 def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
@@ -156,14 +159,6 @@ def test_requests_of_many_clients_at_once_do_not_meet(server, tasks, expected):
         for (task, kind), answer in zip(wanted, answers, strict=True):
             check(answer, task, kind, expected)
     assert len(tasks.swaps_ms) > 3
-
-
-def test_the_base_is_left_as_it_was(examples, tasks):
-    before = copy.deepcopy(tasks.model.state_dict())
-    for task in LABELS:
-        tasks.predict(examples[0].Request(task=task, texts=TEXTS))
-    tasks.switch.deactivate()
-    assert all(torch.equal(before[name], tensor) for name, tensor in tasks.model.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def run(
     training, held_out = tokenize(path, *examples)
     model = load_classifier(path, seed)
 
-    # 1. Convert: one line. The new head is trained dense, beside the budget. No weight has changed yet.
+    # 1. Convert: one line. The new head is trained dense, outside the budget. No weight has changed yet.
     sparsify(model, budget, strategy, steps=steps, modules_to_save=["head"], seed=seed)
     display.show_stage("frozen baseline: a head on the pretrained features")
     frozen_accuracy = frozen_baseline_accuracy(model, training, held_out)
@@ -161,7 +161,7 @@ def run(
         "held-out accuracy, frozen baseline": f"{frozen_accuracy:.1%}",
         f"held-out accuracy, {strategy}": f"{accuracy(logits, held_out.labels):.1%}",
         "trained entries": f"{state.unmasked:,} of {state.num_candidates:,} ({share:.3%})",
-        "trained head, beside them": f"{state.num_dense:,}",
+        "trained head, in addition": f"{state.num_dense:,}",
         "tensor sparsity": f"{state.tensor_sparsity:.2f}",
         "delta on disk": f"{delta / 1e6:,.2f} MB",
         "full checkpoint on disk": f"{whole / 1e6:,.2f} MB ({whole / delta:,.0f} x)",
