@@ -45,7 +45,7 @@ class Shape:
         model_class = self.model_class()
         if not self.real:
             labels = {"num_labels": CLASSES} if self.task == "SEQ_CLS" else {}
-            return model_class(model_class.config_class(**config, **labels))  # type: ignore[no-any-return]
+            return model_class(model_class.config_class(**config, **labels))
         quiet_transformers()  # the head is new, and is meant to be
         with torch.device("cpu"):  # on another device transformers needs accelerate
             dtype = torch.get_default_dtype()

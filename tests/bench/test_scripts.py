@@ -69,6 +69,23 @@ def test_a_merge_takes_the_memory_of_one_tensor(script, tmp_path):
         assert int((merged[name] != weight).sum()) == math.ceil(weight.numel() / 1000)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "row"),
+    [
+        ("file", {"shape": "minilm", "entries": 20_000}, "flat int64 positions"),
+        ("lora", {"shape": "minilm", "entries": 40_000, "rank": 4}, "PEFT: all of the LoRA"),
+        ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
+    ],
+)
+def test_a_script_prints_a_table_and_writes_json(script, monkeypatch, tmp_path, capsys, name, options, row):
+    monkeypatch.setenv("COLUMNS", "200")
+    script(name).main(**options, json=tmp_path / "raw.json")
+    assert row in capsys.readouterr().out
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    assert raw["conditions"].items() >= options.items()
+    assert raw["results"]
+
+
 def run(name, *options):
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
