@@ -1,4 +1,4 @@
-"""Train in bfloat16 and in float32, sparsely and in full, and see what bfloat16 loses.
+"""Train in bfloat16 and in float32, sparsely and in full, and compare how many entries move.
 
     python examples/bfloat16.py --task mrpc --rows 1500
 
@@ -20,7 +20,7 @@ RATES = {"id3": 5e-4, "full": 5e-5}
 
 
 def run(strategy: str, dtype: str, options: list[str]) -> dict:
-    """Trains once; the result, with the share of the trained entries that have moved at all, and how far."""
+    """Trains once; returns the result, with the share of the trained entries that have moved, and how far."""
     arguments = parse_arguments(["--strategy", strategy, "--dtype", dtype, "--lr", str(RATES[strategy]), *options])
     task = load_task(arguments)
     before = [parameter.detach().clone() for parameter in task.model.parameters()]

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     def run(task: str, method: str, seed: int) -> dict:
         script, own = METHODS[method]
         shared = ["--task", task, "--seed", str(seed), "--rows", str(options.rows), "--lr", options.lr]
-        start = ["--fresh", "store"]  # the adapters of one seed begin with the same numbers, whatever the method
+        start = ["--fresh", "store"]  # the adapters of one seed begin with the same numbers for every method
         return script.main([*shared, *start, *own, *others]) | {"strategy": method}
 
     wanted = [(task, method, seed) for task in options.tasks for seed in options.seeds for method in options.methods]

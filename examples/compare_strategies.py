@@ -41,7 +41,7 @@ def read_runs(path: Path) -> Runs:
 
 
 def run_missing(wanted: list[Key], path: Path, run: Callable[[str, str, int], dict]) -> Runs:
-    """The wanted runs; those that the file does not have yet are run, and added to it as they finish."""
+    """Returns the wanted runs; those that the file lacks are run, and added to it as they finish."""
     runs = read_runs(path)
     for key in wanted:
         if key not in runs:
@@ -52,7 +52,7 @@ def run_missing(wanted: list[Key], path: Path, run: Callable[[str, str, int], di
 
 
 def make_table(runs: Runs, tasks: list[str]) -> str:
-    """A row a strategy in Markdown: the metric in percent and the loss, mean ± standard deviation over the seeds."""
+    """A row per strategy in Markdown: the metric in percent and the loss, mean ± standard deviation over the seeds."""
     names = [(task, METRIC.get(task, "accuracy")) for task in tasks]
     header = ["strategy", "entries", *[cell for task, metric in names for cell in (f"{task} {metric}", "loss")]]
     lines = [" | ".join(header), "|".join(["---", *["---:"] * (len(header) - 1)])]

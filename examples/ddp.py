@@ -1,10 +1,10 @@
-"""Fine-tune on several GPUs, or on as many CPU processes: DistributedDataParallel as ever, and one line more.
+"""Fine-tune on several GPUs, or on as many CPU processes: DistributedDataParallel with one more line.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --task mrpc --budget 38000 --sync candidates
 
 In: a GLUE task or JSON Lines, as ``text_classification.py`` reads them; ``--batch-size`` is a rank's. Out: the
-accuracy after every epoch, what choosing the same entries took, and in ``--out`` the delta. ``fsdp.py`` takes its loop
-from here.
+accuracy after every epoch, the bytes sent to select the same entries, and in ``--out`` the delta. ``fsdp.py`` imports
+its loop from here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def start() -> torch.device:
-    """Joins the other ranks; this rank's device."""
+    """Joins the other ranks; returns this rank's device."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -61,9 +61,9 @@ def train(
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> dict:
-    """A plain loop over whatever requires grad; the last accuracy."""
+    """A plain loop over all parameters that require grad; returns the last accuracy."""
     training, validation, steps = loaders
-    # a group each: the flat delta and, under FSDP2, sharded heads are tensors of different kinds
+    # a group each, since the flat delta and, under FSDP2, sharded heads are tensors of different kinds
     groups = [{"params": [parameter]} for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(groups, arguments.lr, weight_decay=0.0)
     torch.manual_seed(arguments.seed + dist.get_rank())  # dropout may differ from rank to rank

@@ -1,4 +1,4 @@
-"""Fine-tune with the weights sharded over GPUs, or CPU processes: FSDP2 as ever, and one line more.
+"""Fine-tune with the weights sharded over GPUs, or CPU processes: FSDP2 with one more line.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --task mrpc --budget 38000
 

@@ -100,7 +100,7 @@ class Tasks:
         return {"tasks": tasks, "swaps": len(swaps_ms), "median_swap_ms": statistics.median(swaps_ms or [0.0])}
 
     def _activate(self, task: str) -> float:
-        """Swaps the task's entries in, unless they are in the model already; how long it took in milliseconds."""
+        """Swaps the task's entries in, unless they are in the model already; returns the milliseconds it took."""
         if task == self.switch.active:
             return 0.0
         started = time.perf_counter()
@@ -110,7 +110,7 @@ class Tasks:
 
 
 def fitting(head: Mapping[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
-    """A head in the model's dtype and on its device, once it fits its place but for the number of labels."""
+    """A head in the model's dtype and on its device, if its shape fits but for the number of labels."""
     places = model.state_dict()
     for name, tensor in head.items():
         if name not in places or tensor.shape[1:] != places[name].shape[1:]:

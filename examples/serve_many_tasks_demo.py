@@ -39,7 +39,7 @@ ROUNDS = 20
 
 @contextlib.contextmanager
 def served(app: FastAPI) -> Iterator[str]:
-    """The address of an app that a thread serves meanwhile, on a free port."""
+    """Serves an app in a thread, on a free port; yields its address."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listening:  # requests wait here until the server is up
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -52,7 +52,7 @@ def served(app: FastAPI) -> Iterator[str]:
 
 
 def ask(url: str, body: dict | None = None) -> dict:
-    """The answer to a POST request, or to a GET request where there is no body."""
+    """Returns the answer to a POST request, or to a GET request where there is no body."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -72,7 +72,7 @@ def rows_of(examples: list[Example], task: str) -> list[dict]:
 
 
 def train(task: str, training: list[Example], held_out: list[Example], folder: Path, steps: int) -> Path:
-    """Trains a task's delta as anyone would, with ``text_classification.py``; the delta's folder."""
+    """Trains a task's delta with ``text_classification.py``; returns the delta's folder."""
     files = {split: folder / f"{task}-{split}.jsonl" for split in ("train", "validation")}
     for file, examples in zip(files.values(), (training, held_out), strict=True):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(examples, task)), encoding="utf-8")

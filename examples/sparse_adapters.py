@@ -1,4 +1,4 @@
-"""Train a few percent of bottleneck adapters: add them, and one line more.
+"""Train a few percent of bottleneck adapters: add them, and one more line.
 
     python examples/sparse_adapters.py --task mrpc --kind pfeiffer --strategy id3 --budget 0.04
     python examples/sparse_adapters.py --task mrpc --kind houlsby --strategy dense

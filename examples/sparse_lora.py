@@ -1,4 +1,4 @@
-"""Train a quarter of a LoRA: PEFT's adapter as ever, and one line more.
+"""Train a quarter of a LoRA: PEFT's adapter, and one more line.
 
     python examples/sparse_lora.py --task mrpc --strategy id3 --budget 0.24
     python examples/sparse_lora.py --task mrpc --strategy dense

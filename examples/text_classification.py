@@ -41,7 +41,7 @@ METRICS = {
     "matthews": matthews_corrcoef,
 }
 CALIBRATED = ("fish", "sparseadapter")  # choose by gradients before training
-ABLATIONS = {"magnitude-increment": Strategy(Magnitude(), Increment())}  # beside the presets
+ABLATIONS = {"magnitude-increment": Strategy(Magnitude(), Increment())}  # in addition to the presets
 TASK_METRICS = {"mrpc": ("accuracy", "f1"), "qqp": ("accuracy", "f1"), "cola": ("matthews",)}
 
 
@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method.add_argument("--target-modules", help="candidates: a regular expression for module names, or all-linear")
     method.add_argument("--exclude-modules", nargs="*", help="modules to leave frozen")
     method.add_argument(
-        "--modules-to-save", nargs="*", help="modules to train dense, beside the budget; default: the new head"
+        "--modules-to-save", nargs="*", help="modules to train dense, outside the budget; default: the new head"
     )
     add_training_arguments(parser, "default: 1e-3, or 5e-5 for full")
     arguments = check_arguments(parser, arguments)
@@ -228,7 +228,7 @@ def load_task(arguments: argparse.Namespace) -> Task:
 
 
 def train(model: torch.nn.Module, task: Task, arguments: argparse.Namespace) -> dict:
-    """A plain loop over whatever requires grad; the last metrics, those of every epoch, and what the run was."""
+    """A plain loop over all parameters that require grad; returns the last metrics, every epoch's, and the settings."""
     started = time.perf_counter()
     epochs = math.ceil(task.steps / len(task.train_loader))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], arguments.lr, weight_decay=0.0)
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> dict:
     task = load_task(arguments)
     model = task.model
 
-    # 1. Convert: one line. The new head is trained dense, beside the budget.
+    # 1. Convert: one line. The new head is trained dense, outside the budget.
     if arguments.modules_to_save is None:
         arguments.modules_to_save = [head for head in HEADS if hasattr(model, head)]
     sparsify(

@@ -1,1 +1,6 @@
-"""Speed and memory side by side: each method in a process of its own, their rounds interleaved, ratios reported."""
+"""``sparsify bench``: training steps of several methods side by side, and their ratios.
+
+command  options, checked before anything starts      run     a process per method, in turns, round by round
+worker   one method in one process                    report  table and plot
+methods  what each method trains                      shapes, tokens  the models and their batches
+"""

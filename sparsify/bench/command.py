@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
 from rich.console import Console
 
 from sparsify.bench.methods import METHODS, check_installed
-from sparsify.bench.plots import plot as draw
-from sparsify.bench.room import fit_together, share_rounds
+from sparsify.bench.report import headline, make_table, plot
 from sparsify.bench.run import Measurement, measure, steps_ahead, to_json
-from sparsify.bench.settings import DTYPES, HEAPS, Settings
+from sparsify.bench.settings import PLANNED_STEPS, Settings
 from sparsify.bench.shapes import SHAPES
-from sparsify.bench.table import headline, make_table
-from sparsify.bench.tokens import has_mrpc, prepare_tokens
+from sparsify.bench.tokens import DATA, find_texts, write_rows
 from sparsify.common.extras import require
 from sparsify.errors import SparsifyError
 
-DATA = "SPARSIFY_DATA"
-DEFAULT_METHODS = "floor,full,lora,static,id3"
-TABLE_WIDTH = 124  # columns of text; figures that a narrow terminal would cut off are wrapped instead
+TABLE_WIDTH = 124  # columns of text: a narrower terminal wraps lines instead of cutting figures off
 
 
 def bench(
     shape: Annotated[
         str, typer.Option("--shape", "--shapes", help=f"Model shapes, comma-separated: {', '.join(SHAPES)}.")
     ] = "bert-base",
-    methods: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(METHODS)}.")] = DEFAULT_METHODS,
+    methods: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(METHODS)}.")
+    ] = "floor,full,lora,static,id3",
     budget: Annotated[
         str, typer.Option("--budget", "--budgets", help="Entries; several, comma-separated, give curves. By default "
                           f"{SHAPES['bert-base'].budget}, or {SHAPES['tiny'].budget} of tiny.")
@@ -43,73 +40,66 @@ def bench(
         str, typer.Option(help="Layers of a model with random weights; several, comma-separated, give curves. "
                           "0: as published.")
     ] = "0",
-    fill: Annotated[float, typer.Option(help="Share of the budget that ID3 has unmasked before measuring.")] = 0.5,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    fill: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the budget that ID3 has unmasked before measuring.")
+    ] = 0.5,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 128,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or one GPU such as cuda:1.")] = "cpu",
-    rounds: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
-    steps: Annotated[int, typer.Option(help="Training steps a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each method.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps a turn.")] = 2,
     threads: Annotated[int, typer.Option(help="Of each process; 0 for torch's default.")] = 0,
     heap: Annotated[
-        str, typer.Option(help="What becomes of freed memory while times are taken: keep, or system (as glibc likes).")
+        Literal["keep", "system"], typer.Option(help="Keep freed memory while times are taken, or let glibc decide.")
     ] = "keep",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in backward.")] = False,
     one_at_a_time: Annotated[
-        bool, typer.Option("--one-at-a-time", help="One process at a time, started anew at each turn; so they are "
-                           "anyway where memory would not hold all of them.")
+        bool, typer.Option("--one-at-a-time", help="One process at a time, started anew at each turn; the default "
+                           "where memory does not hold all of them.")
     ] = False,
     data: Annotated[
         Path | None, typer.Option(help=f"Folder with mrpc/, for minilm; by default ${DATA}'s, or docstrings.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the raw measurements here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them: a PNG.")] = None,
+    plot_to: Annotated[Path | None, typer.Option("--plot", help="Also draw them: a PNG.")] = None,
 ) -> None:  # fmt: skip
     """Measure training steps side by side: memory, initialisation, update and step, and their ratios."""
     names, shapes = _listed(methods), _listed(shape)
-    given = _numbers(budget, "--budget", "10_000,100_000") if budget else []
-    depths = _numbers(layers, "--layers", "3,6,12")
-    _check(names, shapes, dtype, heap, device, rounds, steps)
-    _check_depths(shapes, depths)
-    if plot is not None:
-        require("matplotlib", extra="plot")
+    budgets = _numbers(budget, "--budget", 1) if budget else []
+    depths = _numbers(layers, "--layers", 0)
     ahead = steps_ahead(names, rounds, steps)
-    console, all_results = Console(), list[Measurement]()
+    _check(names, shapes, device, depths, ahead)
+    if plot_to is not None:
+        require("matplotlib", extra="plot")
+    console, results = Console(), list[Measurement]()
     console.width = max(console.width, TABLE_WIDTH)
     for one_shape in shapes:
-        budgets = given or [SHAPES[one_shape].budget]
-        tokens, text = prepare_tokens(one_shape, seq, _find_data(data))
-        common = Settings(
-            names[0], one_shape, budgets[0], fill, batch, seq, dtype, threads, device, checkpointing, tokens, ahead,
-            heap=heap,
-        )  # fmt: skip
-        points = [
-            [replace(common, method=name, budget=entries, layers=depth) for name in names]
-            for depth, entries in product(depths, budgets)
-        ]
-        for settings in share_rounds(points):
-            together = not one_at_a_time and fit_together(settings)
-            with console.status("starting") as status:
-                results = measure(settings, rounds, steps, progress=status.update, together=together)
-            for start in range(0, len(results), len(names)):
-                _print(console, results[start : start + len(names)], rounds, steps, text)
-            all_results += results
-            if json is not None:
-                json.write_text(to_json(all_results) + "\n")
-    if plot is not None:
-        draw(all_results, plot)
-
-
-def _print(console: Console, results: list[Measurement], rounds: int, steps: int, text: str) -> None:
-    console.print(headline(results, rounds, steps, text))
-    console.print(make_table(results))
-    for one in results:
-        if one.work:
-            console.print(f"{one.settings.method}, to choose in its last step: {one.work}")
+        kind, texts = find_texts(data) if SHAPES[one_shape].real else ("", [])
+        with console.status("starting") as status, tempfile.TemporaryDirectory(prefix="sparsify-bench-") as folder:
+            common = Settings(
+                names[0], one_shape, SHAPES[one_shape].budget, fill, batch, seq, dtype, threads, device, checkpointing,
+                kind, ahead, heap=heap, folder=folder,
+            )  # fmt: skip
+            if texts:
+                write_rows(common, texts)
+            points = [
+                [replace(common, method=name, budget=entries, layers=depth) for name in names]
+                for depth in depths
+                for entries in budgets or [common.budget]
+            ]
+            results += measure(points, rounds, steps, status.update, one_at_a_time=one_at_a_time)
+        for point in range(len(results) - len(points) * len(names), len(results), len(names)):
+            console.print(headline(results[point : point + len(names)], rounds, steps))
+            console.print(make_table(results[point : point + len(names)]))
+        if json is not None:
+            json.write_text(to_json(results) + "\n")
+    if plot_to is not None:
+        plot(results, plot_to)
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises ``SparsifyError`` for the first name that is not known, with those that are near."""
+    """Raises ``SparsifyError`` for the first unknown name, with those that are near."""
     known = list(known)
     for name in names:
         if name not in known:
@@ -118,42 +108,35 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
             raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
 
 
-def _check(methods: list[str], shapes: list[str], dtype: str, heap: str, device: str, rounds: int, steps: int) -> None:
+def _check(methods: list[str], shapes: list[str], device: str, depths: list[int], ahead: int) -> None:
+    kind = device.partition(":")[0]
     check_names(methods, METHODS, "method")
     check_names(shapes, SHAPES, "shape")
-    check_names([dtype], DTYPES, "dtype")
-    check_names([heap], HEAPS, "heap")
-    for name, number in (("--rounds", rounds), ("--steps", steps)):
-        if number < 1:
-            raise SparsifyError(f"{name} {number}; expected at least 1.")
-    kind = device.partition(":")[0]
     check_names([kind], ["cpu", "cuda"], "device")
     if kind == "cuda" and not torch.cuda.is_available():
         raise SparsifyError(f"--device {device}: torch finds no GPU here; take --device cpu, or a torch with CUDA.")
+    if ahead >= PLANNED_STEPS:
+        raise SparsifyError(
+            f"{ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or fewer steps a round."
+        )
     for method in methods:
         check_installed(method)
+    for shape in shapes:
+        if any(depths) and SHAPES[shape].real:
+            raise SparsifyError(
+                f"--layers: {shape!r} has pretrained weights and their number of layers; leave one out."
+            )
 
 
 def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _numbers(text: str, option: str, example: str) -> list[int]:
+def _numbers(text: str, option: str, least: int) -> list[int]:
     try:
-        return [int(part) for part in _listed(text)]
+        numbers = [int(part) for part in _listed(text)]
     except ValueError:
-        raise SparsifyError(f"{option} {text!r}; expected whole numbers, such as {example}.") from None
-
-
-def _check_depths(shapes: list[str], depths: list[int]) -> None:
-    pretrained = [shape for shape in shapes if SHAPES[shape].real]
-    if any(depths) and pretrained:
-        raise SparsifyError(
-            f"--layers: {pretrained[0]!r} has pretrained weights and as many layers as these; leave out one of the two."
-        )
-
-
-def _find_data(data: Path | None) -> Path | None:
-    if data is None and DATA in os.environ and has_mrpc(Path(os.environ[DATA])):
-        return Path(os.environ[DATA])
-    return data
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise SparsifyError(f"{option} {text!r}; expected whole numbers of at least {least}, comma-separated.")
+    return numbers

@@ -1,51 +1,24 @@
-"""What is measured: a method on a model shape, and the point of a run that it is measured at."""
+"""Settings of a measured process, passed from the command to its workers."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
-from sparsify.errors import SparsifyError
-
-PLANNED_STEPS = 1000  # optimizer steps of the run that the measured ones belong to
+PLANNED_STEPS = 1000  # optimizer steps of the run that the measured steps belong to
 WARM_UP = 2  # steps before the first measured one
-PROFILE = "profile"  # said to a worker before a number of steps: they are not measured but profiled
-ERROR = "error"  # said by a worker in place of an answer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# By itself glibc gives freed memory back to the system or keeps it in holes of its heap, by luck more or less of it,
-# and what was given back comes again page by page: up to a tenth of a step. To keep all, it has to be told, up to the
-# largest blocks that it may keep.
+# By default glibc returns some of the freed memory to the system and gets it back page by page, which takes up to a
+# tenth of a step and varies from run to run. These are its limits for keeping all of it.
 HEAPS = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "system": {}}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one process measures.
-
-    Attributes:
-        method: one of ``METHODS`` in ``methods.py``.
-        shape: one of ``SHAPES`` in ``shapes.py``.
-        budget: entries.
-        fill: share of the budget that ID3 has unmasked before the first step.
-        batch: sequences a step.
-        length: tokens a sequence.
-        dtype: of the weights, one of ``DTYPES``.
-        threads: of torch; 0 for its default.
-        device: ``"cpu"``, ``"cuda"``, or one GPU such as ``"cuda:1"``.
-        checkpointing: whether activations are recomputed in backward (non-reentrant).
-        tokens: file with rows of real text; none: random tokens.
-        ahead: steps that the process may do; ID3 unmasks in all of them, so that a buffer filled to the whole budget
-            is filled to the budget less what these steps unmask.
-        seed: of the weights and the batches.
-        heap: while times are taken on Linux, memory that was freed is kept (``"keep"``), or given back to the system
-            when glibc sees fit (``"system"``).
-        layers: of the model, an encoder's and a decoder's each; 0 for as many as the shape has.
-    """
+    """A method, a model, and the conditions that it is measured under; most are options of ``sparsify bench``."""
 
     method: str
     shape: str = "bert-base"
@@ -57,31 +30,16 @@ class Settings:
     threads: int = 0
     device: str = "cpu"
     checkpointing: bool = False
-    tokens: str = ""
-    ahead: int = 50
+    tokens: str = ""  # the kind of real text in tokens_file; empty for random tokens
+    ahead: int = 50  # most steps that one process will do, each of which unmasks entries
     seed: int = 0
     heap: str = "keep"
     layers: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.fill <= 1:
-            raise SparsifyError(f"fill={self.fill!r}; expected a share of the budget, from 0 to 1.")
-        if not 0 <= self.ahead < PLANNED_STEPS:
-            raise SparsifyError(
-                f"{self.ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or fewer steps a round."
-            )
-        if self.layers < 0:
-            raise SparsifyError(f"layers={self.layers!r}; expected an int of at least 1, or 0 for the shape's own.")
-        for name in ("budget", "batch", "length"):
-            if getattr(self, name) < 1:
-                raise SparsifyError(f"{name}={getattr(self, name)!r}; expected an int of at least 1.")
-        for name, known in (("dtype", DTYPES), ("heap", HEAPS)):
-            if getattr(self, name) not in known:
-                raise SparsifyError(f"unknown {name} {getattr(self, name)!r}; expected one of {', '.join(known)}.")
+    folder: str = ""  # of state_file and tokens_file
 
     @property
     def start(self) -> int:
-        """The step of the run, of ``PLANNED_STEPS``, that comes next once the buffers are filled.
+        """The first step of the run of ``PLANNED_STEPS`` after the buffers are filled: at most all but ``ahead``.
 
         Example:
             >>> Settings("id3", fill=0.5).start, Settings("id3", fill=1.0, ahead=20).start
@@ -91,19 +49,17 @@ class Settings:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it runs on a GPU."""
         return torch.device(self.device).type == "cuda"
+
+    @property
+    def state_file(self) -> Path:
+        """The trained state with filled buffers, for all methods that start from it."""
+        return Path(self.folder, f"state-{self.shape}-{self.layers}-{self.budget}.safetensors")
+
+    @property
+    def tokens_file(self) -> Path:
+        return Path(self.folder, "tokens.safetensors")
 
     def to_json(self) -> str:
         """One line, for a worker."""
         return json.dumps(asdict(self))
-
-
-@contextmanager
-def errors_as_answers() -> Iterator[None]:
-    """A worker's error of ours is its answer, one line of JSON; the worker ends with status 1."""
-    try:
-        yield
-    except SparsifyError as error:
-        print(json.dumps({ERROR: str(error)}), flush=True)
-        sys.exit(1)

@@ -1,46 +1,40 @@
-"""What the models read: rows of real text, or random tokens.
+"""Batches for the models: rows of real text, or random tokens.
 
-Real text is Python's own docstrings, as in the demo, or MRPC where a folder has it. Texts of one label are strung
-together and cut into rows of equal length, so that there is no padding, and each row still has a label to learn.
+Real text is MRPC where a folder has it, otherwise the standard library's docstrings, as in the demo. Texts of one label
+are joined and cut into rows of equal length: no padding, and a label to learn for each row.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sparsify.bench import cache
 from sparsify.bench.settings import Settings
-from sparsify.bench.shapes import CLASSES, SHAPES, inputs_of
+from sparsify.bench.shapes import CLASSES, inputs_of
 from sparsify.errors import SparsifyError
 
-FIRST_TOKEN = 5  # of the random ones: those before it are a tokenizer's own
-
+DATA = "SPARSIFY_DATA"  # environment variable: a folder with mrpc/
+FIRST_TOKEN = 5  # of the random ones: those before it have a meaning to tokenizers
 Texts = Sequence[tuple[str, int]]
 
 
 class Batches:
-    """Batch after batch, the same at each run.
-
-    Args:
-        settings: what is measured.
-        model: as built; its vocabulary is what random tokens are drawn from.
-        seed: of the order, or of the tokens.
-    """
+    """Batch after batch, the same in each run: rows of the settings' text, or tokens of the model's vocabulary."""
 
     def __init__(self, settings: Settings, model: nn.Module, seed: int) -> None:
         self.settings = settings
         self._vocabulary: int = model.config.vocab_size  # type: ignore[union-attr,assignment]
         self._generator = torch.Generator().manual_seed(seed)
-        self._rows = cache.load(Path(settings.tokens)) if settings.tokens else None
+        self._rows = load_file(settings.tokens_file) if settings.tokens else None
 
     def next(self) -> dict[str, Tensor]:
         """The model's inputs for one step, labels included, on its device."""
@@ -57,42 +51,34 @@ class Batches:
 
 
 def find_texts(data: Path | None) -> tuple[str, Texts]:
-    """What the texts are, in a word, and each with its label.
-
-    Args:
-        data: a folder with ``mrpc/train.jsonl`` or ``mrpc/train.jsonl.gz``; ``None``: docstrings.
+    """The kind of text, and each text with its label: MRPC from a folder, by default the one that ``SPARSIFY_DATA``
+    names, or docstrings where that has none.
 
     Raises:
-        SparsifyError: when the folder does not have it.
+        SparsifyError: when ``data`` has no MRPC.
     """
+    folder = data or (Path(os.environ[DATA]) if DATA in os.environ else None)
+    paths = [folder / "mrpc" / name for name in ("train.jsonl", "train.jsonl.gz")] if folder else []
+    for path in filter(Path.is_file, paths):
+        opener: Any = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        return "mrpc", [(f"{row['sentence1']} {row['sentence2']}", row["label"]) for row in rows]
     if data is None:
         from sparsify.cli.demo.docstrings import load_examples
 
         return "docstrings", [(example.text, example.label) for part in load_examples() for example in part]
-    for name in ("train.jsonl", "train.jsonl.gz"):
-        path = data / "mrpc" / name
-        if path.is_file():
-            with (
-                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
-            ):
-                rows = [json.loads(line) for line in file]
-            return "mrpc", [(f"{row['sentence1']} {row['sentence2']}", row["label"]) for row in rows]
     raise SparsifyError(
         f"`{data}` has no mrpc/train.jsonl, plain or as .gz; give --data a folder that has it, or leave it out to take "
         "docstrings."
     )
 
 
-def has_mrpc(data: Path) -> bool:
-    """Whether a folder has what :func:`find_texts` looks for there."""
-    return any((data / "mrpc" / name).is_file() for name in ("train.jsonl", "train.jsonl.gz"))
-
-
 def make_rows(texts: Texts, tokenizer: Any, length: int, seed: int = 0) -> dict[str, Tensor]:
     """Rows ``tokens`` (n, length), each between the tokenizer's marks, and ``labels`` (n,), in random order.
 
     Raises:
-        SparsifyError: when there is not enough text for one row.
+        SparsifyError: when the text is too short for one row.
     """
     start, end = tokenizer.cls_token_id, tokenizer.sep_token_id
     inner = length - 2
@@ -107,20 +93,10 @@ def make_rows(texts: Texts, tokenizer: Any, length: int, seed: int = 0) -> dict[
     return {"tokens": torch.tensor([row for row, _ in rows]), "labels": torch.tensor([label for _, label in rows])}
 
 
-def prepare_tokens(shape: str, length: int, data: Path | None) -> tuple[str, str]:
-    """The file with a shape's rows of text, made where need be, and what the text is; empty for random tokens."""
-    if not SHAPES[shape].real:
-        return "", "random tokens"
+def write_rows(settings: Settings, texts: Texts) -> None:
+    """Writes the rows that the workers read."""
     from transformers import AutoTokenizer
 
     from sparsify.cli.demo.classifier import default_model
 
-    what, texts = find_texts(data)
-    path = cache.path_of("tokens", length=length, texts=_digest(texts), model=shape)
-    if cache.load(path) is None:
-        cache.save(path, make_rows(texts, AutoTokenizer.from_pretrained(default_model()), length))
-    return str(path), what
-
-
-def _digest(texts: Texts) -> str:
-    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+    save_file(make_rows(texts, AutoTokenizer.from_pretrained(default_model()), settings.length), settings.tokens_file)

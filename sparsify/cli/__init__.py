@@ -1,7 +1,4 @@
-"""The command line: a table of commands, each imported only when the command line runs.
-
-A command is a typer function ``"package.module:function"``; its name is the function's. A new one is a new row.
-"""
+"""The command line: a table of typer functions, ``"package.module:function"``, imported only when it runs."""
 
 from __future__ import annotations
 
@@ -25,16 +22,11 @@ COMMANDS = (
     "sparsify.cli.commands:to_peft",
     "sparsify.cli.commands:push",
     "sparsify.bench.command:bench",
-    "sparsify.bench.file:bench_file",
-    "sparsify.bench.lora:bench_lora",
-    "sparsify.bench.swapping:bench_swap",
-    "sparsify.bench.merging:bench_merge",
-    "sparsify.bench.ranks:bench_ranks",
 )
 
 
 def make_app() -> typer.Typer:
-    """The typer app with all commands.
+    """Returns the typer app with all commands.
 
     Raises:
         MissingExtraError: when typer or rich is not installed.
@@ -63,7 +55,7 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
-    """The console entry point: an error of ours is one line and exit status 1, not a traceback."""
+    """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback."""
     try:
         make_app()()
     except (MissingExtraError, SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written

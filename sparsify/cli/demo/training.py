@@ -27,7 +27,7 @@ def train(
     seed: int,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """A plain loop: AdamW on whatever requires grad, at a constant learning rate.
+    """A plain loop: AdamW on all parameters that require grad, at a constant learning rate.
 
     Args:
         model: the model, sparsified or not.
@@ -35,7 +35,7 @@ def train(
         steps: optimizer steps.
         lr: the learning rate.
         seed: of the batches and of dropout.
-        on_step: called after each step with the steps done and the loss.
+        on_step: called after each step with the number of steps done and the loss.
     """
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
@@ -52,7 +52,7 @@ def train(
 
 
 def shuffled_batches(data: Tokenized, generator: random.Random) -> Iterator[list[int]]:
-    """Rows in batches of similar length, epoch after epoch, without end."""
+    """Yields rows in batches of similar length, epoch after epoch, without end."""
     while True:
         order = list(range(len(data)))
         generator.shuffle(order)
@@ -63,11 +63,10 @@ def shuffled_batches(data: Tokenized, generator: random.Random) -> Iterator[list
 
 
 def frozen_baseline_accuracy(model: DocstringClassifier, training: Tokenized, held_out: Tokenized) -> float:
-    """Held-out accuracy of the same head trained alone, on features of the frozen encoder that are computed once.
+    """Held-out accuracy of the same head trained alone, on features of the frozen encoder; the model stays as it is.
 
-    The head is trained to convergence at several strengths of weight decay, and the one that does best on the
-    held-out examples themselves counts: an upper bound, so that nothing is gained by a weak baseline. The model is
-    left as it was.
+    The head is trained to convergence at several strengths of weight decay, and the best on the held-out examples
+    themselves counts: an upper bound, so that nothing is gained by a weak baseline.
     """
     model.eval()
     features, held_out_features = all_rows(model.features, training), all_rows(model.features, held_out)
@@ -102,7 +101,7 @@ def fit_head(head: nn.Linear, features: Tensor, labels: Tensor, decay: float) ->
 
 @torch.no_grad()
 def all_rows(function: Callable[..., Tensor], data: Tokenized) -> Tensor:
-    """A model's output (n, ...) for all rows, in their order, computed in batches."""
+    """Returns a model's output (n, ...) for all rows, in their order, computed in batches."""
     outputs: list[tuple[int, Tensor]] = []
     for rows in data.by_length(EVAL_BATCH_SIZE):
         outputs += zip(rows, function(**data.batch(rows)), strict=True)
@@ -110,5 +109,5 @@ def all_rows(function: Callable[..., Tensor], data: Tokenized) -> Tensor:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """The share of rows whose largest logit is the label's."""
+    """Returns the share of rows whose largest logit is the label's."""
     return (logits.argmax(-1) == labels).float().mean().item()

@@ -1,0 +1,76 @@
+"""What the scripts here share: shapes, deltas of given entries, tables, and JSON with its conditions."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from sparsify import SparseDelta, SparsifyError
+from sparsify.bench.command import check_names
+from sparsify.bench.run import conditions
+from sparsify.bench.settings import DTYPES
+from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import TensorDelta
+
+__all__ = ["DTYPES", "check_names"]  # for the scripts
+MB = 2**20
+BERTS = {
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "bert-base": {},
+}
+
+
+def run(main: Callable) -> None:
+    """Runs a script's main function; an error of the library's is one line."""
+    try:
+        typer.run(main)
+    except (SparsifyError, OSError) as error:
+        sys.exit(str(error))
+
+
+def bert(shape: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A BERT encoder with random weights, the same at each call."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**BERTS[shape])).to(dtype)
+
+
+def entries_of(weight: Tensor, indices: Tensor, train: Callable[[Tensor], Tensor]) -> TensorDelta:
+    """A delta of one tensor at sorted flat indices (n,); ``train`` makes the values (n,) from the base's."""
+    base = weight.detach().take(indices)
+    return TensorDelta(indices, train(base), tuple(weight.shape), weight.dtype, "replace", digest(base))
+
+
+def saved_bytes(delta: SparseDelta) -> int:
+    """The size of a delta's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        delta.save(folder)
+        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
+
+def report(headline: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[int] = (0,)) -> None:
+    """Prints a table; the columns at ``left`` are text, the others numbers."""
+    table = Table()
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place in left else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console()
+    console.print(headline)
+    console.print(table)
+
+
+def write_json(path: Path | None, results: object, **settings: object) -> None:
+    """Writes raw results with what they depend on, if there is a path."""
+    if path is not None:
+        path.write_text(json.dumps({"conditions": conditions() | settings, "results": results}, indent=2) + "\n")

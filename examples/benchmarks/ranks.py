@@ -1,0 +1,172 @@
+"""DDP on this machine's CPU, method by method: step time, memory of a rank, bytes that it sends.
+
+    python examples/benchmarks/ranks.py --rounds 3 --steps 2
+
+All ranks of all methods are alive at once and take turns, each a process (this same file). An all-reduce counts as
+on a ring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json as json_module
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from common import BERTS, MB, check_names, report, run, write_json
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsify import get_unmasker, sparsify
+from sparsify.bench.methods import LORA_RANK
+from sparsify.bench.run import Process
+from sparsify.bench.settings import Settings
+from sparsify.bench.tokens import Batches
+from sparsify.bench.worker import errors_as_answers, fill, peak_bytes, say
+
+CHILD = "--rank"
+METHODS = ("full", "lora", "id3-exact", "id3-candidates")
+FILL_STEPS = 6
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"Model shape, random weights: {', '.join(BERTS)}.")] = "minilm",
+    methods: Annotated[str, typer.Option(help="Comma-separated; ratios are to the first.")] = ",".join(METHODS),
+    ranks: Annotated[int, typer.Option(help="Processes of each method.")] = 2,
+    budget: Annotated[int, typer.Option(help="Entries.")] = 38_000,
+    fill: Annotated[float, typer.Option(help="Share of the budget unmasked before measuring.")] = 0.5,
+    batch: Annotated[int, typer.Option(help="Sequences a step and rank.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps a turn.")] = 2,
+    threads: Annotated[int, typer.Option(help="Of each process.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Also write the raw measurements here.")] = None,
+) -> None:
+    """Measure DDP training on several ranks side by side: step time, memory of a rank, bytes it sends."""
+    names = [name.strip() for name in methods.split(",")]
+    check_names(names, METHODS, "method")
+    check_names([shape], BERTS, "shape")
+    settings = [Settings(name, shape, budget, fill, batch, seq, threads=threads) for name in names]
+    results = measure(settings, ranks, rounds, steps)
+    medians = {name: statistics.median(result["seconds"]) for name, result in results.items()}
+    report(
+        f"{shape}, float32, {ranks} ranks with batch {batch} x {seq} each, budget {budget:,}: medians of "
+        f"{rounds * steps} steps in {rounds} interleaved rounds",
+        ["method", "trained", "step (s)", "ratio", "peak memory (MB)", "averaging (MB)", "choosing (MB)"],
+        [
+            (name, f"{result['trained']:,}", f"{medians[name]:.2f}", f"{medians[name] / medians[names[0]]:.2f}",
+             f"{result['peak_bytes'] / MB:,.0f}",
+             *(f"{result[key] / 1e6:,.3f}" for key in ("averaging_bytes", "choosing_bytes")))
+            for name, result in results.items()
+        ],
+    )  # fmt: skip
+    write_json(json, results, ranks=ranks, **asdict(settings[0]))
+
+
+def measure(methods: list[Settings], ranks: int, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Numbers trained, seconds on the slowest rank, and the most of any rank's memory and bytes a step, by method."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        results, groups = {one.method: {"trained": 0, "seconds": []} for one in methods}, {}
+        for one in methods:
+            workers = [stack.enter_context(Process([__file__, CHILD], {})) for _ in range(ranks)]
+            for rank, worker in enumerate(workers):
+                meeting = {"rank": rank, "ranks": ranks, "meeting": f"{folder}/{one.method}"}
+                worker.send(json_module.dumps({"settings": asdict(one), **meeting}))
+            for worker in workers:
+                results[one.method]["trained"] = worker.answer()["trained"]
+            groups[one.method] = workers
+        for _ in range(rounds):
+            for name, workers in groups.items():
+                for worker in workers:
+                    worker.send(str(steps))
+                answers = [worker.answer() for worker in workers]
+                results[name]["seconds"] += map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
+                for key in ("peak_bytes", "averaging_bytes", "choosing_bytes"):
+                    results[name][key] = max(answer[key] for answer in answers)
+    return results
+
+
+class Averaged:
+    """Counts what DDP averages, as it does so."""
+
+    bytes = 0
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        self.bytes += bucket.buffer().nbytes
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def prepare(settings: Settings, model: nn.Module) -> nn.Module:
+    """The model that trains what the method trains."""
+    if settings.method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="SEQ_CLS"))
+    if settings.method.startswith("id3"):
+        sparsify(model, settings.budget, "id3", steps=FILL_STEPS, sync=settings.method.removeprefix("id3-"))
+    return model
+
+
+@errors_as_answers()
+def train() -> None:
+    """One rank of one method: stdin has a line with its task, then a number of steps for each turn."""
+    task = json_module.loads(sys.stdin.readline())
+    settings, rank, ranks = Settings(**task["settings"]), task["rank"], task["ranks"]
+    torch.set_num_threads(settings.threads)
+    meeting = f"file://{task['meeting']}"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=ranks, timeout=timedelta(hours=1))
+    from transformers import BertConfig, BertForSequenceClassification
+
+    if settings.method == "lora":
+        importlib.import_module("peft")
+    libraries = peak_bytes()
+    torch.manual_seed(settings.seed)
+    plain = BertForSequenceClassification(BertConfig(**BERTS[settings.shape])).train()
+    batches = Batches(settings, plain, seed=settings.seed + 1 + rank)
+    model = prepare(settings, plain)
+    parallel, averaged = DistributedDataParallel(model), Averaged()
+    parallel.register_comm_hook(averaged, lambda state, bucket: state.average(bucket))
+    torch.manual_seed(1 + rank)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+    def step() -> None:
+        parallel(**batches.next()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    sparse = settings.method.startswith("id3")
+    if sparse:
+        fill(model, settings, step, FILL_STEPS)
+    step()
+    say({"trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)})
+    for line in sys.stdin:
+        chosen_before = get_unmasker(model).ranks.bytes_sent if sparse else 0
+        averaged.bytes, seconds = 0, []
+        for _ in range(int(line)):
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - started)
+        chosen = get_unmasker(model).ranks.bytes_sent - chosen_before if sparse else 0
+        averaging = 2 * averaged.bytes * (ranks - 1) // ranks  # an all-reduce on a ring
+        sent = {"averaging_bytes": averaging // len(seconds), "choosing_bytes": chosen // len(seconds)}
+        say({"seconds": seconds, "peak_bytes": peak_bytes() - libraries, **sent})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == [CHILD]:
+        train()
+    else:
+        run(main)

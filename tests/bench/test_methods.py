@@ -1,0 +1,207 @@
+"""Each benchmarked method trains what it says, from the same filled buffers."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from sparsify import Schedule, get_unmasker
+from sparsify.bench.methods import METHODS, DenseID3, Trainee, check_installed, is_profiled
+from sparsify.bench.settings import WARM_UP, Settings
+from sparsify.bench.shapes import SHAPES, build, note
+from sparsify.bench.worker import Worker, make_state, peak_bytes
+from sparsify.errors import SparsifyError
+from sparsify.training.backward import COLLECT, COMMIT
+
+BUDGET = 2_000
+SMALL = {  # of each family
+    "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32,
+    "head_dim": 4, "pooler_hidden_size": 16, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Makes a worker, after its warm-up; the buffers are filled where they are not yet."""
+
+    def start(method, **others):
+        usual = {"shape": "tiny", "budget": BUDGET, "batch": 2, "length": 8, "folder": str(tmp_path)}
+        settings = Settings(method, **usual | others)
+        if "id3" in method and settings.start and not settings.state_file.exists():
+            save_file(make_state(settings), settings.state_file)
+        return Worker(settings)
+
+    return start
+
+
+def support_of(worker):
+    """The unmasked flat indices by name, of the library's engine or of the dense masks."""
+    if worker.settings.method == "dense-id3":
+        masks = worker.trainee.before_step.__self__.masks
+        return {name: mask.flatten().nonzero().flatten().tolist() for name, mask in masks.items()}
+    return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_unmasker(worker.trainee.model).tensors}
+
+
+def test_the_dense_form_and_the_library_select_the_same_entries_from_the_same_buffers(start):
+    sparse, dense = start("id3"), start("dense-id3")
+    assert sparse.unmasked == dense.unmasked == BUDGET // 2
+    for _ in range(3):
+        assert support_of(sparse) == support_of(dense)
+        assert sum(map(len, support_of(dense).values())) == sparse.trainee.unmasked() == dense.trainee.unmasked()
+        sparse.step(), dense.step()
+    assert dense.trainee.unmasked() == BUDGET // 2 + (WARM_UP + 3) * BUDGET // 1000
+
+
+def test_the_dense_form_starts_from_the_trained_weights_and_moves_no_masked_entry(start):
+    worker = start("dense-id3")
+    before = {name: parameter.detach().clone() for name, parameter in worker.trainee.model.named_parameters()}
+    base = dict(build(worker.settings).named_parameters())
+    moved = sum(int((before[name] != base[name]).sum()) for name in base)
+    assert 0.9 * BUDGET / 2 < moved <= worker.trainee.unmasked()
+    worker.step()
+    for name, parameter in worker.trainee.model.named_parameters():
+        changed = (parameter != before[name]).flatten().nonzero().flatten().tolist()
+        assert set(changed) <= set(support_of(worker)[name])
+
+
+def test_the_dense_form_unmasks_nothing_beyond_its_plan():
+    used, unused = nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.zeros(2))
+    id3 = DenseID3({"unused": unused, "used": used}, budget=2, steps=1)
+    for _ in range(2):
+        used.grad = torch.tensor([1.0, 9.0, 20.0, 1.0])
+        id3.mask_gradients()
+        assert used.grad.tolist() == [0.0, 9.0, 20.0, 0.0]
+        assert id3.unmasked == 2
+
+
+def test_buffers_filled_to_the_whole_budget_leave_places_for_every_step(start):
+    worker = start("id3", fill=1.0, ahead=20)
+    assert worker.unmasked == pytest.approx(BUDGET * 0.98, abs=1)
+    seen = [worker.trainee.unmasked()]
+    for _ in range(20 - WARM_UP):
+        worker.step()
+        seen.append(worker.trainee.unmasked())
+    assert all(later > earlier for earlier, later in pairwise(seen))
+    assert seen[-1] == BUDGET
+
+
+def test_without_fill_a_run_starts_at_its_beginning(start):
+    worker = start("id3", fill=0.0)
+    assert (worker.unmasked, worker.trainee.unmasked()) == (0, WARM_UP * BUDGET // 1000)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_trains_as_many_numbers_as_it_says(start, method):
+    if method == "supertuning" and not hasattr(peft, "SupertuningConfig"):
+        pytest.skip("this PEFT does not have it")
+    worker = start(method)
+    model, trained = worker.trainee.model, worker.trainee.trained
+    if method == "dense-id3":
+        assert trained == BUDGET
+    else:
+        assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert (trained == 0) == (method == "floor")
+    assert (trained == worker.parameters) == (method == "full")
+    if method in ("shira", "supertuning"):  # within one rank, and PEFT's head
+        head = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "modules_to_save" in name)
+        assert head
+        assert trained - head == pytest.approx(BUDGET, rel=0.3 if method == "shira" else 0.01)
+
+
+def test_a_peft_that_lacks_a_method_is_named(monkeypatch):
+    monkeypatch.delattr("peft.SupertuningConfig", raising=False)
+    check_installed("lora")
+    with pytest.raises(SparsifyError, match=r"'supertuning' needs PEFT 0\.21 or later, and .* is installed"):
+        check_installed("supertuning")
+
+
+def test_a_method_that_selects_at_each_tenth_step_is_measured_by_means_of_ten(start):
+    worker = start("id3-every-10")
+    assert get_unmasker(worker.trainee.model).schedule == Schedule(every=10)
+    before = worker.trainee.unmasked()
+    worker.turn(1)
+    assert worker.trainee.unmasked() - before == 10 * BUDGET // 1000
+    count = iter(range(100))
+    worker.step = lambda: (19.0 if next(count) % 10 == 0 else 1.0, 0.5)
+    assert worker.turn(10) + worker.turn(11) == [pytest.approx((2.8, 0.5))] * 3
+    worker.settings = replace(worker.settings, method="id3")
+    assert worker.turn(3) == [(19.0, 0.5), (1.0, 0.5), (1.0, 0.5)], "the others are measured step by step"
+
+
+def test_the_sparse_part_of_a_backward_is_timed_in_some_more_steps(start):
+    worker = start("static")
+    engine = get_unmasker(worker.trainee.model)
+    before = engine.step
+    assert all(0 < seconds < 60 for seconds in worker.sparse_seconds(2))
+    assert engine.step == before + 2
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        worker.step()
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    assert counts[COLLECT] >= sum(bool(tensor.count) for tensor in engine.tensors)
+    assert counts[COMMIT] == 1
+    assert [name for name in METHODS if is_profiled(Settings(name))] == ["static", "bitfit", "id3"]
+    assert not is_profiled(Settings("id3", device="cuda"))
+
+
+def test_on_a_gpu_times_wait_for_it_and_memory_is_that_of_its_tensors(monkeypatch):
+    worker, waited = object.__new__(Worker), []
+    worker.settings = Settings("full", device="cuda:1")
+    worker.batches = type("Batches", (), {"next": lambda self: {}})()
+    worker.trainee = Trainee(lambda: type("Output", (), {"loss": torch.ones((), requires_grad=True)}), trained=1)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 if device == "cuda:1" else 0)
+    worker.step()
+    assert waited == ["cuda:1"] * 3, "before forward, between backward and the update, and after it"
+    assert worker.peak_bytes() == 7
+    assert peak_bytes() > 2**26
+
+
+@pytest.mark.parametrize("family", ["tiny", "t5-small", "deberta-v3-base", "llama-1b"])
+def test_the_floor_goes_back_to_the_embeddings_output(start, family, monkeypatch):
+    if family != "tiny":
+        config = {**SHAPES[family].config, **dict.fromkeys(SHAPES[family].depth, 2)}
+        monkeypatch.setitem(SHAPES, family, replace(SHAPES[family], config={**config, **SMALL}))
+    worker = start("floor", shape=family)
+    table, reached = worker.trainee.model.get_input_embeddings().weight, []
+    for module in worker.trainee.model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is table:
+            module.register_forward_hook(lambda module, args, output: output.register_hook(reached.append) and None)
+    worker.step()
+    assert len(reached) == (2 if family == "t5-small" else 1)
+    assert all(gradient.abs().sum() > 0 for gradient in reached)
+    assert all(parameter.grad is None for parameter in worker.trainee.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("shape", "millions"),
+    [("bert-base", 109.5), ("deberta-v3-base", 184.4), ("t5-small", 60.5), ("llama-1b", 1235.8), ("llama-7b", 6738.4)],
+)
+def test_a_shape_has_as_many_parameters_as_the_published_model(shape, millions):
+    with torch.device("meta"):
+        model = SHAPES[shape].make(SHAPES[shape].config)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "t5-small", "llama-7b"])
+def test_a_model_has_as_many_layers_as_it_is_told(shape, monkeypatch):
+    monkeypatch.setitem(SHAPES, shape, replace(SHAPES[shape], config={**SHAPES[shape].config, **SMALL}))
+    settings = Settings("full", shape, layers=5)
+    model = build(settings)
+    blocks = sum(isinstance(module, nn.ModuleList) and len(module) == 5 for module in model.modules())
+    assert blocks == len(SHAPES[shape].depth)
+    assert f"5 of {SHAPES[shape].config[SHAPES[shape].depth[0]]} layers" in note(settings)
+
+
+def test_a_model_is_made_in_its_dtype_with_the_same_weights_each_time():
+    settings = Settings("full", "tiny", dtype="bfloat16", checkpointing=True)
+    first, second = build(settings), build(settings)
+    assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert torch.get_default_dtype() == torch.float32
+    assert first.training
+    assert first.is_gradient_checkpointing

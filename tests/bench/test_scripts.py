@@ -1,0 +1,146 @@
+"""The scripts in examples/benchmarks measure what they say."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsify.delta.checkpoint.reader import Checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
+NAMES = ("common", "file", "lora", "merge", "ranks", "swap")
+
+
+@pytest.fixture(scope="module")
+def script():
+    """Imports a script by name; afterwards all of them are forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield importlib.import_module
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def sizes(script):
+    file = script("file")
+    return {size["format"]: size for size in file.measure(file.bert("minilm", torch.bfloat16), 20_000)}
+
+
+def test_formats_take_the_bytes_that_they_should(script, sizes):
+    per_entry = {name: size["bytes"] / size["entries"] for name, size in sizes.items()}
+    assert per_entry["flat int64 positions"] == 8 + 2
+    assert per_entry["the paper's toolkit"] == pytest.approx(16 + 2, rel=0.1)
+    assert per_entry["PEFT shira, its own counts"] == pytest.approx(8 + 4, rel=0.05)
+    assert per_entry["PEFT supertuning, its own counts"] == pytest.approx(4 + 4, rel=0.1)
+    assert per_entry["entropy bound"] < per_entry["sparsify"] < per_entry["entropy bound"] + 2
+    assert per_entry["PEFT shira"] > 2 * per_entry["PEFT shira, its own counts"], "only an uneven delta is padded"
+    assert " 0.0 % of its places are padding" in sizes["PEFT shira, its own counts"]["counted"]
+    assert "are corrections" in sizes["PEFT supertuning"]["counted"]
+    file = script("file")
+    weights = file.linear_weights(file.bert("minilm"))
+    counts = file.uneven_counts(weights, 20_000)
+    assert sum(counts.values()) == 20_000
+    assert max(counts.values()) > 4 * sorted(counts.values())[len(counts) // 2]
+    bits = sum(math.log2(math.comb(weights[name].numel(), count)) for name, count in counts.items())
+    assert sizes["entropy bound"]["bytes"] == pytest.approx(bits / 8 + 2 * 20_000)
+
+
+def test_320_000_entries_of_a_drawn_lora_take_at_most_six_and_a_half_bytes_each(script):
+    numel, sizes = script("lora").measure("bert-base", 8, 320_000)
+    peft, _, drawn = sizes.values()
+    assert numel == 1_339_392
+    assert peft == pytest.approx(4 * numel, rel=0.05)
+    assert drawn / 320_000 <= 6.5
+
+
+def test_a_merge_takes_the_memory_of_one_tensor(script, tmp_path):
+    """Of a checkpoint of 96 MB in tensors of 6 MB, much less than half is in memory at a time."""
+    result = script("merge").measure(tmp_path, 96 * 2**20, shards=2, density=0.001)
+    assert 0 < result["peak_bytes"] - result["library_bytes"] < 40 * 2**20
+    assert result["shard_bytes"] > 40 * 2**20
+    merged, base = Checkpoint(tmp_path / "merged"), Checkpoint(tmp_path / "base")
+    for name, weight in base.items():
+        assert int((merged[name] != weight).sum()) == math.ceil(weight.numel() / 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "row"),
+    [
+        ("file", {"shape": "minilm", "entries": 20_000}, "flat int64 positions"),
+        ("lora", {"shape": "minilm", "entries": 40_000, "rank": 4}, "PEFT: all of the LoRA"),
+        ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
+    ],
+)
+def test_a_script_prints_a_table_and_writes_json(script, monkeypatch, tmp_path, capsys, name, options, row):
+    monkeypatch.setenv("COLUMNS", "200")
+    script(name).main(**options, json=tmp_path / "raw.json")
+    assert row in capsys.readouterr().out
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    assert raw["conditions"].items() >= options.items()
+    assert raw["results"]
+
+
+def run(name, *options):
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_swaps_are_measured_in_every_round(tmp_path):
+    out = tmp_path / "raw.json"
+    done = run("swap", "--shape", "tiny", "--density", "0.01", "--rounds", "2", "--threads", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "LoRA merge" in done.stdout
+    raw = json.loads(out.read_text())
+    assert raw["conditions"]["rounds"] == 2
+    assert list(raw["results"])[:3] == ["apply", "swap", "revert"]
+    for result in raw["results"].values():
+        assert len(result["bytes"]) == len(result["seconds"]) == 2
+        assert min(result["seconds"]) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
+def test_memory_that_a_block_takes_and_returns_is_seen(script):
+    torch.ones(30 * 2**20, dtype=torch.uint8)  # glibc takes blocks up to this size from its heap, from now on
+    held = [torch.ones(2**20, dtype=torch.uint8) for _ in range(200)]
+    last = torch.ones(2**20, dtype=torch.uint8)
+    held.clear()  # the heap keeps 200 MB, which are no new memory to the system
+    found = []
+    with script("swap").added_bytes(found):
+        torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert found[0] > 60 * 2**20
+    del last
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("file", {"shape": "bert-bse"}, "unknown shape 'bert-bse'; expected one of minilm, bert-base"),
+        ("file", {"shape": "minilm", "entries": 3}, r"3 entries; expected 37, one a layer, to 215,285, 2 % of"),
+        ("lora", {"shape": "huge"}, "unknown shape 'huge'"),
+        ("swap", {"dtype": "float31"}, "unknown dtype 'float31'; expected one of float32, bfloat16"),
+        ("merge", {"density": 0.0}, r"expected .* --density in \(0, 1\]"),
+        ("ranks", {"methods": "id4"}, "unknown method 'id4'; expected one of full, lora, id3-exact"),
+    ],
+)
+def test_bad_options_are_one_line(script, name, options, message):
+    with pytest.raises(script("common").SparsifyError, match=message):
+        script(name).main(**options)
+
+
+@pytest.mark.slow
+def test_ranks_are_measured_in_every_round(script):
+    settings = script("ranks").Settings
+    tiny = {"shape": "minilm", "budget": 2_000, "batch": 1, "length": 8, "threads": 1}
+    methods = [settings(name, **tiny) for name in script("ranks").METHODS]
+    results = script("ranks").measure(methods, ranks=2, rounds=2, steps=1)
+    for name, result in results.items():
+        assert len(result["seconds"]) == 2
+        assert result["averaging_bytes"] == 4 * result["trained"]  # on two ranks an all-reduce sends each byte once
+        assert bool(result["choosing_bytes"]) == name.startswith("id3")
+    assert results["id3-candidates"]["choosing_bytes"] < results["full"]["averaging_bytes"] / 100

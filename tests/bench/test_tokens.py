@@ -1,0 +1,58 @@
+"""Batches of the benchmark: whole rows of real text, or random tokens, the same for all methods."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparsify.bench.settings import Settings
+from sparsify.bench.tokens import Batches, find_texts, make_rows
+from sparsify.errors import SparsifyError
+
+
+class Words:
+    """A tokenizer that gives each word its length."""
+
+    cls_token_id, sep_token_id = 101, 102
+
+    def __call__(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
+
+
+def test_rows_are_whole_and_of_one_label():
+    texts = [("a bb ccc", 0), ("dddd eeeee", 1), ("ffffff g", 0), ("hh", 1)]
+    rows = make_rows(texts, Words(), length=4)
+    found = sorted(zip(rows["tokens"].tolist(), rows["labels"].tolist(), strict=True))
+    assert found == [([101, 1, 2, 102], 0), ([101, 3, 6, 102], 0), ([101, 4, 5, 102], 1)], "a rest is not used"
+
+
+@pytest.mark.parametrize("length", [2, 100])
+def test_too_little_text_says_so(length):
+    with pytest.raises(SparsifyError, match=rf"{length} tokens a sequence; .* change --seq"):
+        make_rows([("a b", 0)], Words(), length)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
+def test_mrpc_is_read_from_a_folder_or_the_one_in_the_environment(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("SPARSIFY_DATA", str(tmp_path))
+    assert find_texts(None)[0] == "docstrings"
+    (tmp_path / "mrpc").mkdir()
+    row = json.dumps({"sentence1": "One.", "sentence2": "Two.", "label": 1}) + "\n"
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / "mrpc" / name, "wt") as file:
+        file.write(row * 2)
+    assert find_texts(None) == find_texts(tmp_path) == ("mrpc", [("One. Two.", 1)] * 2)
+
+
+def test_batches_are_the_same_for_all_methods_and_of_real_text_where_there_is_some(tmp_path):
+    save_file({"tokens": torch.arange(20).view(5, 4), "labels": torch.arange(5)}, tmp_path / "tokens.safetensors")
+    model = torch.nn.Module()
+    model.config = type("Config", (), {"vocab_size": 9})
+    for tokens in ("", "mrpc"):
+        settings = Settings("id3", shape="tiny", batch=3, length=4, tokens=tokens, folder=str(tmp_path))
+        first, second = (Batches(settings, model, seed=1).next() for _ in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert first["input_ids"].shape == (3, 4)
+    assert torch.equal(first["input_ids"][:, 0], 4 * first["labels"])
