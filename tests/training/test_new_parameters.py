@@ -1,6 +1,7 @@
-"""What the base does not have: it is found, stored whole or drawn again, and applied."""
+"""New parameters: found, stored whole or generated again from a recipe, and applied."""
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -191,18 +192,77 @@ def test_a_failed_call_leaves_the_initial_values():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_trained_values_are_not_drawn_again():
-    trained = lora(bert())
+def initialised(how, shape=(24, 384), dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
     with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            if "lora_" in name:
-                parameter += 1e-3 * torch.randn_like(parameter)
-    with pytest.warns(
-        UserWarning, match="fresh tensors have values that are no known initialiser's, and are stored whole"
-    ):
-        model = sparsify(trained, 100, steps=STEPS, fresh="seed")
-    kept = [name for name in get_unmasker(model).fresh_names if name not in get_unmasker(model).draws]
-    assert any("lora_B" in name for name in kept)
+        how(model.weight)
+    return model
+
+
+def recipe_of(model):
+    return quiet(find_recipes, model, ["weight"], "seed", 5).get("weight")
+
+
+def kaiming_uniform(tensor):
+    return nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("how", "recipe"),
+    [
+        (nn.init.zeros_, InitializerRecipe("constant", 0.0, 5)),
+        (kaiming_uniform, InitializerRecipe("uniform", 384**-0.5, 5)),
+        (lambda tensor: nn.init.normal_(tensor, std=0.02), InitializerRecipe("normal", 0.02, 5)),
+    ],
+    ids=["LoRA's B", "LoRA's A", "adapters"],
+)
+def test_loras_and_adapters_initial_values_have_a_recipe_and_its_values_have_it_again(how, recipe, dtype):
+    assert recipe_of(initialised(how, dtype=torch.float32)) == recipe
+    values = recipe.values("weight", (24, 384), dtype)
+    assert recipe_of(initialised(lambda tensor: tensor.copy_(values), dtype=dtype)) == recipe
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda tensor: nn.init.normal_(tensor, std=0.03),
+        lambda tensor: nn.init.normal_(tensor, mean=0.01, std=0.02),
+        lambda tensor: nn.init.normal_(tensor, std=0.02).view(-1)[:1].fill_(1.0),
+        lambda tensor: nn.init.uniform_(tensor, -0.02 * 3**0.5, 0.02 * 3**0.5),
+        lambda tensor: nn.init.kaiming_uniform_(tensor),
+        lambda tensor: kaiming_uniform(tensor).add_(torch.randn(24, 384), alpha=2e-3),
+        lambda tensor: nn.init.zeros_(tensor).view(-1)[:5].fill_(0.001),
+        lambda tensor: tensor.fill_(math.nan),
+        lambda tensor: nn.init.normal_(tensor, std=0.02).view(-1)[:1].fill_(math.inf),
+        nn.init.ones_,
+    ],
+    ids=["std", "mean", "outlier", "uniform std", "bound", "trained", "few entries", "nan", "inf", "ones"],
+)
+def test_other_values_have_no_recipe_and_are_stored_whole(how):
+    model = initialised(how)
+    with pytest.warns(UserWarning, match="1 of 1 new parameters have other initial values .* stored whole: weight"):
+        assert find_recipes(model, ["weight"], "seed", 5) == {}
+
+
+def test_a_few_numbers_have_no_recipe_unless_they_are_zeros():
+    assert recipe_of(initialised(lambda tensor: nn.init.normal_(tensor, std=0.02), (5, 5))) is None
+    assert recipe_of(initialised(nn.init.zeros_, ())) == InitializerRecipe("constant", 0.0, 5)
+
+
+@pytest.mark.parametrize(("extend", "zeros"), [(lora, "lora_B"), (pfeiffer, "bias")])
+def test_a_slightly_trained_matrix_is_not_drawn_again(extend, zeros):
+    """Its own values may look initialised; those that started at zero do not."""
+    model = extend(bert())
+    names = [name for name, _ in model.named_parameters() if "lora_" in name or "adapter_" in name]
+    assert set(names) == find_recipes(model, names, "seed", 0).keys()
+    with torch.no_grad():
+        for name in names:
+            if zeros in name:
+                model.get_parameter(name).add_(1e-3)
+    assert quiet(find_recipes, model, names, "seed", 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -264,17 +324,8 @@ def test_the_user_may_say_what_is_fresh():
 def test_modes_are_checked():
     with pytest.raises(SparsifyError, match="fresh='sed'; expected one of 'store', 'seed'"):
         sparsify(bert(), 500, steps=STEPS, fresh="sed")
-    with pytest.raises(SparsifyError, match="this model has nothing of that sort beside modules_to_save"):
+    with pytest.raises(SparsifyError, match="this model has none except modules_to_save: leave it out"):
         sparsify(bert(), 500, steps=STEPS, fresh="seed")
-
-
-def test_draws_follow_the_models_initializer_range():
-    model = nn.Module()
-    model.config = BertConfig(initializer_range=0.05)
-    torch.manual_seed(0)
-    model.head = nn.Linear(100, 50)
-    nn.init.normal_(model.head.weight, std=0.05)
-    assert find_recipes(model, ["head.weight"], "seed", 3) == {"head.weight": InitializerRecipe("normal", 0.05, 3)}
 
 
 def test_a_saved_adapter_is_plain_whatever_was_drawn(tmp_path):
