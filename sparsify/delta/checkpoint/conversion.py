@@ -41,7 +41,7 @@ class Conversion:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-        model = _model_without_weights(folder, len(shapes))
+        model = model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
         self._layouts, self._unmappable = _convert(model, shapes)
@@ -96,43 +96,56 @@ class Conversion:
         return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
 
 
-def _model_without_weights(folder: Path, num_tensors: int) -> Any:
-    """The model of a checkpoint's ``config.json`` on the meta device; no code from the folder is run."""
-    if not (folder / "config.json").is_file():
+def model_without_weights(folder: Path, num_tensors: int, architecture: object = None) -> Any:
+    """Builds the model of a checkpoint's ``config.json`` on the meta device; runs no code from the folder.
+
+    Args:
+        folder: where ``config.json`` is.
+        num_tensors: in the checkpoint; bounds the model that is built.
+        architecture: name of the class to build where transformers has it for this config; else the config's own.
+
+    Raises:
+        SparsifyError: when there is no config, or transformers cannot build the model.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
         raise SparsifyError(f"`{folder}` has no `config.json` that says what model it is")
     import torch
     import transformers
 
     try:
-        check_counts(folder, num_tensors)
+        _check_counts(file, num_tensors)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
-        with torch.device("meta"), modules_within(num_tensors):
-            if is_class_for(architecture, config):
-                return architecture(config)
+        names = [name for name in (architecture, *(config.architectures or ())) if isinstance(name, str)]
+        classes: Any = [getattr(transformers, name, None) for name in names]
+        with torch.device("meta"), _modules_within(num_tensors):
+            for model_class in classes:
+                if _is_class_for(model_class, config):
+                    return model_class(config)
             return transformers.AutoModel.from_config(config, trust_remote_code=False)
-    except Exception as error:  # it is third parties' code for hundreds of models; whatever it is, we cannot go on
+    except Exception as error:  # third parties' code for hundreds of models
         reason = f"{type(error).__name__}: {brief(error)}"
-        raise SparsifyError(f"transformers cannot build the model of `{folder / 'config.json'}` ({reason})") from error
+        raise SparsifyError(f"transformers cannot build the model of `{file}` ({reason})") from error
 
 
-def check_counts(folder: Path, num_tensors: int) -> None:
-    """Raises where a ``config.json`` counts far more layers, experts or labels than there are tensors."""
-    level = [json.loads((folder / "config.json").read_text(encoding="utf-8"))]
+def _check_counts(config_file: Path, num_tensors: int) -> None:
+    """Raises where a config counts far more layers, experts or labels than there are tensors."""
+    level = [json.loads(config_file.read_text(encoding="utf-8"))]
     while level:
         pairs = [pair for item in level if isinstance(item, dict) for pair in item.items()]
         for key, value in pairs:
             if isinstance(value, int) and _COUNTED.search(key) and value > _most_modules(num_tensors):
-                counted = f"`{brief(key, 100)}` is {brief(value, 30)}"
-                raise SparsifyError(f"{counted} for a checkpoint of {num_tensors:,} tensors: it is damaged")
+                raise SparsifyError(
+                    f"`{brief(key, 100)}` is {brief(value, 30)} for a checkpoint of {num_tensors:,} tensors: it is damaged"
+                )
         level = [value for _, value in pairs]
 
 
 @contextmanager
-def modules_within(num_tensors: int) -> Iterator[None]:
+def _modules_within(num_tensors: int) -> Iterator[None]:
     """Within the block, building a model of far more modules than a checkpoint has tensors is an error.
 
-    What it is built from may be a stranger's, and a number in it decides how long that takes.
+    The config is not trusted, and a number in it decides how long the model takes to build.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -157,7 +170,7 @@ def _most_modules(num_tensors: int) -> int:
     return 50_000 + 10 * num_tensors
 
 
-def is_class_for(model_class: Any, config: Any) -> bool:
+def _is_class_for(model_class: Any, config: Any) -> bool:
     """Whether it is a model's class for a config; one of another family would be built in its own default size."""
     import transformers
 
