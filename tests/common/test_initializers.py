@@ -8,6 +8,7 @@ import torch
 from sparsify.common.initializers import MAX_SEED, InitializerRecipe
 from sparsify.errors import SparsifyError
 
+
 def test_golden_values():
     """Equal to the bit to those of the first files."""
     assert InitializerRecipe("uniform", 1.0, 7).values("w", (4,), torch.float32).tolist() == [

@@ -1,13 +1,11 @@
-"""What transformers makes of a checkpoint's tensors: the names that it gives them at load, and those that it fuses.
+"""Maps a model's names at run time to the tensors in a checkpoint that transformers renames or fuses at load.
 
 In: the names and shapes of the tensors in a checkpoint, and the folder with its ``config.json``. Out: for a name of the
-model's state dict at run time, a :class:`~sparsify.delta.checkpoint.fused_layout.Layout` that says where its entries
-are stored.
+model's state dict at run time, a :class:`~sparsify.delta.checkpoint.fused_layout.Layout` of its entries.
 
 The rules are transformers' own. The model is built without weights, and the conversions that ``from_pretrained`` would
-run on tensors are run on layouts, so that a renamed tensor, a stack of experts or a chunk of a fused projection comes
-out as what it is. What else is done to tensors at load (permuted, interleaved, dequantized) is an error by name.
-Transformers 4 renames tensors and does nothing else to them.
+run on tensors (renaming, stacks of experts, chunks of fused projections) are run on layouts. Other conversions
+(permuting, interleaving, dequantizing) are an error by name. Transformers 4 only renames tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from sparsify.common.names import tied_names
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.errors import SparsifyError, brief
 
-_COUNTED = re.compile("layer|depth|expert|label")  # names of settings that say how many there are of something
+_COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that are numbers of modules
 
 
 class Conversion:
@@ -37,7 +35,7 @@ class Conversion:
         folder: where ``config.json`` is.
 
     Raises:
-        SparsifyError: when transformers cannot tell what model the checkpoint is of.
+        SparsifyError: when transformers cannot build the checkpoint's model.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -52,21 +50,18 @@ class Conversion:
         return [*self._layouts, *self._unmappable]
 
     def first_name(self, name: str) -> str:
-        """The first of a tied tensor's names that the checkpoint has it under; any other tensor's own name."""
+        """A tied tensor's first name in the checkpoint; any other tensor's own name."""
         return next((tied for tied in self._tied.get(name, ()) if tied in self._layouts), name)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name at run time, wherever it comes from."""
+        """Whether the checkpoint has a tensor of this name at run time."""
         return any(alias in self._layouts or alias in self._unmappable for alias in self._aliases(name))
 
     def find(self, name: str) -> list[Layout]:
-        """Where a tensor is stored: more than one layout where a checkpoint has a tied tensor under several names.
+        """Finds a tensor's layouts: several where a tied tensor is stored under several names, none if it is missing.
 
         Args:
-            name: its name in the model at run time, which may have a head on top of the checkpoint's, or lack its.
-
-        Returns:
-            Layouts of one shape; none when the checkpoint does not have the tensor.
+            name: its name in the model at run time, which may have a head that the checkpoint's lacks, or lack its.
 
         Raises:
             SparsifyError: when the tensor is converted at load in a way that entries cannot be followed through.
@@ -135,9 +130,8 @@ def _check_counts(config_file: Path, num_tensors: int) -> None:
         pairs = [pair for item in level if isinstance(item, dict) for pair in item.items()]
         for key, value in pairs:
             if isinstance(value, int) and _COUNTED.search(key) and value > _most_modules(num_tensors):
-                raise SparsifyError(
-                    f"`{brief(key, 100)}` is {brief(value, 30)} for a checkpoint of {num_tensors:,} tensors: it is damaged"
-                )
+                counted = f"`{brief(key, 100)}` is {brief(value, 30)}"
+                raise SparsifyError(f"{counted} for a checkpoint of {num_tensors:,} tensors: it is damaged")
         level = [value for _, value in pairs]
 
 
@@ -179,7 +173,7 @@ def _is_class_for(model_class: Any, config: Any) -> bool:
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Layout], dict[str, str]]:
-    """Layouts by name at run time; and for names whose conversion no layout can follow, what is done to them.
+    """Layouts by name at run time; and for names whose conversion no layout can follow, its operations.
 
     Follows ``convert_and_load_state_dict_in_model`` of transformers step by step, dtypes and devices left out.
     """
@@ -211,7 +205,7 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
     for name, converter in converting.items():
         try:
             converted = converter.convert(name, model=model, config=model.config)
-        except Exception:  # an operation that layouts do not have, in whatever way it tells so
+        except Exception:  # an operation that layouts do not have may raise any error
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             first, *_ = converter.target_patterns
             unmappable |= {name.replace(first, target): operations for target in converter.target_patterns}
@@ -221,7 +215,7 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
 
 
 def _renamed_by_transformers_4(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Names at run time by stored name: legacy ones in today's words, a vision-language model's in today's order."""
+    """Names at run time by stored name: legacy names, and those of a vision-language model, are mapped to today's."""
     from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]
 
     classes = [cls.__name__.lower() for cls in type(model).__mro__]

@@ -237,7 +237,7 @@ def _find_sums(method: Method, edits: Mapping[str, Edit]) -> dict[str, tuple[Ten
 
 
 def _fit(method: Method, edits: Mapping[str, Edit], needed: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
-    """The smallest setting that gives every layer the places it needs, and those it gets; raises if one is too small."""
+    """The smallest setting with the places that every layer needs, and those it gets; raises if one is too small."""
     settings = method.fit({name: (needed[name], edit.shape) for name, edit in edits.items()})
     places = {name: method.places(settings, edit.shape) for name, edit in edits.items()}
     small = {
