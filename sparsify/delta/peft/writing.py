@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,19 +24,13 @@ from sparsify.delta.checkpoint.reader import open_base
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import Edit, check_has_values, check_whole, counted, own_copy, plan_entries
-from sparsify.delta.peft.methods import (
-    CONFIG_NAME,
-    METHODS,
-    PREFIX,
-    WEIGHTS_NAME,
-    Method,
-    find_differences,
-)
+from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 Base = nn.Module | str | os.PathLike[str]
 
 _NAMED_AT_MOST = 5
+_REMEDY = "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,7 @@ class PeftAdapter:
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
         if self.saved_modules:
-            first, more = self.saved_modules[:_NAMED_AT_MOST], len(self.saved_modules[_NAMED_AT_MOST:])
-            lines.append(f"  stored whole: {', '.join(first)}" + (f" and {more:,} more" if more else ""))
+            lines.append(f"  stored whole: {_listed(self.saved_modules)}")
         return "\n".join(lines)
 
 
@@ -177,34 +170,31 @@ def _saved_modules(whole: Iterable[str], modules: Mapping[str, nn.Module]) -> li
     """The outermost modules that hold tensors stored whole; raises where PEFT would take another module for one."""
     owners = sorted({name.rpartition(".")[0] for name in whole})
     if owners and not owners[0]:
-        own = _listed({name: "of the model itself" for name in whole if "." not in name})
+        own = _listed([f"`{name}` (of the model itself)" for name in whole if "." not in name])
         raise SparsifyError(
-            f"{own} cannot be stored whole by PEFT, which does so only with modules inside of the model: write an "
-            "ordinary checkpoint (`apply`, then `save_pretrained`)."
+            f"{own} cannot be stored whole by PEFT, which does so only with modules inside of the model: {_REMEDY}"
         )
     saved = [owner for owner in owners if not _inside(owner, owners)]
     for owner in saved:  # PEFT saves every module whose name ends in this one
         if others := [name for name in modules if name.endswith(owner) and name != owner]:
             raise SparsifyError(
                 f"`{owner}` is stored whole, and PEFT would take `{others[0]}` for it, too, since that ends in the "
-                "same letters: write an ordinary checkpoint (`apply`, then `save_pretrained`)."
+                f"same letters: {_REMEDY}"
             )
     return saved
 
 
 def _check_weights(names: Collection[str], source: _Source, method: str) -> None:
     """Raises unless all tensors with entries are weights that PEFT's adapter can change, and there is one."""
-    checkpoint = "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
     if not names:
         raise SparsifyError(
-            f"the delta has no entries in a linear layer's weight, and PEFT's {method} adapter has to have one: "
-            f"{checkpoint}"
+            f"the delta has no entries in a linear layer's weight, and PEFT's {method} adapter needs one: {_REMEDY}"
         )
-    if unfit := {name: reason for name in names if (reason := _why_not(name, source))}:
+    if unfit := [f"`{name}` ({reason})" for name in names if (reason := _why_not(name, source))]:
         raise SparsifyError(
             f"PEFT's {method} adapter changes weights of nn.Linear and nothing else, which {len(unfit)} of the delta's "
             f"{counted(len(names), 'tensor')} are not: {_listed(unfit)}. Nothing was written: freeze them before "
-            f"training (`requires_grad_(False)` before `sparsify`), or {checkpoint}"
+            f"training (`requires_grad_(False)` before `sparsify`), or {_REMEDY}"
         )
 
 
@@ -240,11 +230,11 @@ def _fit(method: Method, edits: Mapping[str, Edit], needed: Mapping[str, int]) -
     """The smallest setting with the places that every layer needs, and those it gets; raises if one is too small."""
     settings = method.fit({name: (needed[name], edit.shape) for name, edit in edits.items()})
     places = {name: method.places(settings, edit.shape) for name, edit in edits.items()}
-    small = {
-        name: f"{edit.shape[0]:,} x {edit.shape[1]:,}, asked for {places[name]:,}"
+    small = [
+        f"`{name}` ({edit.shape[0]:,} x {edit.shape[1]:,}, asked for {places[name]:,})"
         for name, edit in edits.items()
         if places[name] > math.prod(edit.shape)
-    }
+    ]
     if small:
         fullest = max(edits, key=lambda name: needed[name] / sum(edits[name].shape))
         raise SparsifyError(
@@ -284,7 +274,7 @@ def _whole_module(
         if others := [other for other in source.ties.get(name, []) if not _inside(other, [module])]:
             raise SparsifyError(
                 f"`{module}` is stored whole and holds `{name}`, which is tied to `{others[0]}`; PEFT would change "
-                "only one of them: write an ordinary checkpoint (`apply`, then `save_pretrained`)."
+                f"only one of them: {_REMEDY}"
             )
         if name in whole:
             if source.path is None or name in source.tensors:
@@ -345,8 +335,7 @@ def _inside(name: str, modules: Iterable[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
-    """The first few names with their reasons, and how many more there are."""
-    first = [f"`{name}` ({reason})" for name, reason in list(reasons.items())[:_NAMED_AT_MOST]]
-    more = len(reasons) - len(first)
-    return ", ".join(first) + (f" and {more:,} more" if more else "")
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and the number of the others."""
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")
