@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from models import loss_of
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -93,7 +93,7 @@ def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked(fresh, tmp_path)
     assert changed == 100
 
 
-def test_what_is_drawn_is_stored_as_its_entries_alone(tmp_path):
+def test_a_parameter_with_a_recipe_is_stored_as_its_entries_alone():
     stored, drawn = (
         SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 500, steps=STEPS, fresh=fresh)))
         for fresh in ("store", "seed")
@@ -107,17 +107,17 @@ def test_what_is_drawn_is_stored_as_its_entries_alone(tmp_path):
     assert {drawn.tensors[name].drawn.distribution for name in of_lora} == {"uniform", "constant"}
 
 
-def test_frozen_new_tensors_are_part_of_the_delta_too(tmp_path):
+def test_frozen_new_parameters_are_part_of_the_delta_too():
     model = lora(bert())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     for fresh in ("store", "seed"):
-        trained = train(sparsify(copy.deepcopy(model), 100, steps=STEPS, fresh=fresh))
+        trained = train(quiet(sparsify, copy.deepcopy(model), 100, steps=STEPS, fresh=fresh))
         delta = SparseDelta.from_model(trained)
         assert torch.equal(logits(delta.apply(lora(bert(), seed=2))), logits(trained))
 
 
-def test_drawing_changes_the_fresh_tensors_only_and_the_same_seed_draws_the_same():
+def test_recipes_change_new_parameters_only_and_the_same_seed_gives_the_same():
     model = lora(bert())
     before = copy.deepcopy(model.state_dict())
     twice = [quiet(sparsify, lora(bert(), seed=seed), 100, steps=1, fresh="seed", seed=4) for seed in (1, 2)]
@@ -130,15 +130,8 @@ def test_drawing_changes_the_fresh_tensors_only_and_the_same_seed_draws_the_same
     assert summary(twice[0], verify=True).verification.ok
 
 
-def test_an_interrupted_run_goes_on_from_its_state_dict():
-    model = train(quiet(sparsify, lora(bert()), 100, steps=2 * STEPS, fresh="seed"))
-    resumed = quiet(sparsify, lora(bert(), seed=2), 100, steps=2 * STEPS, fresh="seed")
-    resumed.load_state_dict(model.state_dict())
-    assert SparseDelta.from_model(resumed).num_entries == SparseDelta.from_model(model).num_entries
-
-
-def test_other_weights_loaded_over_a_draw_are_stored_whole(tmp_path):
-    """Never a file that draws what was not there."""
+def test_other_weights_loaded_after_sparsify_are_stored_whole():
+    """Never a file that generates other initial values than the model had."""
     model = quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")
     other = quiet(sparsify, lora(bert(), seed=2), 100, steps=STEPS)
     model.load_state_dict(train(other).state_dict())
@@ -151,7 +144,7 @@ def test_other_weights_loaded_over_a_draw_are_stored_whole(tmp_path):
     assert torch.equal(logits(delta.apply(lora(bert(), seed=3))), logits(model))
 
 
-def test_a_wrong_draw_is_an_error_and_changes_nothing():
+def test_a_wrong_recipe_is_an_error_and_changes_nothing():
     model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
     delta = SparseDelta.from_model(model)
     name = next(name for name in delta.tensors if "lora_A" in name)
@@ -163,16 +156,16 @@ def test_a_wrong_draw_is_an_error_and_changes_nothing():
     assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
 
 
-def test_a_draw_beyond_its_dtype_is_refused():
-    draw = InitializerRecipe("constant", 1e6)
+def test_a_recipe_beyond_its_dtype_is_refused():
+    recipe = InitializerRecipe("constant", 1e6)
     none = torch.empty(0, dtype=torch.int64)
-    initial = draw.values("weight", (2, 2), torch.float16)
-    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), draw)
+    initial = recipe.values("weight", (2, 2), torch.float16)
+    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), recipe)
     with pytest.raises(BaseMismatchError, match=r"`weight` is drawn with a scale of 1000000\.0, beyond"):
         SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
 
 
-def test_what_is_drawn_is_no_change_of_a_base():
+def test_a_parameter_with_a_recipe_is_no_change_of_a_base():
     delta = SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")))
     with pytest.raises(SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"):
         (delta + delta).apply(lora(bert()))
@@ -285,7 +278,7 @@ def test_a_slightly_trained_matrix_is_not_drawn_again(extend, zeros):
     ],
     ids=["dora", "embedding", "adapters", "prefix"],
 )
-def test_what_peft_and_adapters_bring_is_found_and_nothing_else(make, pattern):
+def test_parameters_of_peft_and_adapters_are_found_and_no_others(make, pattern):
     model = make()
     names = [name for name, _ in model.named_parameters() if pattern in name or "modules_to_save" in name]
     assert names
@@ -305,7 +298,7 @@ def test_a_head_that_the_checkpoint_lacks_is_found(tmp_path):
     assert torch.equal(logits(delta.apply(again)), logits(model))
 
 
-def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
+def test_without_the_checkpoint_a_head_is_not_found(tmp_path):
     assert find_new(bert()) == ()
     model = bert()
     model.config._name_or_path = str(tmp_path)
@@ -314,22 +307,19 @@ def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
     assert find_new(model) == ()
 
 
-def test_the_user_may_say_what_is_fresh():
+def test_the_user_may_name_new_modules():
     model = sparsify(bert(), 500, steps=STEPS, fresh_modules=["pooler"])
     assert get_unmasker(model).fresh_names == ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
-    with pytest.raises(SparsifyError, match=r"fresh_modules: 'poler' matches no module"):
-        sparsify(bert(), 500, steps=STEPS, fresh_modules=["poler"])
 
 
-def test_modes_are_checked():
-    with pytest.raises(SparsifyError, match="fresh='sed'; expected one of 'store', 'seed'"):
-        sparsify(bert(), 500, steps=STEPS, fresh="sed")
-    with pytest.raises(SparsifyError, match="this model has none except modules_to_save: leave it out"):
-        sparsify(bert(), 500, steps=STEPS, fresh="seed")
-
-
-def test_a_saved_adapter_is_plain_whatever_was_drawn(tmp_path):
-    model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
-    model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(bert(), tmp_path)
-    assert torch.equal(logits(again), logits(model))
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"fresh_modules": ["poler"]}, r"fresh_modules: 'poler' matches no module"),
+        ({"fresh": "sed"}, "fresh='sed'; expected one of 'store', 'seed'"),
+        ({"fresh": "seed"}, "this model has none except modules_to_save: leave it out"),
+    ],
+)
+def test_wrong_options_are_refused(options, match):
+    with pytest.raises(SparsifyError, match=match):
+        sparsify(bert(), 500, steps=STEPS, **options)
