@@ -40,7 +40,7 @@ class Window(NamedTuple):
     @property
     def offset(self) -> int:
         """The flat position in the stored tensor of the box's first entry."""
-        return self.place.storage_offset()
+        return int(self.place.storage_offset())
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -173,7 +173,8 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
 
 def _joined(function: Any, layouts: Sequence[Layout], dim: int) -> torch.Size:
     """The shape of a stack or concatenation; raises as torch does where the shapes differ."""
-    return function([torch.empty(layout.shape, device="meta") for layout in layouts], dim=dim).shape  # type: ignore[no-any-return]
+    joined: Tensor = function([torch.empty(layout.shape, device="meta") for layout in layouts], dim=dim)
+    return joined.shape
 
 
 def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:

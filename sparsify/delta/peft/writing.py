@@ -105,11 +105,12 @@ def write_adapter(
     _check_weights(layers, source, method)
     sums = _find_sums(METHODS[method], layers)
     settings, places = _fit(METHODS[method], layers, {name: owners.numel() for name, (owners, _) in sums.items()})
-    parts = {}
+    stored: dict[str, Tensor] = {}
     for name, edit in layers.items():
-        parts |= _sparse_tensors(name, edit, sums[name], places[name], METHODS[method])
+        stored |= _sparse_tensors(name, edit, sums[name], places[name], METHODS[method])
     for module in saved:
-        parts |= _whole_module(module, whole, edits, source)
+        stored |= _whole_module(module, whole, edits, source)
+    peft_config = _make_config(method, settings, list(layers), saved, config, source)
     entries = sum(edit.old.numel() for edit in layers.values())
     used = sum(owners.numel() for owners, _ in sums.values())
     return PeftAdapter(
@@ -121,9 +122,7 @@ def write_adapter(
         corrections=used - entries,
         padding=sum(places.values()) - used,
         saved_modules=tuple(saved),
-        num_bytes=_write_folder(
-            Path(folder), _make_config(method, settings, list(layers), saved, config, source), parts
-        ),
+        num_bytes=_write_folder(Path(folder), peft_config, stored),
     )
 
 
