@@ -179,39 +179,32 @@ def _explained(what: str, repo_id: str, revision: str | None) -> Iterator[None]:
     """Turns errors of huggingface_hub into one sentence with the remedy."""
     from huggingface_hub import constants, errors
 
+    hub = constants.ENDPOINT
+    login = "`hf auth login` or pass `token=...`"
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} was not asked or is silent"
+    offline = (
+        f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy, which "
+        f"`{repo_id}` is not."
+    )
+    texts: dict[type[Exception], str] = {  # subclasses before their classes
+        errors.GatedRepoError: f"`{repo_id}` is gated: ask for access on its page at {hub}/{repo_id}, then log in with "
+        f"{login}.",
+        errors.RepositoryNotFoundError: f"`{repo_id}` is neither a path here nor a repository at {hub} that you may "
+        f"see: check the spelling and, if it is private, log in with {login}.",
+        errors.RevisionNotFoundError: f"`{repo_id}` has no revision {revision!r}: give one of its branches or tags, or "
+        "a commit's full hash.",
+        errors.LocalEntryNotFoundError: offline,
+        errors.OfflineModeIsEnabled: offline,
+        errors.EntryNotFoundError: f"there is no {what} at revision {revision or _MAIN!r}: give a repository that "
+        "`push_to_hub` wrote.",
+    }
     try:
         yield
-    except SparsifyError:
-        raise
-    except errors.GatedRepoError as error:
-        raise SparsifyError(
-            f"`{repo_id}` is gated: ask for access on its page at {constants.ENDPOINT}/{repo_id}, then log in with "
-            "`hf auth login` or pass `token=...`."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise SparsifyError(
-            f"`{repo_id}` is neither a path here nor a repository at {constants.ENDPOINT} that you may see: check the "
-            "spelling and, if it is private, log in with `hf auth login` or pass `token=...`."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise SparsifyError(
-            f"`{repo_id}` has no revision {revision!r}: give one of its branches or tags, or a commit's full hash."
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        why = (
-            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} was not asked or is silent"
-        )
-        raise SparsifyError(
-            f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy, "
-            f"which `{repo_id}` is not."
-        ) from error
-    except errors.EntryNotFoundError as error:
-        raise SparsifyError(
-            f"there is no {what} at revision {revision or _MAIN!r}: give a repository that `push_to_hub` wrote."
-        ) from error
-    except Exception as error:  # the client's transport, and so its errors, differ from version to version
+    except Exception as error:  # also the client's transport's, which differ from version to version
         reason = brief(error) or type(error).__name__
-        raise SparsifyError(
-            f"the hub at {constants.ENDPOINT} did not serve {what} ({reason}): check the network and, if it is a "
-            "matter of rights, the token that `hf auth login` stored or `token=...` gives."
-        ) from error
+        other = (
+            f"the hub at {hub} did not serve {what} ({reason}): check the network and, if it is a matter of rights, "
+            "the token that `hf auth login` stored or `token=...` gives."
+        )
+        text = next((text for kind, text in texts.items() if isinstance(error, kind)), other)
+        raise SparsifyError(text) from error
