@@ -104,15 +104,6 @@ def test_peft_computes_the_same_outputs_and_weights(method, dtype, tmp_path):
 
 
 @BOTH
-def test_a_head_stored_whole_is_a_module_to_save(base, method, tmp_path):
-    delta = make_delta(base, head(base))
-    adapter = delta.to_peft(tmp_path, method, base)
-    assert adapter.saved_modules == ("classifier",)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["classifier"]
-    assert_same(base, delta, tmp_path)
-
-
-@BOTH
 def test_a_module_stored_whole_in_part_is_completed_from_base_and_entries(base, delta, method, tmp_path):
     delta.whole["classifier.bias"] = torch.ones(3)
     delta.tensors["classifier.weight"] = entries(base.classifier.weight, 5)
@@ -168,18 +159,20 @@ def test_a_trained_delta_goes_to_peft_and_back(method, tmp_path):
 @BOTH
 def test_the_folder_is_as_pefts_own(base, delta, method, tmp_path):
     delta.config["base_model_name_or_path"], delta.config["base_model_revision"] = "someone/bert", "abc"
+    delta.whole |= head(base)
     adapter = delta.to_peft(tmp_path, method, base)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == [QUERY.removesuffix(".weight"), OUTPUT.removesuffix(".weight")]
     assert (config["base_model_name_or_path"], config["revision"]) == ("someone/bert", "abc")
     assert config["peft_type"] == method.upper()
+    assert adapter.saved_modules == tuple(config["modules_to_save"]) == ("classifier",)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert set(tensors) == {
         f"base_model.model.{name.removesuffix('weight')}{key}"
         for name in (QUERY, OUTPUT)
         for key in (METHODS[method].values_key, METHODS[method].indices_key)
-    }
+    } | {"base_model.model.classifier.weight", "base_model.model.classifier.bias"}
     assert adapter.num_bytes == (tmp_path / "adapter_model.safetensors").stat().st_size
 
 

@@ -123,7 +123,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
-        """The names of a model's that ``from_pretrained`` would not find here; none if it does not know the model.
+        """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model.
 
         Imports transformers, unless all of them are stored under their own names.
         """
