@@ -123,9 +123,9 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         Returns:
             A part for each window that holds any, in the order of the windows.
         """
-        first = self.windows[0]
-        if len(self.windows) == 1 and first.place.is_contiguous():
-            return [Part(first.key, indices + first.offset, torch.arange(indices.numel()))]
+        if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
+            window = self.windows[0]
+            return [Part(window.key, indices + window.offset, torch.arange(indices.numel()))]
         coordinates = [dim.contiguous() for dim in torch.unravel_index(indices, self.shape)]
         number = self._window_of(coordinates)
         order = number.argsort(stable=True)
@@ -171,15 +171,11 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return table[cell]
 
 
-def _joined(function: Any, layouts: Sequence[Layout], dim: int) -> torch.Size:
-    """The shape of a stack or concatenation; raises as torch does where the shapes differ."""
-    joined: Tensor = function([torch.empty(layout.shape, device="meta") for layout in layouts], dim=dim)
-    return joined.shape
-
-
 def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    shape = _joined(torch.stack, layouts, dim)
-    dim %= len(shape)
+    shape = list(layouts[0].shape)
+    dim %= len(shape) + 1
+    _check_alike(layout.shape for layout in layouts)
+    shape.insert(dim, len(layouts))
     windows = [
         Window(window.key, (*window.start[:dim], number, *window.start[dim:]), window.place.unsqueeze(dim))
         for number, layout in enumerate(layouts)
@@ -189,28 +185,35 @@ def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:
 
 
 def _cat(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    shape = _joined(torch.cat, layouts, dim)
+    shape = list(layouts[0].shape)
     dim %= len(shape)
-    windows, length = [], 0
+    _check_alike((*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts)
+    windows: list[Window] = []
+    shape[dim] = 0
     for layout in layouts:
-        windows += [window._replace(start=_moved(window.start, dim, length)) for window in layout.windows]
-        length += layout.shape[dim]
+        windows += [window._replace(start=_moved(window.start, dim, shape[dim])) for window in layout.windows]
+        shape[dim] += layout.shape[dim]
     return Layout(shape, windows)
+
+
+def _check_alike(shapes: Iterable[tuple[int, ...]]) -> None:
+    if len(set(shapes)) > 1:
+        raise ValueError("shapes do not go together")
 
 
 def _cut(function: Any, layout: Layout, size: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
     """The pieces that ``torch.split`` or ``torch.chunk`` makes of a tensor."""
     dim %= layout.ndim
     pieces, start = [], 0
-    for piece in function(torch.empty(layout.shape, device="meta"), size, dim=dim):
-        windows, end = [], start + piece.shape[dim]
+    for piece in function(torch.empty(layout.shape[dim]), size):
+        windows, end = [], start + len(piece)
         for window in layout.windows:
             box = window.box[dim]
             first, last = max(box.start, start), min(box.stop, end)
             if first < last:
                 place = window.place.narrow(dim, first - box.start, last - first)
                 windows.append(Window(window.key, _moved(window.start, dim, first - box.start - start), place))
-        pieces.append(Layout(piece.shape, windows))
+        pieces.append(Layout((*layout.shape[:dim], len(piece), *layout.shape[dim + 1 :]), windows))
         start = end
     return tuple(pieces)
 
