@@ -1,8 +1,8 @@
-"""From a base's name and a delta to the model: one call.
+"""Loads a base and puts a delta onto it, in one call.
 
-In: the base's name, and a delta with what it recorded about the model it was trained in. Out: the model, in eval mode,
-with the trained values. What a delta records is taken for what it says, not for what to run: a class is looked up in
-transformers by name, and of the model's config only the labels are taken.
+In: the base's name, and a delta with its record of the model it was trained in. Out: the model, in eval mode, with the
+trained values. The record is not trusted: a class is looked up in transformers by name, and of the model's config only
+the labels are taken.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
-# Arguments of from_pretrained that a delta's load has, too, and those that say where the base is.
+# arguments of from_pretrained that SparseDelta.load shares, and those that locate the base
 _SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")
 _OF_THE_BASE = (*_SHARED_WITH_HUB, "revision", "subfolder", "force_download", "proxies", "gguf_file")
-PEFT_REPLACED = "original_module"  # the part of a name under which PEFT keeps what modules_to_save stand in for
-_COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # what PEFT puts into the names of what it trains whole
+_PEFT_REPLACED = "original_module"  # in names of tensors that PEFT replaces by those of modules_to_save
+_COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in PEFT's names of these
 _BASE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # transformers 5, and 4
 
@@ -42,16 +42,16 @@ def load_model(
     """Loads a base with transformers and puts a delta onto it.
 
     The class, the number and names of the labels, and LoRA or other adapters are those that were trained. A tensor that
-    neither the base nor the delta has is an error, not a random one. The base's values are checked by the delta's
-    hashes.
+    neither the base nor the delta has is an error; it is never initialised at random. The base's values are checked by
+    the delta's hashes.
 
     Args:
-        base: the base's id on the hub, or a folder; ``None`` for the one that the delta records. Where it is the
-            recorded one, its revision is the recorded one, too, unless ``revision`` is given.
+        base: the base's id on the hub, or a folder; ``None`` for the recorded one. For the recorded base the recorded
+            revision is loaded, unless ``revision`` is given.
         delta: a delta, the path of one, or the id of its repository on the hub. For another revision of the
             repository than its main branch, give ``SparseDelta.load(repo, revision=...)``.
-        model_class: what to call ``from_pretrained`` on, such as ``AutoModelForCausalLM`` or a class of your own; by
-            default the recorded class, if it is one of transformers'.
+        model_class: class with ``from_pretrained``, such as ``AutoModelForCausalLM`` or your own; by default the
+            recorded class, if it is one of transformers'.
         kwargs: for ``from_pretrained``: ``device_map``, ``attn_implementation``, ``token``, ... ``dtype`` is that of
             the base in training, unless given; in another one the base cannot be checked.
 
@@ -60,7 +60,7 @@ def load_model(
 
     Raises:
         BaseMismatchError: when the base is not the one that the delta was trained on.
-        SparsifyError: when the base or the delta is not to be had, or the class is unknown.
+        SparsifyError: when the base or the delta cannot be loaded, or the class is unknown.
 
     Example:
         >>> import tempfile
@@ -89,15 +89,15 @@ def load_model(
 
 
 def _check_arguments(base: object, delta: object, model_class: Any) -> None:
-    """Raises for what looks like a base, a delta or a class, and is none yet, or no longer."""
+    """Raises for a base that is loaded already, a sum of deltas, or an unsuitable class."""
     if isinstance(base, nn.Module):
         raise SparsifyError(
             f"`load_model` loads the base, and got a {type(base).__name__} that is loaded: use `delta.apply(model)`."
         )
     if isinstance(delta, DeltaSum):
         raise SparsifyError(
-            "a sum of deltas waits for its base: take its value first, `load_model(base, delta.on(base))`, with the "
-            "base as a folder."
+            "a sum of deltas has no values without its base: give `load_model(base, delta.on(base))`, with the base as "
+            "a folder."
         )
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
         raise SparsifyError(
@@ -106,7 +106,7 @@ def _check_arguments(base: object, delta: object, model_class: Any) -> None:
 
 
 def _recorded_class(name: object) -> Any:
-    """The class of transformers that a delta names."""
+    """The model class of transformers that a delta records."""
     import transformers
 
     remedy = "pass `model_class=...`, such as AutoModelForSequenceClassification, or the class it was trained in."
@@ -122,9 +122,9 @@ def _recorded_class(name: object) -> Any:
 
 
 def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises where the class that a delta names is of another family of models than the base.
+    """Raises where the recorded class is of another family of models than the base.
 
-    transformers would build it all the same, in that family's own default size, which for some is tens of gigabytes.
+    transformers would build it with that family's default sizes, which for some are tens of gigabytes.
     """
     from transformers import PretrainedConfig
 
@@ -132,7 +132,7 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
         return
     try:
         found, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in _OF_THE_BASE if key in kwargs})
-    except Exception:  # whatever it is, `from_pretrained` meets it too, and says more
+    except Exception:  # `from_pretrained` fails with the same error and a better message
         return
     own = model_class.config_class
     if isinstance(found, dict) and (own is None or not _is_of(own, found)):
@@ -144,11 +144,11 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
 
 
 def _is_of(config_class: Any, found: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is of the family of a config's class, or has a part that is."""
+    """Whether a ``config.json``, or a part of it, is of the family of a config's class."""
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     family = found.get("model_type")
-    if family is None:  # as it was before 2020: then its settings have to be those of the class
+    if family is None:  # from before 2020: its settings have to be those of the class
         of_all = set(PretrainedConfig().to_dict())
         return bool(set(found) - of_all) and set(found) - of_all <= set(config_class().to_dict())
     parts = CONFIG_MAPPING[family].sub_configs.values() if family in CONFIG_MAPPING else ()
@@ -169,7 +169,7 @@ def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -
 
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
-    """The dtype that the base was in; a model that keeps some tensors wider does so by itself."""
+    """The narrowest dtype that the base was in: a model that keeps some tensors wider does so by itself."""
     of_entries = {tensor.dtype for tensor in delta.tensors.values() if tensor.drawn is None}
     recorded = delta.config.get("base_dtypes")
     if not of_entries and isinstance(recorded, list):
@@ -179,12 +179,12 @@ def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
 
 
 def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: dict[str, Any]) -> nn.Module:
-    """The base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
-    from huggingface_hub.errors import HFValidationError  # what transformers 4 says of a folder that is not there
+    """Loads the base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
+    from huggingface_hub.errors import HFValidationError  # raised by transformers 4 for a missing folder
 
     try:
         labels = {} if "config" in kwargs else _head_config(delta, model_class, name, kwargs)
-        with _load_report_held_back():
+        with _without_load_report():
             model, info = model_class.from_pretrained(
                 name, **{"ignore_mismatched_sizes": True, **labels, **kwargs}, output_loading_info=True
             )
@@ -193,24 +193,25 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
             f"the base `{brief(name)}` cannot be loaded ({brief(error)}): pass its id on the hub or its folder, "
             "`load_model(base, delta)`."
         ) from error
-    except Exception as error:  # third parties' code for hundreds of models, which a delta can name
+    except Exception as error:  # third parties' code for hundreds of models
         raise SparsifyError(
             f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "
             f"({type(error).__name__}: {brief(error)}): check base and arguments, or pass `model_class=...`."
         ) from error
-    drawn = _drawn_at_random(model, info)
+    tensors = named_tensors(model)
+    keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    missing = {key: tensors[key] for key in keys if key in tensors}
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
     shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.drawn is not None}
     model = extend(model, delta.config, shapes).eval()
-    _check_complete(model, drawn, shapes, name)
+    _check_complete(model, missing, shapes, name)
     return model
 
 
 def _head_config(delta: SparseDelta, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded labels as arguments of ``from_pretrained``.
+    """The recorded labels as arguments of ``from_pretrained``, if the delta has all tensors of a head for them.
 
-    The number of labels decides how much memory a head takes, so it is believed only as far as the delta brings the
-    head along: all tensors whose shape it changes, with their values.
+    Otherwise a number of labels in a file could ask for any amount of memory.
     """
     recorded = delta.config.get("model_config")
     if not isinstance(recorded, dict):
@@ -219,7 +220,7 @@ def _head_config(delta: SparseDelta, model_class: Any, name: str, kwargs: Mappin
     whole = [tensor for tensor in delta.whole.values() if tensor.numel() and tensor.is_floating_point()]
     if isinstance(number, bool) or not isinstance(number, int) or not any(number in tensor.shape for tensor in whole):
         return {}
-    if not _brings_head(delta, number, model_class, name, kwargs):
+    if not _has_head(delta, number, model_class, name, kwargs):
         return {}
     given = labels if isinstance(labels, dict) else {}
     names = {index: str(given.get(str(index), f"LABEL_{index}")) for index in range(number)}
@@ -227,16 +228,16 @@ def _head_config(delta: SparseDelta, model_class: Any, name: str, kwargs: Mappin
     return {**head, "problem_type": problem} if isinstance(problem, str) else head
 
 
-def _brings_head(delta: SparseDelta, number: int, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a delta has every tensor whose size follows from the number of labels, in that size, and one's values.
+def _has_head(delta: SparseDelta, number: int, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a delta has every tensor whose size depends on the number of labels, in that size, one of them dense.
 
-    Asked of the model without its weights, built for the base's own number of labels and for one more: what grows is
-    the head. A drawn tensor may claim any size, so a head is not believed on the word of such alone.
+    The model is built without its weights, for the base's own number of labels and for one more: the head are the
+    tensors that grow. A tensor with an initializer recipe may claim any size, so such tensors alone are no proof.
     """
     import transformers
 
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        return True  # a class of the user's choice, such as an Auto class, is not built to find out
+        return True  # a class of the user's choice, such as an Auto class, is not built here
     config_class: Any = model_class.config_class
     config = config_class.from_pretrained(name, **{key: kwargs[key] for key in _OF_THE_BASE if key in kwargs})
     own = max(config.num_labels, 1)
@@ -258,44 +259,29 @@ def _brings_head(delta: SparseDelta, number: int, model_class: Any, name: str, k
     return not head.keys().isdisjoint(stored) and all(found.get(name) == shape for name, shape in head.items())
 
 
-def _drawn_at_random(model: nn.Module, info: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that the base does not have, by name: nobody has trained their values."""
+def _check_complete(model: nn.Module, missing: Mapping[str, Tensor], in_delta: Iterable[str], base: str) -> None:
+    """Raises where a tensor that the base lacks would keep its random values: the delta does not have it either."""
     tensors = named_tensors(model)
-    names = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    return {name: tensors[name] for name in names if name in tensors}
-
-
-def _check_complete(model: nn.Module, drawn: Mapping[str, Tensor], brought: Iterable[str], base: str) -> None:
-    """Raises where a tensor is drawn at random and stays so: nobody has trained such a model."""
-    tensors = named_tensors(model)
-    settled = {id(tensors[name]) for name in brought if name in tensors}
-    settled |= {id(tensor) for name, tensor in tensors.items() if PEFT_REPLACED in name.split(".")}
-    if lacking := sorted(name for name, tensor in drawn.items() if id(tensor) not in settled):
+    settled = {id(tensors[name]) for name in in_delta if name in tensors}
+    settled |= {id(tensor) for name, tensor in tensors.items() if _PEFT_REPLACED in name.split(".")}
+    if lacking := sorted(name for name, tensor in missing.items() if id(tensor) not in settled):
         raise BaseMismatchError(
             f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{base}`, in this shape, nor in the "
-            "delta, and would be drawn at random: pass the base that the delta was trained on, or train with such "
+            "delta, and would have random values: pass the base that the delta was trained on, or train with such "
             "modules in modules_to_save=[...]."
         )
 
 
 @contextmanager
-def _load_report_held_back() -> Iterator[None]:
-    """Holds back transformers' report of what a checkpoint lacks, which the delta brings; shows it on failure."""
-    logger, held = logging.getLogger("transformers.modeling_utils"), []
+def _without_load_report() -> Iterator[None]:
+    """Suppresses transformers' report of the tensors that a checkpoint lacks: the delta has them, or it is an error."""
+    logger = logging.getLogger("transformers.modeling_utils")
 
-    def hold(record: logging.LogRecord) -> bool:
-        is_report = any(words in record.getMessage() for words in _LOAD_REPORTS)
-        if is_report:
-            held.append(record)
-        return not is_report
+    def is_other(record: logging.LogRecord) -> bool:
+        return not any(words in record.getMessage() for words in _LOAD_REPORTS)
 
-    logger.addFilter(hold)
+    logger.addFilter(is_other)
     try:
         yield
-    except BaseException:
-        logger.removeFilter(hold)
-        for record in held:
-            logger.handle(record)
-        raise
     finally:
-        logger.removeFilter(hold)
+        logger.removeFilter(is_other)

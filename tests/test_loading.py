@@ -82,33 +82,23 @@ def test_a_language_model_has_equal_logits_in_the_dtype_of_training(tmp_path, na
     assert delta.config["model_config"] == {}
 
 
-def test_the_recorded_base_is_the_default(classifier):
-    base, delta, expected, batches = classifier
+def test_the_recorded_base_is_the_default_and_is_recorded_by_its_full_path(pretrained, monkeypatch):
+    """From another folder, `base` would be the id of somebody's repository on the hub."""
+    base, batches = pretrained
+    monkeypatch.chdir(base.parent)
+    delta, expected = trained(BertForSequenceClassification.from_pretrained("base", num_labels=4), batches)
+    monkeypatch.chdir("/")
     assert delta.config["base_model_name_or_path"] == str(base)
     assert torch.equal(logits(load_model(None, delta), batches), expected)
 
 
-def test_a_folder_is_recorded_by_its_full_path(pretrained, tmp_path, monkeypatch):
-    """From another folder, `base` would be the id of somebody's repository on the hub."""
-    base, batches = pretrained
-    monkeypatch.chdir(base.parent)
-    delta, _ = trained(BertForSequenceClassification.from_pretrained("base", num_labels=4), batches)
-    monkeypatch.chdir("/")
-    assert delta.config["base_model_name_or_path"] == str(base)
-    assert type(load_model(None, delta)) is BertForSequenceClassification
-
-
-def test_a_class_of_ones_own_choice(classifier):
-    base, delta, expected, batches = classifier
-    delta.config["architecture"] = "MyOwn"
-    model = load_model(base, delta, model_class=AutoModelForSequenceClassification)
-    assert torch.equal(logits(model, batches), expected)
-
-
-def test_a_head_replaces_one_of_another_size(classifier, tmp_path):
+def test_a_head_replaces_one_of_another_size_in_a_class_of_ones_own_choice(classifier, tmp_path):
     base, delta, expected, batches = classifier
     BertForSequenceClassification.from_pretrained(base, num_labels=2).save_pretrained(tmp_path / "two")
     assert torch.equal(logits(load_model(tmp_path / "two", delta), batches), expected)
+    delta.config["architecture"] = "MyOwn"
+    model = load_model(base, delta, model_class=AutoModelForSequenceClassification)
+    assert torch.equal(logits(model, batches), expected)
 
 
 def test_another_dtype_is_taken_with_a_warning(classifier):
@@ -144,20 +134,19 @@ def test_what_it_takes_to_build_the_model_is_recorded_and_no_more(classifier):
     }
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torch.nn.ModuleDict({"module": torch.compile(model)})])
+def lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, lambda model: torch.nn.ModuleDict({"module": torch.compile(model)}), lora]
+)
 def test_the_plain_model_is_found_within_wrappers(wrap):
     model, _ = build("bert")
     assert plain_model(wrap(model)) is model
     assert plain_model(model) is model
-
-
-def test_the_class_within_peft_is_recorded(pretrained):
-    from peft import LoraConfig, get_peft_model
-
-    model, batches = build("bert")
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
-    train(sparsify(adapted, 10, steps=2), batches[:1])
-    assert SparseDelta.from_model(adapted).config["architecture"] == "BertForSequenceClassification"
 
 
 # What goes wrong
@@ -176,49 +165,43 @@ def test_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classif
         load_model(tmp_path / "other", delta)
     delta.whole.pop("classifier.bias")
     with pytest.raises(
-        BaseMismatchError, match=r"tensor `classifier.bias` \(1 in all\).*drawn at random: pass the base"
+        BaseMismatchError, match=r"tensor `classifier.bias` \(1 in all\).*would have random values: pass the base"
     ):
         load_model(None, delta)
 
 
 @pytest.mark.parametrize(
-    "name", ["MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"]]
+    ("changes", "match"),
+    [
+        *(
+            ({"architecture": name}, r"which is no model class of transformers: pass `model_class=...`")
+            for name in ("MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"])
+        ),
+        ({"architecture": None}, r"does not record which class it was trained in: pass `model_class=...`"),
+        ({"base_model_name_or_path": None}, r"does not record its base.*pass the base's id on the hub or its folder"),
+        *(
+            ({"base_model_name_or_path": base}, rf"the base `{base}` cannot be loaded \(.*pass its id on the hub")
+            for base in ("nowhere/at-all", "/no/such/folder")
+        ),
+    ],
+    ids=str,
 )
-def test_only_model_classes_of_transformers_are_looked_up(classifier, name):
-    base, delta, *_ = classifier
-    delta.config["architecture"] = name
-    with pytest.raises(SparsifyError, match=r"which is no model class of transformers: pass `model_class=...`"):
-        load_model(base, delta)
-
-
-def test_a_class_that_is_not_recorded_is_asked_for(classifier):
-    base, delta, *_ = classifier
-    del delta.config["architecture"]
-    with pytest.raises(SparsifyError, match=r"does not record which class it was trained in: pass `model_class=...`"):
-        load_model(base, delta)
-
-
-def test_a_base_that_is_not_recorded_is_asked_for(classifier):
+def test_a_record_of_no_class_or_base_is_refused(classifier, changes, match):
     _, delta, *_ = classifier
-    delta.config["base_model_name_or_path"] = None
-    with pytest.raises(SparsifyError, match=r"does not record its base.*pass the base's id on the hub or its folder"):
+    delta.config |= changes
+    with pytest.raises(SparsifyError, match=match):
         load_model(None, delta)
 
 
-@pytest.mark.parametrize("base", ["nowhere/at-all", "/no/such/folder"])
-def test_a_base_that_is_not_there_says_so(classifier, base):
-    _, delta, *_ = classifier
-    with pytest.raises(SparsifyError, match=rf"the base `{base}` cannot be loaded \(.*pass its id on the hub"):
-        load_model(base, delta)
-
-
-def test_what_is_no_name_no_class_or_no_delta_yet_is_told_what_to_do(classifier):
+def test_arguments_of_the_wrong_type_are_refused(classifier):
     base, delta, *_ = classifier
     with pytest.raises(SparsifyError, match=r"got a Linear that is loaded: use `delta.apply\(model\)`"):
         load_model(torch.nn.Linear(1, 1), delta)
     with pytest.raises(SparsifyError, match=r"model_class='AutoModel'; expected a class with `from_pretrained`"):
         load_model(base, delta, model_class="AutoModel")
-    with pytest.raises(SparsifyError, match=r"a sum of deltas waits for its base: .*`load_model\(base, delta.on"):
+    with pytest.raises(
+        SparsifyError, match=r"a sum of deltas has no values without its base: .*`load_model\(base, delta.on"
+    ):
         load_model(base, 0.5 * delta)
     assert type(load_model(base, (0.5 * delta).on(base))) is BertForSequenceClassification
 
@@ -288,23 +271,16 @@ def test_a_broken_config_of_a_base_is_an_error_of_ours(classifier, text):
 
 
 @needs_limits
-def test_a_number_of_labels_is_believed_only_with_all_of_the_head(classifier):
-    """Another tensor of as many rows is no head, whose rows would be drawn first, and whose labels named."""
+def test_a_number_of_labels_counts_only_with_all_of_the_head(classifier):
+    """Another tensor of as many rows is no head, whose rows would be made first, and whose labels named."""
     base, delta, *_ = classifier
-    number = 10_000_000
-    delta.config["model_config"] = {"num_labels": number}
-    for stray in (torch.zeros(number, 1, dtype=torch.float16), torch.zeros(number, dtype=torch.uint8)):
+    many, most = 10_000_000, 10**15
+    strays = [torch.zeros(many, 1, dtype=torch.float16), torch.zeros(many, dtype=torch.uint8), torch.empty(most, 0)]
+    for stray in strays:
+        delta.config["model_config"] = {"num_labels": len(stray)}
         delta.whole["stray"] = stray
         with pytest.raises(BaseMismatchError, match="build the model with that head or module"):
             within_limits(lambda: load_model(base, delta), seconds=10)
-
-
-def test_the_size_of_a_head_is_not_taken_on_trust(classifier):
-    base, delta, *_ = classifier
-    delta.config["model_config"] = {"num_labels": 10**15}
-    delta.whole["bert.empty"] = torch.empty(10**15, 0)
-    with pytest.raises(BaseMismatchError, match="build the model with that head or module"):
-        load_model(base, delta)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Bottleneck adapters for transformers, with the names, numbers and outputs of AdapterHub's ``adapters``.
 
-    model --add_adapters--> the same model, of which only adapters and heads are trainable      insert.py, places.py
-    model with adapters --save_adapters--> folder --load_adapters--> a fresh base               files.py
+    model --add_adapters--> the same model, with only adapters and heads trainable      insert.py, places.py
+    model with adapters --save_adapters--> folder --load_adapters--> a new base         files.py
 
-Their projections are ``nn.Linear``, so ``sparsify(model, ...)`` makes them masked ones.
+Their projections are ``nn.Linear`` modules, which ``sparsify(model, ...)`` masks like any other.
 """
 
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig

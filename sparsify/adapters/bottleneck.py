@@ -1,6 +1,6 @@
-"""One adapter: down to a few dimensions, a non-linearity, up again, added to the hidden states that it was given.
+"""One adapter: a projection down to a few dimensions, a non-linearity, a projection up, added to the hidden states.
 
-In: the hidden states of a layer, by a forward hook. Out: the hidden states that the layer goes on with.
+In: the hidden states of a layer, by a forward hook. Out: the adapted hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 
 INITIAL_STD = 0.02  # of AdapterHub's init_weights="bert"
-_LEAST_FACTOR = 2**-10  # a bottleneck of a thousand times the hidden size is a mistake, or an attack
+_LEAST_FACTOR = 2**-10  # a larger bottleneck than 1024 times the hidden size is a mistake, or an attack
 
 
 @dataclass(frozen=True)
@@ -25,34 +25,36 @@ class Kind:
 
     Attributes:
         non_linearity: the activation in the bottleneck.
-        after_attention: whether the attention has an adapter too, beside the feed-forward network.
-        after_residual: whether the adapter sees the sublayer's output with the residual added (and, where the layer
-            has a norm behind that, normalised), or the sublayer's output alone.
+        after_attention: whether the attention has an adapter in addition to the feed-forward network's.
+        after_residual: whether the adapter's input is the sublayer's output with the residual added (and normalised,
+            where a norm follows in the layer), or the sublayer's output alone.
+        settings: of AdapterHub's config for the kind, beyond those that the kinds have in common.
     """
 
     non_linearity: type[nn.Module]
     after_attention: bool
     after_residual: bool
+    settings: dict[str, Any]
 
 
 KINDS = {
-    "houlsby": Kind(nn.SiLU, after_attention=True, after_residual=False),
-    "pfeiffer": Kind(nn.ReLU, after_attention=False, after_residual=True),
+    "houlsby": Kind(nn.SiLU, True, False, {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"}),
+    "pfeiffer": Kind(nn.ReLU, False, True, {"mh_adapter": False, "original_ln_before": True, "non_linearity": "relu"}),
 }
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What kind of adapters a model has.
+    """Kind, size, name and, if given, places of a model's adapters.
 
     Attributes:
         kind: ``"pfeiffer"`` or ``"houlsby"``.
-        reduction_factor: the hidden size is so many times the bottleneck's.
+        reduction_factor: hidden size divided by the bottleneck's size.
         name: of the adapters; a part of their parameters' names.
-        target_modules: full names of the modules after whose output the adapters go, where the user named them.
+        target_modules: full names of the modules whose output is adapted, where the user named them.
 
     Raises:
-        SparsifyError: for an unknown kind, or a factor, name or names of modules that cannot be one.
+        SparsifyError: for an unknown kind, or a factor, name or names of modules that are not valid.
 
     Example:
         >>> AdapterConfig("houlsby", 16).bottleneck(768)
@@ -84,15 +86,14 @@ class AdapterConfig:
             raise SparsifyError(f"target_modules={named!r:.100}; expected a tuple of module names.")
 
     def bottleneck(self, width: int) -> int:
-        """The bottleneck's size for hidden states of ``width`` dimensions: at least one."""
+        """Returns the bottleneck's size for hidden states of ``width`` dimensions: at least one."""
         return max(1, int(width // self.reduction_factor))
 
 
 class Adapter(nn.Module):
     """A bottleneck adapter: ``up(f(down(x)))``, which its hooks add to the hidden states.
 
-    Houlsby et al. 2019, *Parameter-Efficient Transfer Learning for NLP* (two in each layer); Pfeiffer et al. 2021,
-    *AdapterFusion* (one). Weights start as in AdapterHub: normal with a standard deviation of 0.02, biases at zero.
+    Initial weights are AdapterHub's: normal with a standard deviation of 0.02, biases zero.
 
     Args:
         width: size of the hidden states.
@@ -120,16 +121,16 @@ class Adapter(nn.Module):
             nn.init.zeros_(projection.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is to be added to ``hidden`` (..., width), in its dtype whatever the adapter's own."""
+        """Returns the change of ``hidden`` (..., width), in the dtype of that."""
         change: Tensor = self.adapter_up(self.adapter_down(hidden.to(self.adapter_up.weight.dtype)))
         return change.to(hidden.dtype)
 
     def adapt_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: ``x + adapter(x)`` for the output x of a module, or the first of its outputs."""
+        """Forward hook: replaces the output x of a module, or the first of its outputs, by ``x + adapter(x)``."""
         if isinstance(output, torch.Tensor):
             return output + self(output)
         return (output[0] + self(output[0]), *output[1:])
 
     def adapt_before_norm(self, norm: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Forward pre-hook of a norm: it is given ``x + adapter(norm(x))`` in the place of x."""
+        """Forward pre-hook of a norm: replaces its input x by ``x + adapter(norm(x))``."""
         return (args[0] + self(norm.forward(args[0])), *args[1:])

@@ -1,14 +1,15 @@
-"""What a base was extended by before training: PEFT's adapters or ours. Recorded, and built again.
+"""Records the adapters (PEFT's or ours) that a base was extended by before training, and builds them again.
 
-In: a model, or what a delta recorded of one. Out: the record, in JSON types; or the base with modules in the same
-places, still without values. A record is a stranger's: it is checked, nothing is imported or allocated on its word.
+In: a model, or a delta's record of one. Out: the record, in JSON types; or the base with the same modules, not yet with
+values. A record is not trusted: it is checked, and nothing is imported or allocated because of it alone.
 
-PEFT takes many a setting for a regular expression, and some of those take for ever. So a record holds the names of the
-modules that they matched, and of a stranger's none is run that could try more than one way to match.
+PEFT interprets many settings as regular expressions, and some of these would take for ever. So a record holds the names
+of the modules that they matched, and no recorded expression is run that could match in more than one way.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
@@ -28,29 +29,29 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
 _NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision")
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
-_MAX_ITEMS = 256  # of a setting that PEFT compiles as so many regular expressions for each module: re keeps 512
+_MAX_ITEMS = 256  # of a setting that PEFT compiles as regular expressions for each module, of which re caches 512
 _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by a regular expression
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
 
 
 def record_extensions(model: nn.Module) -> dict[str, Any]:
-    """What PEFT's or our adapters in a model are, for :func:`extend`; empty for a plain model."""
+    """Records PEFT's or our adapters in a model, for :func:`extend`; the record of a plain model is empty."""
     found: dict[str, Any] = {}
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         if isinstance(configs, dict) and configs and PEFT_KEY not in found:
             found[PEFT_KEY] = {
-                str(name): _by_name(_plain(config.to_dict()), _adapted(plain_model(module), str(name)))
+                str(name): _by_name(_as_json(config.to_dict()), _adapted(plain_model(module), str(name)))
                 for name, config in configs.items()
             }
         if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
-            found[ADAPTERS_KEY] = _plain(asdict(module.config))
+            found[ADAPTERS_KEY] = _as_json(asdict(module.config))
     return found
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Puts the modules that a delta recorded into a base; their values are whatever is in memory.
+    """Adds the modules that a delta recorded to a base, with uninitialised values.
 
     Args:
         model: the base.
@@ -61,20 +62,25 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
         The model, within a ``PeftModel`` where PEFT was used.
 
     Raises:
-        SparsifyError: when the record is none, or such a model cannot be built from it.
+        SparsifyError: when the record is invalid, or such a model cannot be built from it.
         BaseMismatchError: when the modules have tensors that the delta lacks.
     """
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
         model = _with_peft(model, configs)
     if isinstance(settings := config.get(ADAPTERS_KEY), dict):
+        if missing := [key for key in ("kind", "reduction_factor", "name") if key not in settings]:
+            raise SparsifyError(f"the delta records adapters without `{missing[0]}`: {_REMEDY}.")
+        modules = settings.get("target_modules")
+        modules = tuple(modules) if isinstance(modules, list) else modules
         with torch.device("meta"):
-            insert_adapters(model, _adapter_config(settings))
+            kind, factor, name = settings["kind"], settings["reduction_factor"], settings["name"]
+            insert_adapters(model, AdapterConfig(kind, factor, name, modules))
     _materialise(model, shapes)
     return model
 
 
 def _adapted(model: nn.Module, adapter: str) -> list[str]:
-    """The names of the modules that one of PEFT's adapters has changed, in the model that PEFT was given."""
+    """The names of the modules that one of PEFT's adapters changes, in the model that PEFT was given."""
     return [
         name
         for name, module in model.named_modules()
@@ -84,7 +90,7 @@ def _adapted(model: nn.Module, adapter: str) -> list[str]:
 
 
 def _by_name(settings: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """PEFT's settings, with the names of the adapted modules in the place of regular expressions."""
+    """PEFT's settings, with regular expressions replaced by the names of the adapted modules."""
     found = dict(settings)
     patterns = [found.get(key) or () for key in (*_MODULES, "layers_pattern")]
     if any(map(_may_backtrack, chain.from_iterable([p] if isinstance(p, str) else p for p in patterns))):
@@ -132,7 +138,7 @@ def _with_peft(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
                     model.add_adapter(name, peft_config, low_cpu_mem_usage=True)
                 else:
                     model = get_peft_model(model, peft_config, name, low_cpu_mem_usage=True)
-    except Exception as error:  # its code meets settings that nobody has checked
+    except Exception as error:  # PEFT does not check the settings
         raise SparsifyError(
             f"PEFT cannot build the adapter that the delta records ({brief(error)}): {_REMEDY}."
         ) from error
@@ -140,7 +146,7 @@ def _with_peft(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
 
 
 def _peft_config(name: str, settings: Any, most_names: int) -> Any:
-    """A record as PEFT's own config."""
+    """PEFT's own config for a record."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = settings.get("peft_type") if isinstance(settings, dict) else None
@@ -158,12 +164,12 @@ def _peft_config(name: str, settings: Any, most_names: int) -> Any:
         _check_setting(name, key, value, most_names if key in _MODULES else _MAX_ITEMS)
     try:
         return config_class(**taken)
-    except Exception as error:  # its checks expect what PEFT itself writes
+    except Exception as error:  # PEFT's own checks expect settings that PEFT wrote
         raise SparsifyError(f"the delta records an adapter that PEFT refuses ({brief(error)}): {_REMEDY}.") from error
 
 
 def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
-    """Raises where a setting holds an expression that could take for ever to match, or more items than are of use."""
+    """Raises where a setting has too many items, or an expression that could take for ever to match."""
     if isinstance(value, (dict, list)) and len(value) > most:
         raise SparsifyError(
             f"the delta records an adapter {brief(adapter, 100)!r} with {len(value):,} items in `{key}`, expected at "
@@ -180,17 +186,8 @@ def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
         _check_setting(adapter, key, item, most)
 
 
-def _adapter_config(settings: Mapping[str, Any]) -> AdapterConfig:
-    named = settings.get("target_modules")
-    try:
-        kind, factor, name = (settings[key] for key in ("kind", "reduction_factor", "name"))
-        return AdapterConfig(kind, factor, name, tuple(named) if isinstance(named, list) else named)
-    except KeyError as error:
-        raise SparsifyError(f"the delta records adapters without `{error.args[0]}`: {_REMEDY}.") from None
-
-
 def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Gives the tensors on the meta device memory, if the delta has values for each."""
+    """Allocates the tensors on the meta device, if the delta has values for each."""
     new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     for name, tensor in new.items():
         if shapes.get(name) != tuple(tensor.shape):
@@ -211,14 +208,12 @@ def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Non
                 module._parameters[attribute] = nn.Parameter(memory, parameter.requires_grad)
 
 
-def _plain(value: Any) -> Any:
-    """A setting in JSON types."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(_plain(item) for item in value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+def _as_json(settings: dict[str, Any]) -> Any:
+    """Settings in JSON types: a set as a sorted list, an enum as its value, any other object as text."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value)
+        return value.value if isinstance(value, Enum) else str(value)
+
+    return json.loads(json.dumps(settings, default=convert))

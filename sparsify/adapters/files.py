@@ -1,8 +1,8 @@
-"""Adapters in a folder of their own, in AdapterHub's format: each library reads what the other one wrote.
+"""Saves and loads adapters in AdapterHub's format; each library reads the other's files.
 
-    model --save_adapters--> adapter_config.json, adapter.safetensors --load_adapters--> a fresh base
+    model --save_adapters--> adapter_config.json, adapter.safetensors --load_adapters--> a new base
 
-Nothing is unpickled; a folder is checked before the model is changed.
+There is no pickle; a folder is checked before the model is changed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from sparsify.adapters.bottleneck import Adapter, AdapterConfig
+from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
 from sparsify.adapters.insert import check_without_adapters, find_adapters, insert_adapters
 from sparsify.adapters.places import find_places
 from sparsify.common.names import near_names, plain_model, plain_name
+from sparsify.delta.checkpoint.reader import read_json
 from sparsify.errors import SparsifyError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,32 +31,17 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter.safetensors"
 _MAX_CONFIG_BYTES = 2**20
 VERSION = "adapters.1.3.0"  # of AdapterHub, whose format it is
-# what the two kinds have in common, in the words of AdapterHub's BnConfig
+# settings of AdapterHub's BnConfig that the two kinds have in common
 _SETTINGS: dict[str, Any] = {
-    "output_adapter": True,
-    "cross_adapter": False,
-    "original_ln_after": True,
-    "residual_before_ln": True,
-    "adapter_residual_before_ln": False,
-    "ln_before": False,
-    "ln_after": False,
-    "is_parallel": False,
-    "use_gating": False,
-    "scaling": 1.0,
-    "dropout": 0.0,
-    "stochastic_depth": 0.0,
-    "phm_layer": False,
-    "inv_adapter": None,
-    "leave_out": [],
-}
-_OWN_SETTINGS: dict[str, dict[str, Any]] = {
-    "houlsby": {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"},
-    "pfeiffer": {"mh_adapter": False, "original_ln_before": True, "non_linearity": "relu"},
-}
+    "output_adapter": True, "cross_adapter": False, "original_ln_after": True, "residual_before_ln": True,
+    "adapter_residual_before_ln": False, "ln_before": False, "ln_after": False, "is_parallel": False,
+    "use_gating": False, "scaling": 1.0, "dropout": 0.0, "stochastic_depth": 0.0, "phm_layer": False,
+    "inv_adapter": None, "leave_out": [],
+}  # fmt: skip
 
 
 def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Writes a model's adapters, and nothing of its base or head, into a folder.
+    """Writes a model's adapters, without its base and head, into a folder.
 
     Args:
         model: a model with adapters, sparsified or not.
@@ -81,28 +67,28 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     tensors = {plain_name(name): state[name].detach().cpu().contiguous() for name in names}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters.") as complete:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters.") as temporary:
+        complete = Path(temporary)
         text = json.dumps(_full_config(model, config), indent=2, sort_keys=True)
-        (Path(complete) / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-        safetensors.torch.save_file(tensors, Path(complete) / WEIGHTS_NAME, metadata={"format": "pt"})
+        (complete / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+        safetensors.torch.save_file(tensors, complete / WEIGHTS_NAME, metadata={"format": "pt"})
         for name in (WEIGHTS_NAME, CONFIG_NAME):
-            os.replace(Path(complete) / name, folder / name)
+            os.replace(complete / name, folder / name)
 
 
 def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Puts the adapters of a folder into a model, in place, as :func:`add_adapters` does.
+    """Adds the adapters of a folder to a model, in place, as :func:`add_adapters` does.
 
     Args:
         model: a base without adapters.
-        folder: what :func:`save_adapters` wrote, or AdapterHub's ``save_adapter(..., use_safetensors=True)`` for its
-            configs ``"seq_bn"`` and ``"double_seq_bn"``.
+        folder: written by :func:`save_adapters`, or by AdapterHub's ``save_adapter(..., use_safetensors=True)`` for
+            its configs ``"seq_bn"`` and ``"double_seq_bn"``.
 
     Returns:
         The same model object.
 
     Raises:
-        SparsifyError: before anything has been changed: when the folder holds no such adapters, or they belong to
-            another architecture or size.
+        SparsifyError: before any change, when the folder holds no such adapters, or those of another architecture.
     """
     check_without_adapters(model)
     folder = Path(folder)
@@ -117,12 +103,11 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 
 def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
-    """What AdapterHub writes beside the weights, and the modules that the user named."""
+    """The config that AdapterHub writes next to the weights, and the modules that the user named."""
     base = getattr(plain_model(model), "config", None)
-    settings = {**_SETTINGS, **_OWN_SETTINGS[config.kind], "reduction_factor": config.reduction_factor}
     named = {} if config.target_modules is None else {"target_modules": list(config.target_modules)}
     return {
-        "config": settings,
+        "config": {**_SETTINGS, **KINDS[config.kind].settings, "reduction_factor": config.reduction_factor},
         "hidden_size": getattr(base, "hidden_size", None),
         "model_class": type(plain_model(model)).__name__,
         "model_name": getattr(base, "name_or_path", None),
@@ -134,41 +119,32 @@ def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> AdapterConfig:
-    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:  # a pipe would be waited for
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:  # not a pipe, which may never end
         raise SparsifyError(
             f"{path} cannot be read (no file of at most {_MAX_CONFIG_BYTES:,} bytes); expected a folder of "
             "save_adapters()."
         )
-    try:
-        full = json.loads(path.read_text(encoding="utf-8"))
-        settings, name, named = full["config"], full["name"], full.get("target_modules")
-        given = {**settings}
-        factor = given["reduction_factor"]
-    except OSError as error:
+    full = read_json(path)
+    given, named = full.get("config"), full.get("target_modules")
+    if not isinstance(given, dict) or not {"name"} <= full.keys() or "reduction_factor" not in given:
         raise SparsifyError(
-            f"{path} cannot be read ({error.strerror}); expected a folder of save_adapters()."
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters.") from None
-    if named is not None and not (isinstance(named, list) and all(isinstance(module, str) for module in named)):
-        raise SparsifyError(f"{path}: target_modules is {named!r:.100}, expected a list of module names.")
-    for kind, own in _OWN_SETTINGS.items():
-        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **own}.items()):
-            return AdapterConfig(kind, factor, name, None if named is None else tuple(named))
+            f"{path} is no config of AdapterHub's bottleneck adapters; expected one of save_adapters()."
+        )
+    if isinstance(named, list):
+        named = tuple(named)
+    for kind, known in KINDS.items():
+        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known.settings}.items()):
+            return AdapterConfig(kind, given["reduction_factor"], full["name"], named)
     raise SparsifyError(
         f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings "
-        f"({', '.join(f'{kind}: {own}' for kind, own in _OWN_SETTINGS.items())}); load it with AdapterHub's `adapters`."
+        f"({', '.join(f'{kind}: {known.settings}' for kind, known in KINDS.items())}); load it with AdapterHub's "
+        "`adapters`."
     )
 
 
 def _expected_shapes(model: nn.Module, config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the adapters' parameters by the names that they will have."""
     names = {id(module): name for name, module in model.named_modules()}
-    missing = [name for name in config.target_modules or () if name not in names.values()]
-    if missing:
-        raise SparsifyError(
-            f"{type(model).__name__} has no module {missing[0]!r}{near_names(missing[0], names.values())}."
-        )
     shapes = {}
     for place in find_places(model, config):
         prefix = f"{names[id(place.parent)]}.{place.path}.{config.name}".lstrip(".")

@@ -1,7 +1,7 @@
-"""Adapters into a model and out of it again, in place.
+"""Adds adapters to a model and removes them, in place.
 
-In: a model of transformers. Out: the same object, with an adapter at each of its places and a hook that runs it. The
-base's own modules, their classes and their names stay as they are, so that its checkpoints still fit.
+In: a model of transformers. Out: the same object, with an adapter at each place and a hook that runs it. The base's own
+modules, their classes and their names are unchanged, so that its checkpoints still fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Adapters(nn.ModuleDict):
-    """What holds adapters in a model: :func:`remove_adapters` knows them by it."""
+    """A dictionary of adapters in a model; :func:`remove_adapters` recognises it by its class."""
 
 
 def add_adapters(
@@ -32,7 +32,7 @@ def add_adapters(
     adapter_name: str = "default",
     target_modules: Pattern = None,
 ) -> Model:
-    """Puts bottleneck adapters into a model of transformers, in place, and freezes what is not adapter or head.
+    """Adds bottleneck adapters to a model of transformers, in place, and freezes all but adapters and head.
 
     Places, parameter names, initial values and outputs are those of AdapterHub's ``adapters``. As after its
     ``train_adapter``, the base model and the output embeddings are frozen and a task's head stays trainable: give it
@@ -42,18 +42,18 @@ def add_adapters(
         model: a model with layers like BERT's (RoBERTa, DeBERTa-v2, ...), T5's or Llama's (Mistral, Qwen2, Qwen3, ...).
         kind: ``"pfeiffer"``, one adapter in each layer, after the feed-forward network (AdapterHub's ``"seq_bn"``), or
             ``"houlsby"``, another one after the self-attention (``"double_seq_bn"``).
-        reduction_factor: the hidden size is so many times the bottleneck's.
+        reduction_factor: hidden size divided by the bottleneck's size.
         adapter_name: a part of the parameters' names.
-        target_modules: for any other model: the modules after whose output x an adapter goes, ``x + adapter(x)``; a
-            list matches the ends of their names, a string is a regular expression for the whole name. ``kind`` then
-            says the non-linearity only.
+        target_modules: for any other model: the modules whose output x becomes ``x + adapter(x)``; a list matches the
+            ends of their names, a string is a regular expression for the whole name. ``kind`` then only chooses the
+            non-linearity.
 
     Returns:
         The same model object.
 
     Raises:
-        SparsifyError: before anything has been changed: for an unknown kind or architecture, a reduction factor or
-            name that cannot be one, a model that has adapters already or is in sparse training.
+        SparsifyError: before any change, for an unknown kind or architecture, an invalid reduction factor or name, or
+            a model that has adapters already or is in sparse training.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -79,10 +79,10 @@ def add_adapters(
 
 
 def remove_adapters(model: Model) -> Model:
-    """Takes the adapters out again, in place; what is frozen stays frozen.
+    """Removes the adapters of :func:`add_adapters` from a model, in place; frozen parameters stay frozen.
 
     Args:
-        model: a model that :func:`add_adapters` was given, wrapped or not.
+        model: with adapters, wrapped or not.
 
     Returns:
         The same model object: its outputs are the base's, bit for bit.
@@ -97,7 +97,7 @@ def remove_adapters(model: Model) -> Model:
         >>> list(remove_adapters(add_adapters(model)).state_dict()) == names
         True
     """
-    check_not_sparsified(model)
+    _check_not_sparsified(model)
     find_adapters(model)
     for module in list(model.modules()):
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -111,19 +111,15 @@ def remove_adapters(model: Model) -> Model:
 
 
 def insert_adapters(model: nn.Module, config: AdapterConfig) -> None:
-    """Puts new adapters at all places of a model that has none, and freezes what is not adapter or head."""
+    """Adds new adapters at all places of a model that has none, and freezes all but adapters and head."""
     places = find_places(model, config)
-    freeze_base(model)
+    _freeze_base(model)
     for place in places:
-        insert(place, config)
+        _insert(place, config)
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:
-    """The adapters of a model by module name, in its order.
-
-    Raises:
-        SparsifyError: when there is none.
-    """
+    """Returns the adapters of a model by module name, in its order; raises where there is none."""
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
     if not adapters:
         raise SparsifyError(f"{type(model).__name__} has no adapters; call add_adapters(model) first.")
@@ -131,8 +127,8 @@ def find_adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def check_without_adapters(model: nn.Module) -> None:
-    """Raises where a model has adapters, ours or AdapterHub's, or could not take any since it is sparsified."""
-    check_not_sparsified(model)
+    """Raises where a model has adapters, ours or AdapterHub's, or is sparsified."""
+    _check_not_sparsified(model)
     if any(isinstance(module, Adapter) for module in model.modules()):
         raise SparsifyError(
             f"{type(model).__name__} has adapters already; call remove_adapters(model) first, or go on with those."
@@ -144,7 +140,7 @@ def check_without_adapters(model: nn.Module) -> None:
         )
 
 
-def check_not_sparsified(model: nn.Module) -> None:
+def _check_not_sparsified(model: nn.Module) -> None:
     """Raises where a model is in sparse training."""
     if any(ENGINE in vars(module) for module in model.modules()):
         raise SparsifyError(
@@ -153,8 +149,8 @@ def check_not_sparsified(model: nn.Module) -> None:
         )
 
 
-def freeze_base(model: nn.Module) -> None:
-    """Freezes every pretrained body and its output embeddings; a model without such a body as a whole."""
+def _freeze_base(model: nn.Module) -> None:
+    """Freezes every pretrained body and its output embeddings, or the whole model if it has no such body."""
     pretrained: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
     for body in [module.base_model for module in pretrained] or [model]:
         body.requires_grad_(False)
@@ -164,12 +160,12 @@ def freeze_base(model: nn.Module) -> None:
             head.requires_grad_(False)
 
 
-def insert(place: Place, config: AdapterConfig) -> None:
-    """Makes an adapter, puts it at its place and hooks it up."""
+def _insert(place: Place, config: AdapterConfig) -> None:
+    """Makes an adapter at a place and registers its hook."""
     adapter = Adapter(place.width, config)
     like = next((parameter for parameter in place.like.parameters() if parameter.is_floating_point()), None)
     if like is not None:
-        is_meta = any(parameter.is_meta for parameter in adapter.parameters())  # stays there: nobody wants memory yet
+        is_meta = any(parameter.is_meta for parameter in adapter.parameters())  # stays there, without memory
         adapter.to(device=None if is_meta else like.device, dtype=like.dtype)
     adapter.train(place.parent.training)
     holder = place.parent

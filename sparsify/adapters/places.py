@@ -1,11 +1,11 @@
-"""Where adapters go: the layers of the architectures that are known, told by their parts, not by their class.
+"""Finds the places of adapters in the layers of known architectures, recognised by their parts, not by their class.
 
 In: a model, and the kind of adapter or the names of modules. Out: a :class:`Place` for each adapter, in the order of
 the layers. AdapterHub's ``adapters`` 1.3 has them at the same places under the same names:
 
     sublayer -> dropout -> h ; h + residual -> s ; (BERT: norm(s))
-        Houlsby   h + A(h)          in the place of h, after the attention and after the feed-forward network
-        Pfeiffer  s + A(norm(s))    in the place of s, after the feed-forward network; s + A(s) where no norm follows
+        Houlsby   h + A(h)          replaces h, after the attention and after the feed-forward network
+        Pfeiffer  s + A(norm(s))    replaces s, after the feed-forward network; s + A(s) where no norm follows
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from sparsify.adapters.bottleneck import KINDS, AdapterConfig, Kind
+from sparsify.common.names import near_names
 from sparsify.errors import SparsifyError
 
 KNOWN = "BERT (RoBERTa, DeBERTa-v2, ELECTRA, ...), T5 (mT5, ...) and Llama (Mistral, Qwen2, Qwen3, Gemma, ...)"
@@ -26,41 +27,28 @@ _LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where one adapter goes.
+    """The place of one adapter."""
 
-    Attributes:
-        parent: the module that gets the adapter as a part of it.
-        path: the dotted name, from there, of the dictionary that holds the adapter.
-        module: the module that the adapter's hook is on.
-        width: size of the hidden states.
-        like: a module whose device and dtype the adapter takes.
-        before_norm: whether ``module`` is a norm and the adapter acts on what it is given, not on what it gives.
-    """
-
-    parent: nn.Module
-    path: str
-    module: nn.Module
-    width: int
-    like: nn.Module
-    before_norm: bool = False
+    parent: nn.Module  # gets the adapter as a submodule
+    path: str  # dotted name, from there, of the dictionary that holds the adapter
+    module: nn.Module  # gets the adapter's hook
+    width: int  # size of the hidden states
+    like: nn.Module  # the adapter takes its device and dtype
+    before_norm: bool = False  # whether `module` is a norm, and the adapter changes its input instead of its output
 
 
 def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
-    """Finds the places of a model for adapters of a kind.
-
-    Args:
-        model: it is only read.
-        config: the kind, or the modules that the user named.
+    """Finds the places of a model for adapters of a kind, or after the modules that the user named.
 
     Raises:
-        SparsifyError: when the model has no layer that is known, or a named module gives no hidden states.
+        SparsifyError: when the model has no known layer, or a named module's output is no hidden states.
     """
     if config.target_modules is not None:
         modules = dict(model.named_modules())
         return [_after(name, modules, model) for name in dict.fromkeys(config.target_modules)]
     places: list[Place] = []
     for name, module in model.named_modules():
-        places_of = _layout(module)
+        places_of = _places_of(module)
         if places_of is not None:
             places.extend(places_of(module, KINDS[config.kind]))
         if isinstance(module, nn.ModuleList):
@@ -71,9 +59,6 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
             "name the modules after whose output an adapter goes, such as target_modules=['mlp']."
         )
     return places
-
-
-# ------------------------------------------------------------------------------------------- known layers
 
 
 def _is_bert_layer(layer: Any) -> bool:
@@ -122,14 +107,14 @@ _LAYERS: list[tuple[Callable[[Any], bool], Callable[[Any, Kind], Iterator[Place]
 ]
 
 
-def _layout(module: nn.Module) -> Callable[[Any, Kind], Iterator[Place]] | None:
-    """What gives the places of a module, where it is a layer that is known."""
+def _places_of(module: nn.Module) -> Callable[[Any, Kind], Iterator[Place]] | None:
+    """The function that gives the places of a known layer; None for any other module."""
     return next((places_of for is_layer, places_of in _LAYERS if is_layer(module)), None)
 
 
 def _check_alike(name: str, stack: nn.ModuleList) -> None:
     """Raises where some layers of a stack would get adapters and others not."""
-    unknown = [i for i, layer in enumerate(stack) if _layout(layer) is None]
+    unknown = [i for i, layer in enumerate(stack) if _places_of(layer) is None]
     if 0 < len(unknown) < len(stack):
         raise SparsifyError(
             f"{len(unknown)} of the {len(stack)} layers in {name!r} are of a kind that adapters are not known for, "
@@ -138,13 +123,11 @@ def _check_alike(name: str, stack: nn.ModuleList) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- a named module
-
-
 def _after(name: str, modules: Mapping[str, nn.Module], model: nn.Module) -> Place:
-    """The place after the output of a module: a linear layer, or one that gives the model's hidden states."""
+    """The place after the output of a module: a linear layer, or one whose output has the model's hidden size."""
     if name not in modules:
-        raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}.")
+        near = near_names(name, modules)
+        raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}{near}.")
     module = modules[name]
     if isinstance(module, nn.Sequential):
         raise SparsifyError(

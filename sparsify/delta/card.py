@@ -1,15 +1,15 @@
-"""The model card of a delta: what it is, what it changes where, and how to load it.
+"""The model card of a delta: ``card.md``, filled with what was trained and how to load it.
 
-In: a delta's parts. Out: the text of a ``README.md`` for the hub. The generated part of the body lies between two
-comments, so that a later push replaces it and nothing that a person has written. Every name and value comes from a
-file that may be a stranger's, and is written so that Markdown and HTML take it for text.
+The generated part of a card lies between two comments; a later push replaces that part and nothing that a person has
+written. Names and values come from a file that is not trusted: they are escaped, so that they are shown as text.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,13 @@ from torch import Tensor
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.hub import is_repo_id
 
-BEGIN = "<!-- sparsify: begin of the generated part, which the next push writes anew -->"
-END = "<!-- sparsify: end of the generated part -->"
-_METHODS = {  # importance and selection -> the preset's name
-    ("d3", "increment"): "id3",
-    ("d3", "repeat"): "d3-repeat",
-    ("magnitude", "static"): "pafi",
-    ("fisher", "static"): "fish",
-    ("random", "static"): "random",
-    ("bias", "static"): "bitfit",
-    ("snip", "prune"): "sparseadapter",
-}
+_TEMPLATE = Path(__file__).with_name("card.md")
+_GENERATED = re.compile("<!-- sparsify: begin of the generated part.*?end of the generated part -->", re.DOTALL)
+_PRESETS = {"d3-increment": "id3", "magnitude-static": "pafi", "fisher-static": "fish", "random-static": "random",
+            "bias-static": "bitfit", "snip-prune": "sparseadapter"}  # fmt: skip
 _MAX_ROWS = 120
 _MAX_TEXT = 120  # characters of one name
-_BAR = 20  # characters of the longest bar
-_LAYER = re.compile(r"^(.*?\.\d+)\.(.+)$")
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def model_card(
@@ -41,14 +33,14 @@ def model_card(
     config: Mapping[str, Any],
     *,
     repo_id: str = "user/name",
-    file_bytes: int | None = None,
+    file_bytes: int = 0,
 ) -> str:
-    """The card's text.
+    """Fills the card's template.
 
     Args:
         tensors: changed entries by tensor name.
         whole: tensors stored whole, by name.
-        config: how the delta came about.
+        config: of the delta.
         repo_id: the repository that the card is for.
         file_bytes: size of the delta's file.
 
@@ -61,63 +53,57 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
-    base = public_base(config)
-    method = _method(config)
-    data = ModelCardData(
-        base_model=base,
-        base_model_relation="adapter" if base else None,
-        library_name="sparsify",
-        tags=["sparsify", "sparse", "selective-fine-tuning", *([method] if method else [])],
+    base, strategy = public_base(config), _strategy(config.get("strategy"))
+    tags = ["sparsify", "sparse", "selective-fine-tuning", *([strategy] if strategy else [])]
+    relation = "adapter" if base else None
+    data = ModelCardData(base_model=base, base_model_relation=relation, library_name="sparsify", tags=tags)
+    entries = sum(tensor.count for tensor in tensors.values())
+    numel = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return _TEMPLATE.read_text(encoding="utf-8").format(
+        metadata=data.to_yaml(),
+        title=repo_id.rpartition("/")[2],
+        base=f"[{_text(base)}](https://huggingface.co/{base})" if base else "a base model that is not on the hub",
+        entries=entries,
+        share=entries / max(numel, 1),
+        tensors=len(tensors),
+        whole=len(whole),
+        strategy=_text(strategy),
+        steps=_text(config.get("steps_done") or config.get("steps")),
+        **{key: _text(config.get(key)) for key in ("base_model_revision", "architecture", "budget", "versions")},
+        megabytes=f"{file_bytes / 1e6:,.2f}",
+        source=base or "path/to/the/base",
+        repo=repo_id,
+        rows="\n".join(_rows(tensors, whole)),
     )
-    parts = [
-        BEGIN,
-        f"# {_text(repo_id.rpartition('/')[2])}",
-        _opening(tensors, whole, base),
-        _facts(tensors, whole, config, base, file_bytes),
-        _loading(base, repo_id),
-        _table("Changed entries by layer", "layer", _entries_by(tensors, _layer)),
-        _table("Changed entries by kind of tensor", "kind", _entries_by(tensors, _kind)),
-        _stored_whole(whole),
-        _CHECKS,
-        END,
-    ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
 def update_card(present: str | None, generated: str) -> str:
-    """The card to write where there may be one already.
+    """Returns the card to write where a repository may have one.
 
-    Args:
-        present: the text that is there, or ``None``.
-        generated: what :func:`model_card` made.
-
-    Returns:
-        ``generated`` where there is nothing. A card with a generated part gets the new one, and the new metadata
-        beside what a person added; a card without one is a person's, and is returned as it is.
+    A card with a generated part gets the new one, and the new metadata in addition to a person's; a hand-written card
+    is returned unchanged.
     """
     from huggingface_hub import ModelCard
 
     if present is None:
         return generated
-    new = ModelCard(generated)
-    start, end = present.find(BEGIN), present.find(END)
-    if not 0 <= start < end:
+    if not _GENERATED.search(present):
         return present
+    new = ModelCard(generated)
     try:
         old = ModelCard(present)
-    except Exception:  # whatever yaml says about metadata that a person has edited: it is theirs to repair
+    except Exception:  # its metadata is no YAML any more: the person who edited it has to repair it
         return present
     tags = [*(old.data.get("tags") or []), *new.data.get("tags")]
     for key, value in {**new.data.to_dict(), "tags": list(dict.fromkeys(tags))}.items():
         old.data[key] = value
-    start, end = old.text.find(BEGIN), old.text.find(END)
-    fresh = new.text[new.text.find(BEGIN) : new.text.find(END)]
-    old.text = old.text[:start] + fresh + old.text[end:]
+    part = _GENERATED.findall(new.text)[0]
+    old.text = _GENERATED.sub(lambda _: part, old.text, count=1)
     return str(old)
 
 
 def public_base(config: Mapping[str, Any]) -> str | None:
-    """The base's id on the hub; ``None`` where it is unknown, or a folder of the machine that trained.
+    """Returns the base's id on the hub; ``None`` where it is unknown, or a folder of the machine that trained.
 
     Example:
         >>> public_base({"base_model_name_or_path": "openai-community/gpt2"})
@@ -130,183 +116,40 @@ def public_base(config: Mapping[str, Any]) -> str | None:
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the path of a base on the machine that trained: it is of no use elsewhere, and private."""
-    if public_base(config) is None:
-        return {**config, "base_model_name_or_path": None, "base_model_revision": None}
-    return dict(config)
+    """Returns the config without the path of a base on the machine that trained, which is private."""
+    hidden = {} if public_base(config) else {"base_model_name_or_path": None, "base_model_revision": None}
+    return {**config, **hidden}
 
 
-def _opening(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], base: str | None) -> str:
-    entries = sum(tensor.count for tensor in tensors.values())
-    of = f"[{_text(base)}](https://huggingface.co/{base})" if base else "a base model that is not on the hub"
-    beside = f", and {len(whole):,} stored whole" if whole else ""
-    return (
-        f"A sparse fine-tuning of {of}: {entries:,} changed entries in {len(tensors):,} tensors{beside}. This "
-        "repository holds the changes only; they go onto the base with "
-        "[sparsify](https://pypi.org/project/sparsify-ft/)."
-    )
-
-
-def _facts(
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    base: str | None,
-    file_bytes: int | None,
-) -> str:
-    entries = sum(tensor.count for tensor in tensors.values())
-    numel = sum(_numel(tensor) for tensor in tensors.values())
-    steps = _number(config.get("steps_done")) or _number(config.get("steps"))
-    facts = {
-        "base model": _text(base) if base else None,
-        "base revision": _text(config.get("base_model_revision")) if base else None,
-        "architecture": _text(config.get("architecture")),
-        "strategy": _strategy(config),
-        "budget": _number(config.get("budget")),
-        "optimizer steps": steps,
-        "changed entries": f"{entries:,}" + (f" ({entries / numel:.3%} of their tensors)" if numel else ""),
-        "numbers stored whole": f"{sum(tensor.numel() for tensor in whole.values()):,}" if whole else None,
-        "file": None if file_bytes is None else f"{file_bytes / 1e6:,.2f} MB",
-        "made with": _versions(config),
-    }
-    return "| | |\n|---|---|\n" + "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value)
-
-
-def _loading(base: str | None, repo_id: str) -> str:
-    source = f'"{base}"' if base else '"path/to/the/base"'
-    repo = repo_id if is_repo_id(repo_id) else "user/name"
-    return f"""## How to load it
-
-```bash
-pip install sparsify-ft
-```
-
-```python
-from sparsify import load_model
-
-model = load_model({source}, "{repo}")
-```
-
-or onto a base that is loaded already, and off it again, bit for bit:
-
-```python
-from sparsify import SparseDelta
-
-delta = SparseDelta.load("{repo}")
-delta.apply(model)
-delta.revert(model)
-```"""
-
-
-_CHECKS = """## What is checked
-
-The file is a safetensors file: loading it runs no code. For every tensor it holds a SHA-256 of the base's values at the
-changed entries, so that a wrong base is an error that names the tensor, as long as the base is loaded in the dtype it
-was trained in. All checks come before the first write."""
-
-
-def _table(title: str, what: str, counts: Mapping[str, int]) -> str:
-    """A row for each name, with a bar in proportion to the largest; nothing where there are no entries."""
-    if not any(counts.values()):  # a drawn tensor may have none
-        return ""
-    total, largest = sum(counts.values()), max(counts.values())
-    rows = [
-        f"| {_text(name)} | {count:,} | {count / total:.1%} | {'█' * round(_BAR * count / largest)} |"
-        for name, count in list(counts.items())[:_MAX_ROWS]
-    ]
-    if len(counts) > _MAX_ROWS:
-        rows.append(f"| {len(counts) - _MAX_ROWS:,} more | {sum(list(counts.values())[_MAX_ROWS:]):,} | | |")
-    return "\n".join([f"## {title}", "", f"| {what} | entries | share | |", "|---|---:|---:|---|", *rows])
-
-
-def _stored_whole(whole: Mapping[str, Tensor]) -> str:
-    if not whole:
-        return ""
-    rows = [f"| {_text(name)} | {_text(list(tensor.shape))} |" for name, tensor in list(whole.items())[:_MAX_ROWS]]
-    if len(whole) > _MAX_ROWS:
-        rows.append(f"| {len(whole) - _MAX_ROWS:,} more | |")
-    return "\n".join(["## Tensors stored whole", "", "| tensor | shape |", "|---|---|", *rows])
-
-
-def _entries_by(tensors: Mapping[str, TensorDelta], group: Callable[[str], str]) -> dict[str, int]:
-    """Changed entries by group of tensors, layers in their order: layer.2 before layer.10."""
+def _rows(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor]) -> Iterator[str]:
+    """Table rows: changed entries by layer, 2 before 10; then the tensors stored whole."""
     counts: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        counts[group(name)] += tensor.count
-    return dict(
-        sorted(counts.items(), key=lambda item: [(len(p), p) if p.isdigit() else (0, p) for p in item[0].split(".")])
-    )
+        layer = _LAYER.match(name)
+        counts[layer[1] if layer else name] += tensor.count
+    total = max(counts.total(), 1)
+    names = sorted(counts, key=lambda name: [(len(p) if p.isdigit() else 0, p) for p in name.split(".")])
+    cells = [(name, counts[name], f"{counts[name] / total:.1%}") for name in names]
+    cells += [(name, tensor.numel(), "stored whole") for name, tensor in whole.items()]
+    yield from (f"| {_text(name)} | {count:,} | {share} |" for name, count, share in cells[:_MAX_ROWS])
+    if len(cells) > _MAX_ROWS:
+        yield f"| {len(cells) - _MAX_ROWS:,} more | | |"
 
 
-def _layer(name: str) -> str:
-    """``encoder.layer.3`` of a tensor within it; the module's name for a tensor outside all layers."""
-    match = _LAYER.match(name)
-    return match[1] if match else name.rpartition(".")[0] or name
-
-
-def _kind(name: str) -> str:
-    """The name within its layer, ``attention.self.query.weight``; the whole name outside all layers."""
-    match = _LAYER.match(name)
-    return re.sub(r"\.\d+\.", ".*.", match[2]) if match else name
-
-
-def _numel(tensor: TensorDelta) -> int:
-    size = 1
-    for length in tensor.shape:
-        size *= length
-    return size
-
-
-def _parts(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Importance and selection as recorded, each a dict with a name."""
-    strategy = config.get("strategy")
-    if not isinstance(strategy, dict):
-        return None
-    parts = tuple(part if isinstance(part, dict) else {} for part in map(strategy.get, ("importance", "selection")))
-    return (parts[0], parts[1]) if isinstance(parts[1].get("name"), str) else None
-
-
-def _method(config: Mapping[str, Any]) -> str | None:
-    """A word for the strategy: the preset's name where it has one; a tag, so letters, digits and dashes only."""
-    parts = _parts(config)
-    if parts is None:
-        name = config.get("strategy")
-        words = [name] if isinstance(name, str) else []
-    else:
-        names = (str(parts[0].get("name") or ""), str(parts[1]["name"]))
-        words = [_METHODS[names]] if names in _METHODS else list(filter(None, names))
-    return re.sub(r"[^A-Za-z0-9]+", "-", "-".join(words)).strip("-").lower()[:_MAX_TEXT] or None
-
-
-def _strategy(config: Mapping[str, Any]) -> str | None:
-    """Name and settings: ``id3: d3 (exp 2, eps 1), increment``."""
-    method, parts = _method(config), _parts(config)
-    if parts is None:
-        return method
-    described = []
-    for part in parts:
-        settings = ", ".join(f"{key} {value}" for key, value in part.items() if key != "name")
-        described.append(f"{part.get('name', '')}{f' ({settings})' if settings else ''}")
-    return f"{method}: {_text(', '.join(filter(None, described)))}"
-
-
-def _versions(config: Mapping[str, Any]) -> str | None:
-    versions = config.get("versions")
-    return (
-        _text(", ".join(f"{name} {version}" for name, version in versions.items()))
-        if isinstance(versions, dict)
-        else None
-    )
-
-
-def _number(value: Any) -> str | None:
-    return _text(f"{value:,}") if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def _strategy(recorded: Any) -> str | None:
+    """The name of a recorded strategy's preset, or of its importance and selection: letters, digits, dashes."""
+    parts = map(recorded.get, ("importance", "selection")) if isinstance(recorded, dict) else [{"name": recorded}]
+    names = [part.get("name") for part in parts if isinstance(part, dict)]
+    name = "-".join(name for name in names if isinstance(name, str))
+    return re.sub(r"[^A-Za-z0-9]+", "-", _PRESETS.get(name, name)).strip("-").lower()[:_MAX_TEXT] or None
 
 
 def _text(value: Any) -> str:
-    """A value as text that neither Markdown nor HTML takes for anything else, on one line, of bounded length."""
+    """A value as one line of bounded length, without a character that Markdown or HTML interprets."""
     if value is None:
-        return ""
-    line = " ".join(str(value).split())
+        return "not recorded"
+    if isinstance(value, dict):
+        value = ", ".join(f"{key} {item}" for key, item in value.items())
+    line = " ".join((f"{value:,}" if isinstance(value, int) else str(value)).split())
     line = line if len(line) <= _MAX_TEXT else f"{line[: _MAX_TEXT - 1]}…"
     return "".join(c if (c.isalnum() or c in " .,-_/…") else f"&#{ord(c)};" for c in line)

@@ -1,6 +1,6 @@
-"""The Hugging Face Hub: one file out of a repository, a folder into one, and what to do when that fails.
+"""Downloads a file from the Hugging Face Hub and uploads a folder to it, with errors that give the remedy.
 
-In: the id of a repository. Out: a file in the hub's local cache, or a commit. Nothing here knows what a delta is.
+In: the id of a repository. Out: a file in the hub's local cache, or a commit. Independent of the contents of a delta.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAIN = "main"
 
 
 def is_repo_id(text: object) -> bool:
-    """Whether a text could be the id of a repository on the hub: ``"user/name"``, or a bare ``"name"``.
+    """Returns whether a text could be the id of a repository on the hub: ``"user/name"``, or a bare ``"name"``.
 
     Example:
         >>> is_repo_id("google-bert/bert-base-uncased"), is_repo_id("gpt2")
@@ -44,21 +44,19 @@ def is_repo_id(text: object) -> bool:
 
 
 def check_destination(repo_id: object, revision: object = None) -> None:
-    """Raises where nothing can be pushed to a repository, or a branch of it, since it cannot be called so."""
+    """Raises where a repository, or a branch of it, cannot have such a name."""
     if not is_repo_id(repo_id):
-        raise SparsifyError(_no_id(repo_id))
-    # git's own rules for the names of branches, as far as a mistake would meet them
+        raise SparsifyError(
+            f"{repo_id!r:.100} is no repository's id: expected one such as 'user/name', of letters, digits, '-', '_' "
+            "and '.'"
+        )
+    # the part of git's rules for branch names that a mistake is likely to break
     if revision is not None and not (
         isinstance(revision, str) and re.fullmatch(r"[\w.+@#-]+(/[\w.+@#-]+)*", revision) and ".." not in revision
     ):
         raise SparsifyError(
             f"revision={revision!r:.100}; expected the name of a branch to push to, or None for `{_MAIN}`."
         )
-
-
-def _no_id(repo_id: object) -> str:
-    what = "expected one such as 'user/name', of letters, digits, '-', '_' and '.'"
-    return f"{repo_id!r:.100} is no repository's id: {what}"
 
 
 def download(
@@ -70,21 +68,18 @@ def download(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """One file of a repository, from the hub or from the local cache.
+    """Returns the path of one file of a repository in the local cache; downloads it if need be.
 
     Args:
         repo_id: such as ``"user/name"``.
         filename: the file's path in the repository.
         revision: branch, tag or commit; the main branch by default.
         token: as in huggingface_hub: a token, ``True`` for the stored one, ``False`` for none.
-        cache_dir: where to keep what was downloaded; huggingface_hub's cache by default.
-        local_files_only: take it from the cache, ask nobody.
-
-    Returns:
-        The file in the cache.
+        cache_dir: folder for downloads; huggingface_hub's cache by default.
+        local_files_only: make no network request.
 
     Raises:
-        SparsifyError: when it is not to be had; says why and what to do.
+        SparsifyError: when the file is not available, with the reason and the remedy.
     """
     from huggingface_hub import hf_hub_download
 
@@ -103,7 +98,7 @@ def download(
 
 
 def cached_folder(repo_id: str, revision: str | None) -> Path | None:
-    """The folder of a repository's checkpoint in the local cache, if it is there; asks nobody."""
+    """Returns the folder of a repository's checkpoint in the local cache, if there; makes no network request."""
     from huggingface_hub import try_to_load_from_cache
 
     if not is_repo_id(repo_id):
@@ -123,7 +118,7 @@ def upload(
     create_pr: bool = False,
     commit_message: str,
 ) -> CommitInfo:
-    """Puts a folder's files and a card into a repository, in one commit; both are made if need be.
+    """Uploads a folder's files and a card to a repository in one commit; makes the repository if need be.
 
     Args:
         folder: the files; its ``README.md`` is written here.
@@ -136,22 +131,27 @@ def upload(
         commit_message: the commit's first line.
 
     Raises:
-        SparsifyError: before the hub is asked, when repository or branch cannot be called so; when the hub does not
-            take it; says why and what to do.
+        SparsifyError: before any request, for names of repository or branch that cannot be; when the hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi(token=token, library_name="sparsify")
     check_destination(repo_id, revision)
     with _explained(f"a delta in `{repo_id}`", repo_id, revision):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and revision != _MAIN and not revision.startswith("refs/"):
-            _make_branch(api, repo_id, revision, create_pr)
+            try:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            except HfHubHTTPError as error:
+                # a user who may only open pull requests may not make branches: the branch has to be there
+                if not (create_pr and error.response.status_code == 403):
+                    raise
         present = _present_card(api, repo_id, revision)
         text = card(repo_id, present)
         if text != present:
             (folder / CARD_NAME).write_bytes(text.encode())
-        # Not upload_folder, which may make several commits, so that a reader could see the half of it.
+        # not upload_folder, which may make several commits: a reader could see half of the files
         return api.create_commit(
             repo_id,
             [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file) for file in sorted(folder.iterdir())],
@@ -161,25 +161,14 @@ def upload(
         )
 
 
-def _make_branch(api: HfApi, repo_id: str, branch: str, create_pr: bool) -> None:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        api.create_branch(repo_id, branch=branch, exist_ok=True)
-    except HfHubHTTPError as error:
-        # Who may only open pull requests may not make branches: then the branch has to be there.
-        if not (create_pr and error.response.status_code == 403):
-            raise
-
-
 def _present_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
-    """The text of a repository's card, or ``None``; always the hub's, never a cached one that may be old."""
+    """The text of a repository's card on the hub, or ``None``; never a cached one, which may be old."""
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
     except LocalEntryNotFoundError:
-        raise  # the hub cannot be reached: nobody knows whether there is a card
+        raise  # the hub cannot be reached, so a card may be there
     except EntryNotFoundError:
         return None
     return Path(file).read_bytes().decode("utf-8", errors="replace")
@@ -187,44 +176,35 @@ def _present_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
 
 @contextmanager
 def _explained(what: str, repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turns what huggingface_hub raises into one sentence that says what to do."""
+    """Turns errors of huggingface_hub into one sentence with the remedy."""
     from huggingface_hub import constants, errors
 
+    hub = constants.ENDPOINT
+    login = "`hf auth login` or pass `token=...`"
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} was not asked or is silent"
+    offline = (
+        f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy, which "
+        f"`{repo_id}` is not."
+    )
+    texts: dict[type[Exception], str] = {  # subclasses before their classes
+        errors.GatedRepoError: f"`{repo_id}` is gated: ask for access on its page at {hub}/{repo_id}, then log in with "
+        f"{login}.",
+        errors.RepositoryNotFoundError: f"`{repo_id}` is neither a path here nor a repository at {hub} that you may "
+        f"see: check the spelling and, if it is private, log in with {login}.",
+        errors.RevisionNotFoundError: f"`{repo_id}` has no revision {revision!r}: give one of its branches or tags, or "
+        "a commit's full hash.",
+        errors.LocalEntryNotFoundError: offline,
+        errors.OfflineModeIsEnabled: offline,
+        errors.EntryNotFoundError: f"there is no {what} at revision {revision or _MAIN!r}: give a repository that "
+        "`push_to_hub` wrote.",
+    }
     try:
         yield
-    except SparsifyError:
-        raise
-    except errors.HFValidationError as error:
-        raise SparsifyError(_no_id(repo_id)) from error
-    except errors.GatedRepoError as error:
-        raise SparsifyError(
-            f"`{repo_id}` is gated: ask for access on its page at {constants.ENDPOINT}/{repo_id}, then log in with "
-            "`hf auth login` or pass `token=...`."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise SparsifyError(
-            f"`{repo_id}` is neither a path here nor a repository at {constants.ENDPOINT} that you may see: check the "
-            "spelling and, if it is private, log in with `hf auth login` or pass `token=...`."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise SparsifyError(
-            f"`{repo_id}` has no revision {revision!r}: give one of its branches or tags, or a commit's full hash."
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        why = (
-            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} was not asked or is silent"
-        )
-        raise SparsifyError(
-            f"{what} is not in the local cache, and {why}: get online and try again, or give the path of a copy, "
-            f"which `{repo_id}` is not."
-        ) from error
-    except errors.EntryNotFoundError as error:
-        raise SparsifyError(
-            f"there is no {what} at revision {revision or _MAIN!r}: give a repository that `push_to_hub` wrote."
-        ) from error
-    except Exception as error:  # the client's transport, and so its errors, differ from version to version
+    except Exception as error:  # also the client's transport's, which differ from version to version
         reason = brief(error) or type(error).__name__
-        raise SparsifyError(
-            f"the hub at {constants.ENDPOINT} did not serve {what} ({reason}): check the network and, if it is a "
-            "matter of rights, the token that `hf auth login` stored or `token=...` gives."
-        ) from error
+        other = (
+            f"the hub at {hub} did not serve {what} ({reason}): check the network and, if it is a matter of rights, "
+            "the token that `hf auth login` stored or `token=...` gives."
+        )
+        text = next((text for kind, text in texts.items() if isinstance(error, kind)), other)
+        raise SparsifyError(text) from error

@@ -1,7 +1,7 @@
-"""What the base does not have: LoRA's matrices, adapters, a head that its checkpoint lacks.
+"""New parameters: those that the base does not have, such as LoRA's matrices, adapters, or a new head.
 
-In: a model. Out: the names of its fresh parameters, and for each whose initial values look like a known initialiser's,
-how to draw them again from a seed, so that a file needs to hold only what was trained of them.
+In: a model. Out: the names of its new parameters, and recipes that generate the initial values of some of them again
+from a seed, so that a file holds only the trained entries of these.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from sparsify.common.initializers import InitializerRecipe, recognise
+from sparsify.adapters.bottleneck import INITIAL_STD, Adapter
+from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import plain_model, plain_name
 from sparsify.common.raw_bits import digest
 from sparsify.delta import hub
@@ -24,115 +26,110 @@ from sparsify.delta.entries import DTYPES
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
 
-# the parts of a parameter's name by which AdapterHub's ``save_adapter`` tells an adapter's; the adapter's name follows
+# AdapterHub's ``save_adapter`` recognises an adapter's parameter by these parts of its name, followed by the adapter's
 _ADAPTERHUB = "adapters|prefix_tunings|prefix_gates|loras|refts|prompt_tunings|shared_parameters|adapter_fusion_layer"
-_COMMON_SCALES = (0.02, 1.0)  # of transformers and adapters, and of embeddings
-
-
-MODES = ("store", "seed")
+_MIN_SAMPLE, _MAX_SAMPLE = 256, 2**18  # entries needed to recognise a distribution, and entries that are sorted for it
 
 
 def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[str] = ()) -> tuple[str, ...]:
-    """Names of the parameters that the base does not have, in ``named_parameters`` order.
+    """Finds the parameters that the base does not have, trainable or not.
 
-    Those are what PEFT and adapters bring along, be it trained or not; what the checkpoint that a transformers model
-    was loaded from lacks, if that is at hand; and what the user says.
-
-    Args:
-        model: any.
-        fresh_modules: modules that the base does not have, in PEFT's words.
-        saved: parameters that are stored whole anyway.
+    Those are the parameters that PEFT and adapters add, those missing in the checkpoint that a transformers model was
+    loaded from (if it is on this machine), and those of ``fresh_modules``, but for ``saved`` ones, stored whole anyway.
+    Their names are in the order of ``named_parameters``.
     """
-    named = _match(model, fresh_modules)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = set(_lacking(model)) | _brought_by_adapterhub(model)
-    for path, module in model.named_modules():
-        roots = [module] if path in named or _is_adapter(module) else _brought_by_peft(module)
-        found |= {first_names[id(parameter)] for root in roots for parameter in _parameters(root)}
+    named = match_modules(model, fresh_modules, "fresh_modules")
+    found = {*_missing_in_checkpoint(model), *_added_by_adapterhub(model)}
+    for name, module in model.named_modules():
+        for part in [module] if name in named or isinstance(module, Adapter) else _added_by_peft(module):
+            parameters = [part] if isinstance(part, nn.Parameter) else part.parameters()
+            found |= {first_names[id(parameter)] for parameter in parameters}
     found -= set(saved)
     return tuple(name for name in first_names.values() if name in found)
 
 
 def find_recipes(model: nn.Module, names: Sequence[str], mode: str, seed: int) -> dict[str, InitializerRecipe]:
-    """How to draw the initial values of fresh parameters again, for those that can be; none where they are stored.
+    """Finds recipes for the initial values of new parameters: of PEFT's LoRA and of adapters as they are initialised.
 
-    A tensor whose values are no known initialiser's (a trained one, or one that is computed from the base, as DoRA's
-    magnitudes and PiSSA's factors are) has no draw.
-
-    Args:
-        model: any.
-        names: of its fresh parameters.
-        mode: ``"store"`` or ``"seed"``.
-        seed: of the draws.
-
-    Raises:
-        SparsifyError: for another mode, or where there is nothing to draw.
+    A parameter with other values (trained, of another initialiser, or computed from the base) has none, and in mode
+    ``"store"`` no parameter has. Raises for any mode but that and ``"seed"``, or for ``"seed"`` without new parameters.
     """
-    if mode not in MODES:
-        raise SparsifyError(f"fresh={mode!r}; expected one of {', '.join(map(repr, MODES))}.")
+    if mode not in ("store", "seed"):
+        raise SparsifyError(f"fresh={mode!r}; expected one of 'store', 'seed'.")
     if mode == "store":
         return {}
     if not names:
         raise SparsifyError(
-            "fresh='seed' draws again what the base does not have, and this model has nothing of that sort beside "
-            "modules_to_save: leave it out, or name such modules in fresh_modules=[...]."
+            "fresh='seed' generates new parameters again, and this model has none except modules_to_save: leave it "
+            "out, or name modules that the base does not have in fresh_modules=[...]."
         )
-    draws = {name: draw for name in names if (draw := _find_draw(model, name, seed)) is not None}
-    if left := [name for name in names if name not in draws]:
+    found = {name: recipe for name in names if (recipe := _recognise(model.get_parameter(name), seed)) is not None}
+    # of a trained LoRA or adapter, B or the bias is no longer zero; A or the weight may still look initialised
+    recipes = {
+        name: recipe for name, recipe in found.items() if (zeros := _zeros_of(name)) in found or zeros not in names
+    }
+    if left := [name for name in names if name not in recipes]:
         warnings.warn(
-            f"{len(left)} of {len(names)} fresh tensors have values that are no known initialiser's, and are stored "
-            f"whole: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}.",
+            f"{len(left)} of {len(names)} new parameters have other initial values than LoRA's or an adapter's, and "
+            f"are stored whole: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}.",
             stacklevel=3,
         )
-    return draws
+    return recipes
 
 
 @contextmanager
 def redrawn(
-    model: nn.Module, draws: Mapping[str, InitializerRecipe]
+    model: nn.Module, recipes: Mapping[str, InitializerRecipe]
 ) -> Iterator[dict[str, tuple[InitializerRecipe, str]]]:
-    """Draws parameters again, in place; if the block fails they are what they were.
-
-    Yields:
-        Each draw with the digest of what was drawn.
-    """
-    parameters = {name: model.get_parameter(name) for name in draws}
+    """Sets parameters to their recipes' values, yields the digests of these, and undoes it if the block fails."""
+    parameters = {name: model.get_parameter(name) for name in recipes}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            parameter.data.copy_(draws[name].values(plain_name(name), tuple(parameter.shape), parameter.dtype))
-        yield {name: (draw, digest(parameters[name])) for name, draw in draws.items()}
+            parameter.data.copy_(recipes[name].values(plain_name(name), tuple(parameter.shape), parameter.dtype))
+        yield {name: (recipe, digest(parameters[name])) for name, recipe in recipes.items()}
     except BaseException:
         for name, parameter in parameters.items():
             parameter.data.copy_(before[name])
         raise
 
 
-def _match(model: nn.Module, fresh_modules: Pattern) -> set[str]:
-    """Names of the modules that the user says are fresh, those within them included."""
-    if fresh_modules is None:
-        return set()
-    tops = match_modules(model, fresh_modules, "fresh_modules")
-    return {name for name, _ in model.named_modules() if any(name == top or name.startswith(f"{top}.") for top in tops)}
+def _recognise(parameter: Tensor, seed: int) -> InitializerRecipe | None:
+    """The recipe with the distribution of some values; ``None`` unless that is beyond doubt.
 
-
-def _find_draw(model: nn.Module, name: str, seed: int) -> InitializerRecipe | None:
-    values = model.get_parameter(name).detach()
-    if values.dtype not in DTYPES.values() or values.is_meta or not values.numel():
+    Zeros are LoRA's B and adapters' biases; uniform between +- 1 / sqrt(inputs) is LoRA's A; normal with a standard
+    deviation of 0.02 are adapters' weights.
+    """
+    values, size = parameter.detach(), parameter.numel()
+    if values.dtype not in DTYPES.values() or values.is_meta or not size:
         return None
-    configured = getattr(getattr(model, "config", None), "initializer_range", None)
-    # PEFT's init_lora_weights="gaussian" has a standard deviation of 1 / rank
-    scales = {*_COMMON_SCALES, *([float(configured)] if configured else []), 1 / (values.shape or (1,))[0]}
-    return recognise(values, tuple(scales), seed)
+    if not values.any():
+        return InitializerRecipe("constant", 0.0, seed)
+    if size < _MIN_SAMPLE or values.dim() < 2:
+        return None
+    values = values.double().flatten(1)
+    largest, bound = float(values.abs().max()), values.shape[1] ** -0.5
+    sample = values.flatten()[:: -(-size // _MAX_SAMPLE)].sort().values
+    if largest <= bound and _is_distribution((1 + sample / bound) / 2):
+        return InitializerRecipe("uniform", bound, seed)
+    if largest <= 8 * INITIAL_STD and _is_distribution(torch.special.ndtr(sample / INITIAL_STD)):
+        return InitializerRecipe("normal", INITIAL_STD, seed)
+    return None
 
 
-def _is_adapter(module: nn.Module) -> bool:
-    """Whether a module is one of our own adapters."""
-    kind = type(module)
-    return "Adapter" in kind.__name__ and kind.__module__.startswith("sparsify.adapters.")
+def _zeros_of(name: str) -> str:
+    """The parameter that is zero until a matrix is trained: LoRA's B for its A, the bias for a weight."""
+    return name.replace("lora_A", "lora_B") if "lora_" in name else re.sub("weight$", "bias", name)
 
 
-def _brought_by_adapterhub(model: nn.Module) -> set[str]:
+def _is_distribution(cumulative: Tensor) -> bool:
+    """Kolmogorov-Smirnov test: ``cumulative`` is a distribution function at a sorted sample, maybe in bfloat16."""
+    steps = torch.linspace(0, 1, cumulative.numel(), dtype=cumulative.dtype, device=cumulative.device)
+    return bool((cumulative - steps).abs().max() < 2.5 / cumulative.numel() ** 0.5 + 2**-8)
+
+
+def _added_by_adapterhub(model: nn.Module) -> set[str]:
     """Names of the parameters that AdapterHub's ``adapters`` put into a model; its layers hold the base's, too."""
     configs = (getattr(module, "adapters_config", None) for module in model.modules())
     config = next((config for config in configs if config is not None), None)
@@ -143,37 +140,26 @@ def _brought_by_adapterhub(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if pattern.search(name)}
 
 
-def _brought_by_peft(module: nn.Module) -> list[Any]:
+def _added_by_peft(module: nn.Module) -> list[Any]:
     """The modules and parameters of a PEFT model's module that are not the base's."""
-    if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders lie beside the base
+    if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders are next to the base
         return [child for name, child in module._modules.items() if name == "prompt_encoder" and child is not None]
     names = getattr(module, "adapter_layer_names", ())
     parts = [getattr(module, name, None) for name in names if isinstance(name, str)]
     return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
 
 
-def _parameters(root: Any) -> list[nn.Parameter]:
-    return [root] if isinstance(root, nn.Parameter) else list(root.parameters())
-
-
-def _lacking(model: nn.Module) -> list[str]:
-    """Names of a transformers model's parameters that its checkpoint lacks; none where there is no telling."""
+def _missing_in_checkpoint(model: nn.Module) -> list[str]:
+    """Names of the parameters that a transformers model's checkpoint lacks; none where the checkpoint is not here."""
     inner = plain_model(model)
-    folder = _checkpoint_folder(getattr(inner, "config", None))
-    if folder is None or any(hasattr(module, "adapter_layer_names") for module in inner.modules()):
-        return []  # PEFT renames the base's own tensors; what it adds is known without the checkpoint
+    config = getattr(inner, "config", None)
+    source = getattr(config, "_name_or_path", None)
+    if not isinstance(source, str) or not source or any(hasattr(m, "adapter_layer_names") for m in inner.modules()):
+        return []  # PEFT renames the base's own tensors; those that it adds are found without the checkpoint
+    here = Path(source).is_dir()
+    folder = Path(source) if here else hub.cached_folder(source, getattr(config, "_commit_hash", None))
     plain_names = {plain_name(name): name for name, _ in model.named_parameters()}
     try:
-        return [plain_names[name] for name in Checkpoint(folder).lacking(plain_names)]
+        return [] if folder is None else [plain_names[name] for name in Checkpoint(folder).lacking(plain_names)]
     except (SparsifyError, OSError):
         return []
-
-
-def _checkpoint_folder(config: Any) -> Path | None:
-    """Where the checkpoint that a model was loaded from is on this machine."""
-    source = getattr(config, "_name_or_path", None)
-    if not isinstance(source, str) or not source:
-        return None
-    if Path(source).is_dir():
-        return Path(source)
-    return hub.cached_folder(source, getattr(config, "_commit_hash", None))

@@ -1,4 +1,4 @@
-"""The model card: what it says, what it keeps, and that nothing of a stranger's file gets out of its place in it."""
+"""The model card: its content, what it keeps of a person's, and that names from a file cannot change its layout."""
 
 import pytest
 import torch
@@ -24,9 +24,10 @@ CONFIG = {
 }
 
 
-def entries(count):
+def entries(count, drawn=None):
     indices = torch.arange(count)
-    return TensorDelta(indices, torch.ones(count), (10, 10), torch.float32, "replace", digest(torch.zeros(count)))
+    values = torch.ones(count)
+    return TensorDelta(indices, values, (10, 10), torch.float32, "replace", digest(torch.zeros(count)), drawn)
 
 
 TENSORS = {
@@ -38,56 +39,32 @@ TENSORS = {
 WHOLE = {"classifier.weight": torch.zeros(3, 4)}
 
 
-def drawn(count, shape=(10, 10)):
-    indices = torch.arange(count)
-    return TensorDelta(
-        indices, torch.ones(count), shape, torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0)
-    )
-
-
-@pytest.mark.parametrize("shape", [(10, 10), (0, 10)])
-def test_a_delta_of_drawn_tensors_alone_has_a_card(shape):
-    text = model_card({"lora_A.weight": drawn(0, shape), "layers.0.lora_B.weight": drawn(0, shape)}, {}, CONFIG)
-    assert "0 changed entries in 2 tensors" in text
-    assert "by layer" not in text
-
-
-@pytest.fixture
-def card():
-    return ModelCard(model_card(TENSORS, WHOLE, CONFIG, repo_id="user/name", file_bytes=268_000))
-
-
-def test_the_metadata_is_what_the_hub_looks_for(card):
+def test_a_card_tells_the_base_what_was_trained_and_how_to_load_it():
+    card = ModelCard(model_card(TENSORS, WHOLE, CONFIG, repo_id="user/name", file_bytes=268_000))
     assert card.data.to_dict() == {
         "base_model": "google-bert/bert-base-uncased",
         "base_model_relation": "adapter",
         "library_name": "sparsify",
         "tags": ["sparsify", "sparse", "selective-fine-tuning", "id3"],
     }
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "| strategy | id3: d3 &#40;exp 2, eps 1&#41;, increment |",
-        "| budget | 38,000 |",
-        "| optimizer steps | 900 |",
-        "| changed entries | 80 (20.000% of their tensors) |",
-        "| file | 0.27 MB |",
-        "| bert.encoder.layer.10 | 40 | 50.0% | ████████████████████ |",
-        "| bert.embeddings.word_embeddings | 4 | 5.0% | ██ |",
-        "| attention.self.query.weight | 60 | 75.0% | ████████████████████ |",
-        "| classifier.weight | &#91;3, 4&#93; |",
-        'model = load_model("google-bert/bert-base-uncased", "user/name")',
-        'delta = SparseDelta.load("user/name")',
-    ],
-)
-def test_it_says_what_the_delta_is_and_how_to_load_it(card, line):
-    assert line in card.text.splitlines()
-
-
-def test_layers_are_in_their_order(card):
-    assert card.text.index("| bert.encoder.layer.2 |") < card.text.index("| bert.encoder.layer.10 |")
+    expected = """\
+| base revision | 86b5e0934494bd15c9632b12f734a8a67f723594 |
+| architecture | BertForSequenceClassification |
+| strategy | id3 |
+| budget | 38,000 |
+| optimizer steps | 900 |
+| file | 0.27 MB |
+| made with | sparsify 0.1, torch 2.13 |
+model = load_model("google-bert/bert-base-uncased", "user/name")
+delta = SparseDelta.load("user/name")
+| bert.embeddings.word_embeddings.weight | 4 | 5.0% |
+| bert.encoder.layer.2 | 36 | 45.0% |
+| bert.encoder.layer.10 | 40 | 50.0% |
+| classifier.weight | 12 | stored whole |
+"""
+    lines = card.text.splitlines()
+    assert [line for line in lines if line in expected.splitlines() and line] == expected.splitlines()
+    assert ": 80 changed entries in 4 tensors (20.000% of their entries) and" in card.text
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "full"])
@@ -96,11 +73,25 @@ def test_every_preset_has_its_name_for_a_tag(name):
     assert ModelCard(model_card(TENSORS, {}, config)).data.tags[-1] == name
 
 
-def test_a_delta_that_knows_nothing_of_itself_has_a_card():
-    assert ModelCard(model_card({}, {}, {})).data.to_dict() == {
-        "library_name": "sparsify",
-        "tags": ["sparsify", "sparse", "selective-fine-tuning"],
-    }
+@pytest.mark.parametrize(
+    ("config", "tag"),
+    [
+        ({}, []),
+        ({"strategy": "id3", "versions": 3, "budget": "many", "steps": None}, ["id3"]),
+        ({"strategy": []}, []),
+        ({"strategy": {"selection": 3}}, []),
+        ({"strategy": {"importance": None, "selection": {"name": "given"}}}, ["given"]),
+        ({"strategy": {"importance": {"name": ["a"]}, "selection": {"name": "static"}}}, ["static"]),
+    ],
+)
+def test_a_config_of_any_kind_gives_a_card(config, tag):
+    data = ModelCard(model_card(TENSORS, WHOLE, config)).data.to_dict()
+    assert data == {"library_name": "sparsify", "tags": ["sparsify", "sparse", "selective-fine-tuning", *tag]}
+
+
+def test_a_delta_of_redrawn_tensors_alone_has_a_card():
+    text = model_card({"layers.0.lora_B.weight": entries(0, InitializerRecipe("constant", 0.0))}, {}, CONFIG)
+    assert "0 changed entries in 1 tensors" in text
 
 
 # Paths
@@ -118,21 +109,21 @@ def test_a_base_that_is_no_id_is_not_published(path):
     assert not path or str(path) not in card
 
 
-def test_a_folder_that_is_here_is_a_path_whatever_it_looks_like(tmp_path, monkeypatch):
+def test_an_existing_folder_is_a_path_even_if_it_could_be_an_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "bert").mkdir(parents=True)
     assert public_base({"base_model_name_or_path": "out/bert"}) is None
     assert public_base({"base_model_name_or_path": "user/bert"}) == "user/bert"
 
 
-# Names from a stranger's file
+# Names from a file that is not trusted
 
 HOSTILE = [
     "<script>alert(1)</script>",
     "[click](https://evil.example)",
     "![](https://evil.example/x.png)",
     "a|b\n\n# Owned\n\n---\nlicense: mit\n---",
-    "`x` **bold** &lt; <!-- sparsify: end of the generated part -->",
+    "`x` **bold** {rows} &lt; <!-- sparsify: end of the generated part -->",
 ]
 
 
@@ -140,7 +131,7 @@ HOSTILE = [
 def test_names_are_text_and_nothing_else(name):
     strategy = {"importance": {"name": name, name: name}, "selection": {"name": name}}
     config = {**CONFIG, "architecture": name, "strategy": strategy, "base_model_revision": name}
-    config["versions"] = {name: name}
+    config |= {"versions": {name: name}, "budget": name, "steps_done": name}
     plain = ModelCard(model_card({"x.weight": entries(1)}, {"x.bias": torch.zeros(1)}, CONFIG))
     hostile = ModelCard(model_card({name: entries(1)}, {f"{name}.bias": torch.zeros(1)}, config))
     assert set(hostile.data.to_dict()) == set(plain.data.to_dict())
@@ -160,41 +151,20 @@ def test_no_name_adds_a_line_or_a_cell(name):
 def test_a_card_stays_small_whatever_the_number_of_tensors():
     many = {f"m.{index}.x{index}.weight": entries(1) for index in range(2_000)}
     card = model_card(many, {f"h{index}": torch.zeros(1) for index in range(500)}, CONFIG)
-    assert "| 1,880 more | 1,880 | | |" in card
+    assert "| 2,380 more | | |" in card
     assert len(card) < 40_000
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        None,
-        "id3",
-        [],
-        {},
-        {"selection": 3},
-        {"importance": None, "selection": {"name": "given"}},
-        {"importance": {"name": ["a"]}, "selection": {"name": "static"}},
-    ],
-)
-@pytest.mark.parametrize("rest", [{}, {"versions": 3, "budget": "many", "steps": None}])
-def test_a_config_of_any_kind_gives_a_card(strategy, rest):
-    assert "## How to load it" in model_card(TENSORS, WHOLE, {"strategy": strategy, **rest})
 
 
 # A card that is there already
 
 
-def test_no_card_is_replaced_by_the_generated_one():
-    assert update_card(None, "new") == "new"
-
-
 @pytest.mark.parametrize("present", ["# Mine\n", "", "---\nlicense: mit\n---\n# Mine\n", "---\n: : [\n---\nbroken"])
-def test_a_card_without_a_generated_part_is_a_persons(present):
+def test_a_hand_written_card_is_left_unchanged(present):
     assert update_card(present, model_card(TENSORS, WHOLE, CONFIG)) == present
 
 
 def test_the_generated_part_is_renewed_and_the_rest_is_kept():
-    first = model_card(TENSORS, WHOLE, CONFIG).replace("---\n", "---\nlicense: mit\ntags:\n- mine\n", 1)
+    first = model_card(TENSORS, WHOLE, CONFIG).replace("---\n", "---\nlicense: mit\nmetrics:\n- f1\ntags:\n- mine\n", 1)
     first = first.replace("tags:\n- sparsify\n- sparse\n- selective-fine-tuning\n- id3\n", "").replace(
         "# name\n", "# name\n\nOld words.\n"
     )
@@ -202,7 +172,7 @@ def test_the_generated_part_is_renewed_and_the_rest_is_kept():
     present.text = f"\nBefore.\n{present.text}"
     config = {**CONFIG, "budget": 5, "base_model_name_or_path": "user/other"}
     updated = ModelCard(update_card(str(present), model_card(TENSORS, {}, config)))
-    assert updated.data.get("license") == "mit"
+    assert (updated.data.get("license"), updated.data.get("metrics")) == ("mit", ["f1"])
     assert updated.data.base_model == "user/other"
     assert updated.data.tags == ["mine", "sparsify", "sparse", "selective-fine-tuning", "id3"]
     assert updated.text.startswith("\nBefore.\n")
@@ -213,6 +183,6 @@ def test_the_generated_part_is_renewed_and_the_rest_is_kept():
     assert again == str(updated)
 
 
-def test_metadata_that_cannot_be_read_is_left_to_its_owner():
+def test_metadata_that_cannot_be_read_is_left_unchanged():
     present = model_card(TENSORS, WHOLE, CONFIG).replace("---\n", "---\n: : [\n", 1)
     assert update_card(present, model_card(TENSORS, {}, CONFIG)) == present

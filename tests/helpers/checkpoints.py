@@ -39,7 +39,7 @@ def qwen2_moe():
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     torch.manual_seed(0)
-    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    experts = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 8}  # 10 comes after 9, not after 1
     shared = {"shared_expert_intermediate_size": 8, "intermediate_size": 24, "num_key_value_heads": 1}
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_TOKENS, **experts, **shared))
 

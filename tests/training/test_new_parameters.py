@@ -1,12 +1,13 @@
-"""What the base does not have: it is found, stored whole or drawn again, and applied."""
+"""New parameters: found, stored whole or generated again from a recipe, and applied."""
 
 import copy
+import math
 import warnings
 
 import pytest
 import torch
 from models import loss_of
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -92,7 +93,7 @@ def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked(fresh, tmp_path)
     assert changed == 100
 
 
-def test_what_is_drawn_is_stored_as_its_entries_alone(tmp_path):
+def test_a_parameter_with_a_recipe_is_stored_as_its_entries_alone():
     stored, drawn = (
         SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 500, steps=STEPS, fresh=fresh)))
         for fresh in ("store", "seed")
@@ -106,17 +107,17 @@ def test_what_is_drawn_is_stored_as_its_entries_alone(tmp_path):
     assert {drawn.tensors[name].drawn.distribution for name in of_lora} == {"uniform", "constant"}
 
 
-def test_frozen_new_tensors_are_part_of_the_delta_too(tmp_path):
+def test_frozen_new_parameters_are_part_of_the_delta_too():
     model = lora(bert())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     for fresh in ("store", "seed"):
-        trained = train(sparsify(copy.deepcopy(model), 100, steps=STEPS, fresh=fresh))
+        trained = train(quiet(sparsify, copy.deepcopy(model), 100, steps=STEPS, fresh=fresh))
         delta = SparseDelta.from_model(trained)
         assert torch.equal(logits(delta.apply(lora(bert(), seed=2))), logits(trained))
 
 
-def test_drawing_changes_the_fresh_tensors_only_and_the_same_seed_draws_the_same():
+def test_recipes_change_new_parameters_only_and_the_same_seed_gives_the_same():
     model = lora(bert())
     before = copy.deepcopy(model.state_dict())
     twice = [quiet(sparsify, lora(bert(), seed=seed), 100, steps=1, fresh="seed", seed=4) for seed in (1, 2)]
@@ -129,15 +130,8 @@ def test_drawing_changes_the_fresh_tensors_only_and_the_same_seed_draws_the_same
     assert summary(twice[0], verify=True).verification.ok
 
 
-def test_an_interrupted_run_goes_on_from_its_state_dict():
-    model = train(quiet(sparsify, lora(bert()), 100, steps=2 * STEPS, fresh="seed"))
-    resumed = quiet(sparsify, lora(bert(), seed=2), 100, steps=2 * STEPS, fresh="seed")
-    resumed.load_state_dict(model.state_dict())
-    assert SparseDelta.from_model(resumed).num_entries == SparseDelta.from_model(model).num_entries
-
-
-def test_other_weights_loaded_over_a_draw_are_stored_whole(tmp_path):
-    """Never a file that draws what was not there."""
+def test_other_weights_loaded_after_sparsify_are_stored_whole():
+    """Never a file that generates other initial values than the model had."""
     model = quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")
     other = quiet(sparsify, lora(bert(), seed=2), 100, steps=STEPS)
     model.load_state_dict(train(other).state_dict())
@@ -150,7 +144,7 @@ def test_other_weights_loaded_over_a_draw_are_stored_whole(tmp_path):
     assert torch.equal(logits(delta.apply(lora(bert(), seed=3))), logits(model))
 
 
-def test_a_wrong_draw_is_an_error_and_changes_nothing():
+def test_a_wrong_recipe_is_an_error_and_changes_nothing():
     model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
     delta = SparseDelta.from_model(model)
     name = next(name for name in delta.tensors if "lora_A" in name)
@@ -162,16 +156,16 @@ def test_a_wrong_draw_is_an_error_and_changes_nothing():
     assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
 
 
-def test_a_draw_beyond_its_dtype_is_refused():
-    draw = InitializerRecipe("constant", 1e6)
+def test_a_recipe_beyond_its_dtype_is_refused():
+    recipe = InitializerRecipe("constant", 1e6)
     none = torch.empty(0, dtype=torch.int64)
-    initial = draw.values("weight", (2, 2), torch.float16)
-    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), draw)
+    initial = recipe.values("weight", (2, 2), torch.float16)
+    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), recipe)
     with pytest.raises(BaseMismatchError, match=r"`weight` is drawn with a scale of 1000000\.0, beyond"):
         SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
 
 
-def test_what_is_drawn_is_no_change_of_a_base():
+def test_a_parameter_with_a_recipe_is_no_change_of_a_base():
     delta = SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")))
     with pytest.raises(SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"):
         (delta + delta).apply(lora(bert()))
@@ -191,18 +185,77 @@ def test_a_failed_call_leaves_the_initial_values():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_trained_values_are_not_drawn_again():
-    trained = lora(bert())
+def initialised(how, shape=(24, 384), dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
     with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            if "lora_" in name:
-                parameter += 1e-3 * torch.randn_like(parameter)
-    with pytest.warns(
-        UserWarning, match="fresh tensors have values that are no known initialiser's, and are stored whole"
-    ):
-        model = sparsify(trained, 100, steps=STEPS, fresh="seed")
-    kept = [name for name in get_unmasker(model).fresh_names if name not in get_unmasker(model).draws]
-    assert any("lora_B" in name for name in kept)
+        how(model.weight)
+    return model
+
+
+def recipe_of(model):
+    return quiet(find_recipes, model, ["weight"], "seed", 5).get("weight")
+
+
+def kaiming_uniform(tensor):
+    return nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("how", "recipe"),
+    [
+        (nn.init.zeros_, InitializerRecipe("constant", 0.0, 5)),
+        (kaiming_uniform, InitializerRecipe("uniform", 384**-0.5, 5)),
+        (lambda tensor: nn.init.normal_(tensor, std=0.02), InitializerRecipe("normal", 0.02, 5)),
+    ],
+    ids=["LoRA's B", "LoRA's A", "adapters"],
+)
+def test_loras_and_adapters_initial_values_have_a_recipe_and_its_values_have_it_again(how, recipe, dtype):
+    assert recipe_of(initialised(how, dtype=torch.float32)) == recipe
+    values = recipe.values("weight", (24, 384), dtype)
+    assert recipe_of(initialised(lambda tensor: tensor.copy_(values), dtype=dtype)) == recipe
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda tensor: nn.init.normal_(tensor, std=0.03),
+        lambda tensor: nn.init.normal_(tensor, mean=0.01, std=0.02),
+        lambda tensor: nn.init.normal_(tensor, std=0.02).view(-1)[:1].fill_(1.0),
+        lambda tensor: nn.init.uniform_(tensor, -0.02 * 3**0.5, 0.02 * 3**0.5),
+        lambda tensor: nn.init.kaiming_uniform_(tensor),
+        lambda tensor: kaiming_uniform(tensor).add_(torch.randn(24, 384), alpha=2e-3),
+        lambda tensor: nn.init.zeros_(tensor).view(-1)[:5].fill_(0.001),
+        lambda tensor: tensor.fill_(math.nan),
+        lambda tensor: nn.init.normal_(tensor, std=0.02).view(-1)[:1].fill_(math.inf),
+        nn.init.ones_,
+    ],
+    ids=["std", "mean", "outlier", "uniform std", "bound", "trained", "few entries", "nan", "inf", "ones"],
+)
+def test_other_values_have_no_recipe_and_are_stored_whole(how):
+    model = initialised(how)
+    with pytest.warns(UserWarning, match="1 of 1 new parameters have other initial values .* stored whole: weight"):
+        assert find_recipes(model, ["weight"], "seed", 5) == {}
+
+
+def test_a_few_numbers_have_no_recipe_unless_they_are_zeros():
+    assert recipe_of(initialised(lambda tensor: nn.init.normal_(tensor, std=0.02), (5, 5))) is None
+    assert recipe_of(initialised(nn.init.zeros_, ())) == InitializerRecipe("constant", 0.0, 5)
+
+
+@pytest.mark.parametrize(("extend", "zeros"), [(lora, "lora_B"), (pfeiffer, "bias")])
+def test_a_slightly_trained_matrix_is_not_drawn_again(extend, zeros):
+    """Its own values may look initialised; those that started at zero do not."""
+    model = extend(bert())
+    names = [name for name, _ in model.named_parameters() if "lora_" in name or "adapter_" in name]
+    assert set(names) == find_recipes(model, names, "seed", 0).keys()
+    with torch.no_grad():
+        for name in names:
+            if zeros in name:
+                model.get_parameter(name).add_(1e-3)
+    assert quiet(find_recipes, model, names, "seed", 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +278,7 @@ def test_trained_values_are_not_drawn_again():
     ],
     ids=["dora", "embedding", "adapters", "prefix"],
 )
-def test_what_peft_and_adapters_bring_is_found_and_nothing_else(make, pattern):
+def test_parameters_of_peft_and_adapters_are_found_and_no_others(make, pattern):
     model = make()
     names = [name for name, _ in model.named_parameters() if pattern in name or "modules_to_save" in name]
     assert names
@@ -245,7 +298,7 @@ def test_a_head_that_the_checkpoint_lacks_is_found(tmp_path):
     assert torch.equal(logits(delta.apply(again)), logits(model))
 
 
-def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
+def test_without_the_checkpoint_a_head_is_not_found(tmp_path):
     assert find_new(bert()) == ()
     model = bert()
     model.config._name_or_path = str(tmp_path)
@@ -254,31 +307,21 @@ def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
     assert find_new(model) == ()
 
 
-def test_the_user_may_say_what_is_fresh():
+def test_the_user_may_name_new_modules():
+    pooler = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+    assert find_new(bert(), ["pooler"]) == pooler
     model = sparsify(bert(), 500, steps=STEPS, fresh_modules=["pooler"])
-    assert get_unmasker(model).fresh_names == ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
-    with pytest.raises(SparsifyError, match=r"fresh_modules: 'poler' matches no module"):
-        sparsify(bert(), 500, steps=STEPS, fresh_modules=["poler"])
+    assert set(SparseDelta.from_model(train(model)).whole) == set(pooler)
 
 
-def test_modes_are_checked():
-    with pytest.raises(SparsifyError, match="fresh='sed'; expected one of 'store', 'seed'"):
-        sparsify(bert(), 500, steps=STEPS, fresh="sed")
-    with pytest.raises(SparsifyError, match="this model has nothing of that sort beside modules_to_save"):
-        sparsify(bert(), 500, steps=STEPS, fresh="seed")
-
-
-def test_draws_follow_the_models_initializer_range():
-    model = nn.Module()
-    model.config = BertConfig(initializer_range=0.05)
-    torch.manual_seed(0)
-    model.head = nn.Linear(100, 50)
-    nn.init.normal_(model.head.weight, std=0.05)
-    assert find_recipes(model, ["head.weight"], "seed", 3) == {"head.weight": InitializerRecipe("normal", 0.05, 3)}
-
-
-def test_a_saved_adapter_is_plain_whatever_was_drawn(tmp_path):
-    model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
-    model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(bert(), tmp_path)
-    assert torch.equal(logits(again), logits(model))
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"fresh_modules": ["poler"]}, r"fresh_modules: 'poler' matches no module"),
+        ({"fresh": "sed"}, "fresh='sed'; expected one of 'store', 'seed'"),
+        ({"fresh": "seed"}, "this model has none except modules_to_save: leave it out"),
+    ],
+)
+def test_wrong_options_are_refused(options, match):
+    with pytest.raises(SparsifyError, match=match):
+        sparsify(bert(), 500, steps=STEPS, **options)

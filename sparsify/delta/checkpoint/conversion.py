@@ -1,13 +1,11 @@
-"""What transformers makes of a checkpoint's tensors: the names that it gives them at load, and those that it fuses.
+"""Maps a model's names at run time to the tensors in a checkpoint that transformers renames or fuses at load.
 
 In: the names and shapes of the tensors in a checkpoint, and the folder with its ``config.json``. Out: for a name of the
-model's state dict at run time, a :class:`~sparsify.delta.checkpoint.fused_layout.Layout` that says where its entries
-are stored.
+model's state dict at run time, a :class:`~sparsify.delta.checkpoint.fused_layout.Layout` of its entries.
 
 The rules are transformers' own. The model is built without weights, and the conversions that ``from_pretrained`` would
-run on tensors are run on layouts, so that a renamed tensor, a stack of experts or a chunk of a fused projection comes
-out as what it is. What else is done to tensors at load (permuted, interleaved, dequantized) is an error by name.
-Transformers 4 renames tensors and does nothing else to them.
+run on tensors (renaming, stacks of experts, chunks of fused projections) are run on layouts. Other conversions
+(permuting, interleaving, dequantizing) are an error by name. Transformers 4 only renames tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from sparsify.common.names import tied_names
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.errors import SparsifyError, brief
 
-_COUNTED = re.compile("layer|depth|expert|label")  # names of settings that say how many there are of something
+_COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that are numbers of modules
 
 
 class Conversion:
@@ -37,11 +35,11 @@ class Conversion:
         folder: where ``config.json`` is.
 
     Raises:
-        SparsifyError: when transformers cannot tell what model the checkpoint is of.
+        SparsifyError: when transformers cannot build the checkpoint's model.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-        model = _model_without_weights(folder, len(shapes))
+        model = model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
         self._layouts, self._unmappable = _convert(model, shapes)
@@ -52,21 +50,18 @@ class Conversion:
         return [*self._layouts, *self._unmappable]
 
     def first_name(self, name: str) -> str:
-        """The first of a tied tensor's names that the checkpoint has it under; any other tensor's own name."""
+        """A tied tensor's first name in the checkpoint; any other tensor's own name."""
         return next((tied for tied in self._tied.get(name, ()) if tied in self._layouts), name)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name at run time, wherever it comes from."""
+        """Whether the checkpoint has a tensor of this name at run time."""
         return any(alias in self._layouts or alias in self._unmappable for alias in self._aliases(name))
 
     def find(self, name: str) -> list[Layout]:
-        """Where a tensor is stored: more than one layout where a checkpoint has a tied tensor under several names.
+        """Finds a tensor's layouts: several where a tied tensor is stored under several names, none if it is missing.
 
         Args:
-            name: its name in the model at run time, which may have a head on top of the checkpoint's, or lack its.
-
-        Returns:
-            Layouts of one shape; none when the checkpoint does not have the tensor.
+            name: its name in the model at run time, which may have a head that the checkpoint's lacks, or lack its.
 
         Raises:
             SparsifyError: when the tensor is converted at load in a way that entries cannot be followed through.
@@ -96,29 +91,41 @@ class Conversion:
         return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
 
 
-def _model_without_weights(folder: Path, num_tensors: int) -> Any:
-    """The model of a checkpoint's ``config.json`` on the meta device; no code from the folder is run."""
-    if not (folder / "config.json").is_file():
+def model_without_weights(folder: Path, num_tensors: int, architecture: object = None) -> Any:
+    """Builds the model of a checkpoint's ``config.json`` on the meta device; runs no code from the folder.
+
+    Args:
+        folder: where ``config.json`` is.
+        num_tensors: in the checkpoint; bounds the model that is built.
+        architecture: name of the class to build where transformers has it for this config; else the config's own.
+
+    Raises:
+        SparsifyError: when there is no config, or transformers cannot build the model.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
         raise SparsifyError(f"`{folder}` has no `config.json` that says what model it is")
     import torch
     import transformers
 
     try:
-        check_counts(folder, num_tensors)
+        _check_counts(file, num_tensors)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
-        with torch.device("meta"), modules_within(num_tensors):
-            if is_class_for(architecture, config):
-                return architecture(config)
+        names = [name for name in (architecture, *(config.architectures or ())) if isinstance(name, str)]
+        classes: Any = [getattr(transformers, name, None) for name in names]
+        with torch.device("meta"), _modules_within(num_tensors):
+            for model_class in classes:
+                if _is_class_for(model_class, config):
+                    return model_class(config)
             return transformers.AutoModel.from_config(config, trust_remote_code=False)
-    except Exception as error:  # it is third parties' code for hundreds of models; whatever it is, we cannot go on
+    except Exception as error:  # third parties' code for hundreds of models
         reason = f"{type(error).__name__}: {brief(error)}"
-        raise SparsifyError(f"transformers cannot build the model of `{folder / 'config.json'}` ({reason})") from error
+        raise SparsifyError(f"transformers cannot build the model of `{file}` ({reason})") from error
 
 
-def check_counts(folder: Path, num_tensors: int) -> None:
-    """Raises where a ``config.json`` counts far more layers, experts or labels than there are tensors."""
-    level = [json.loads((folder / "config.json").read_text(encoding="utf-8"))]
+def _check_counts(config_file: Path, num_tensors: int) -> None:
+    """Raises where a config counts far more layers, experts or labels than there are tensors."""
+    level = [json.loads(config_file.read_text(encoding="utf-8"))]
     while level:
         pairs = [pair for item in level if isinstance(item, dict) for pair in item.items()]
         for key, value in pairs:
@@ -129,10 +136,10 @@ def check_counts(folder: Path, num_tensors: int) -> None:
 
 
 @contextmanager
-def modules_within(num_tensors: int) -> Iterator[None]:
+def _modules_within(num_tensors: int) -> Iterator[None]:
     """Within the block, building a model of far more modules than a checkpoint has tensors is an error.
 
-    What it is built from may be a stranger's, and a number in it decides how long that takes.
+    The config is not trusted, and a number in it decides how long the model takes to build.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -157,7 +164,7 @@ def _most_modules(num_tensors: int) -> int:
     return 50_000 + 10 * num_tensors
 
 
-def is_class_for(model_class: Any, config: Any) -> bool:
+def _is_class_for(model_class: Any, config: Any) -> bool:
     """Whether it is a model's class for a config; one of another family would be built in its own default size."""
     import transformers
 
@@ -166,7 +173,7 @@ def is_class_for(model_class: Any, config: Any) -> bool:
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Layout], dict[str, str]]:
-    """Layouts by name at run time; and for names whose conversion no layout can follow, what is done to them.
+    """Layouts by name at run time; and for names whose conversion no layout can follow, its operations.
 
     Follows ``convert_and_load_state_dict_in_model`` of transformers step by step, dtypes and devices left out.
     """
@@ -198,7 +205,7 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
     for name, converter in converting.items():
         try:
             converted = converter.convert(name, model=model, config=model.config)
-        except Exception:  # an operation that layouts do not have, in whatever way it tells so
+        except Exception:  # an operation that layouts do not have may raise any error
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             first, *_ = converter.target_patterns
             unmappable |= {name.replace(first, target): operations for target in converter.target_patterns}
@@ -208,7 +215,7 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
 
 
 def _renamed_by_transformers_4(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Names at run time by stored name: legacy ones in today's words, a vision-language model's in today's order."""
+    """Names at run time by stored name: legacy names, and those of a vision-language model, are mapped to today's."""
     from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]
 
     classes = [cls.__name__.lower() for cls in type(model).__mro__]

@@ -1,17 +1,16 @@
-"""Where the entries of a tensor lie that is made of others: stacked, concatenated, chunked, split, or transposed.
+"""The places where a tensor's entries are stored that is made of others: stacked, joined, chunked, split, transposed.
 
 In: stored tensors, of which only names and shapes matter. Out: a :class:`Layout`, which torch's own functions take in
-place of a tensor and which, at the end, says for any flat index which stored tensor holds that entry, and where.
+place of a tensor, and which gives for any flat index the stored tensor that holds that entry, and its position there.
 
     Layout.stored("gate.0", (4, 3)), Layout.stored("gate.1", (4, 3))  --torch.stack-->  Layout of shape (2, 4, 3)
 
 A layout is a set of windows: boxes of the tensor that together fill it, each a strided view of one stored tensor.
-All arithmetic is O(entries + windows); nothing of the tensor's own size is ever made.
+All arithmetic is O(entries + windows); nothing of the tensor's own size is allocated.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,39 +20,45 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """A box of a tensor whose entries all lie in one stored tensor.
+    """A box of a tensor whose entries all are in one stored tensor.
 
     Attributes:
         key: the stored tensor's name.
         start: the box's first coordinate, in each dimension.
-        size: its extent.
-        stride: how far apart in the stored tensor, in entries, neighbours in each dimension are.
-        offset: the flat position in the stored tensor of the box's first entry.
+        place: the box as a view of the stored tensor, on the meta device.
     """
 
     key: str
     start: tuple[int, ...]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    place: Tensor
 
-    def view(self, stored: Tensor) -> Tensor:
-        """The box as a view of the stored tensor, which has to be contiguous."""
-        return stored.as_strided(self.size, self.stride, stored.storage_offset() + self.offset)
+    @property
+    def size(self) -> torch.Size:
+        """The box's extent in each dimension."""
+        return self.place.shape
+
+    @property
+    def offset(self) -> int:
+        """The flat position in the stored tensor of the box's first entry."""
+        return int(self.place.storage_offset())
 
     @property
     def box(self) -> tuple[slice, ...]:
         """The box as an index into the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
+    def view(self, stored: Tensor) -> Tensor:
+        """The box as a view of the stored tensor, which has to be contiguous."""
+        return stored.as_strided(self.size, self.place.stride(), stored.storage_offset() + self.offset)
+
 
 class Part(NamedTuple):
-    """Those of the entries asked for that lie in one stored tensor.
+    """Those of the located entries that are in one stored tensor.
 
     Attributes:
         key: the stored tensor's name.
         indices: (count,) int64, flat in the stored tensor, strictly increasing.
-        entries: (count,) int64, which of the entries asked for these are.
+        entries: (count,) int64, numbers of these among the located entries.
     """
 
     key: str
@@ -84,8 +89,8 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
 
     @classmethod
     def stored(cls, key: str, shape: Sequence[int]) -> Layout:
-        """The layout of a tensor that is stored as it is."""
-        return cls(shape, [Window(key, (0,) * len(shape), tuple(shape), _contiguous_stride(shape), 0)])
+        """The layout of a stored tensor itself."""
+        return cls(shape, [Window(key, (0,) * len(shape), torch.empty(shape, device="meta"))])
 
     @classmethod
     def __torch_function__(
@@ -101,7 +106,7 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return len(self.shape)
 
     def contiguous(self) -> Layout:
-        """Itself: where a tensor's copies lie does not matter to a layout."""
+        """Itself: the memory format of a copy does not matter to a layout."""
         return self
 
     @property
@@ -110,7 +115,7 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return list(dict.fromkeys(window.key for window in self.windows))
 
     def locate(self, indices: Tensor) -> list[Part]:
-        """The stored tensors that hold some entries, and where.
+        """Finds the stored tensors that hold some entries, and their positions there.
 
         Args:
             indices: (count,) int64, flat row-major positions in this tensor, strictly increasing.
@@ -118,21 +123,25 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         Returns:
             A part for each window that holds any, in the order of the windows.
         """
-        if self._is_flat:
+        if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
             window = self.windows[0]
             return [Part(window.key, indices + window.offset, torch.arange(indices.numel()))]
         coordinates = [dim.contiguous() for dim in torch.unravel_index(indices, self.shape)]
         number = self._window_of(coordinates)
         order = number.argsort(stable=True)
         counts = torch.bincount(number, minlength=len(self.windows)).tolist()
-        return [
-            _part(window, coordinates, entries)
-            for window, entries in zip(self.windows, order.split(counts), strict=True)
-            if entries.numel()
-        ]
+        parts = []
+        for window, entries in zip(self.windows, order.split(counts), strict=True):
+            if entries.numel():
+                flat = torch.full_like(entries, window.offset)
+                for coordinate, start, stride in zip(coordinates, window.start, window.place.stride(), strict=True):
+                    flat += (coordinate[entries] - start) * stride
+                flat, by_position = flat.sort()
+                parts.append(Part(window.key, flat, entries[by_position]))
+        return parts
 
     def assemble(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor itself: a view of what is stored where it is one box, else a copy of all boxes.
+        """The tensor itself: a view of the stored one if it is a single box, else a copy of all boxes.
 
         Args:
             read: gives a stored tensor by name.
@@ -144,20 +153,15 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
             result[window.box] = window.view(read(window.key))
         return result
 
-    @property
-    def _is_flat(self) -> bool:
-        """Whether flat positions are the stored tensor's, up to an offset."""
-        return len(self.windows) == 1 and self.windows[0].stride == _contiguous_stride(self.shape)
-
     def _window_of(self, coordinates: Sequence[Tensor]) -> Tensor:
-        """The windows (count,) by number that hold the entries at some coordinates."""
-        # The windows' starts cut the tensor into a grid; a table says which window each cell belongs to.
+        """The numbers (count,) of the windows that hold the entries at some coordinates."""
+        # the windows' starts cut the tensor into a grid, and a table has the window of each cell
         edges = [sorted({window.start[dim] for window in self.windows}) for dim in range(self.ndim)]
         table = torch.zeros([len(starts) for starts in edges], dtype=torch.int64)
         for number, window in enumerate(self.windows):
             cells = tuple(
-                slice(bisect_left(starts, first), bisect_left(starts, first + size))
-                for starts, first, size in zip(edges, window.start, window.size, strict=True)
+                slice(bisect_left(starts, box.start), bisect_left(starts, box.stop))
+                for starts, box in zip(edges, window.box, strict=True)
             )
             table[cells] = number
         cell = tuple(
@@ -167,108 +171,68 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return table[cell]
 
 
-def _part(window: Window, coordinates: Sequence[Tensor], entries: Tensor) -> Part:
-    """Some entries (count,), all in the window."""
-    flat = torch.full_like(entries, window.offset)
-    for coordinate, start, stride in zip(coordinates, window.start, window.stride, strict=True):
-        flat += (coordinate[entries] - start) * stride
-    indices, order = flat.sort()
-    return Part(window.key, indices, entries[order])
-
-
 def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    shape = _common_shape(layouts, lambda layout: list(layout.shape))
+    shape = list(layouts[0].shape)
     dim %= len(shape) + 1
+    _check_alike(layout.shape for layout in layouts)
+    shape.insert(dim, len(layouts))
     windows = [
-        Window(
-            window.key,
-            _insert(window.start, dim, number),
-            _insert(window.size, dim, 1),
-            _insert(window.stride, dim, 0),
-            window.offset,
-        )
+        Window(window.key, (*window.start[:dim], number, *window.start[dim:]), window.place.unsqueeze(dim))
         for number, layout in enumerate(layouts)
         for window in layout.windows
     ]
-    return Layout(_insert(shape, dim, len(layouts)), windows)
+    return Layout(shape, windows)
 
 
 def _cat(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    dim %= layouts[0].ndim
-    shape = _common_shape(layouts, lambda layout: _replace(layout.shape, dim, 0))
-    windows, length = [], 0
+    shape = list(layouts[0].shape)
+    dim %= len(shape)
+    _check_alike((*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts)
+    windows: list[Window] = []
+    shape[dim] = 0
     for layout in layouts:
-        windows += [w._replace(start=_replace(w.start, dim, w.start[dim] + length)) for w in layout.windows]
-        length += layout.shape[dim]
-    return Layout(_replace(shape, dim, length), windows)
+        windows += [window._replace(start=_moved(window.start, dim, shape[dim])) for window in layout.windows]
+        shape[dim] += layout.shape[dim]
+    return Layout(shape, windows)
 
 
-def _split(layout: Layout, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
-    """Pieces of one size, the last maybe smaller, or of the given sizes."""
+def _check_alike(shapes: Iterable[tuple[int, ...]]) -> None:
+    if len(set(shapes)) > 1:
+        raise ValueError("shapes do not go together")
+
+
+def _cut(function: Any, layout: Layout, size: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
+    """The pieces that ``torch.split`` or ``torch.chunk`` makes of a tensor."""
     dim %= layout.ndim
-    sizes, length = split_size_or_sections, layout.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    if sum(sizes) != length:
-        raise ValueError(f"sizes {list(sizes)} do not add up to {length}")
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return tuple(_slice(layout, dim, start, size) for start, size in zip(starts, sizes, strict=True))
-
-
-def _chunk(layout: Layout, chunks: int, dim: int = 0) -> tuple[Layout, ...]:
-    return _split(layout, max(1, math.ceil(layout.shape[dim] / chunks)), dim)
+    pieces, start = [], 0
+    for piece in function(torch.empty(layout.shape[dim]), size):
+        windows, end = [], start + len(piece)
+        for window in layout.windows:
+            box = window.box[dim]
+            first, last = max(box.start, start), min(box.stop, end)
+            if first < last:
+                place = window.place.narrow(dim, first - box.start, last - first)
+                windows.append(Window(window.key, _moved(window.start, dim, first - box.start - start), place))
+        pieces.append(Layout((*layout.shape[:dim], len(piece), *layout.shape[dim + 1 :]), windows))
+        start = end
+    return tuple(pieces)
 
 
 def _transpose(layout: Layout, dim0: int, dim1: int) -> Layout:
-    def swap(values: Sequence[int]) -> tuple[int, ...]:
-        result = list(values)
-        result[dim0], result[dim1] = result[dim1], result[dim0]
-        return tuple(result)
+    order = list(range(layout.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    windows = [Window(w.key, tuple(w.start[dim] for dim in order), w.place.permute(order)) for w in layout.windows]
+    return Layout([layout.shape[dim] for dim in order], windows)
 
-    windows = [w._replace(start=swap(w.start), size=swap(w.size), stride=swap(w.stride)) for w in layout.windows]
-    return Layout(swap(layout.shape), windows)
+
+def _moved(start: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*start[:dim], start[dim] + by, *start[dim + 1 :])
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.stack: _stack,
     torch.cat: _cat,
-    torch.split: _split,
-    torch.chunk: _chunk,
+    torch.split: lambda layout, split_size_or_sections, dim=0: _cut(torch.split, layout, split_size_or_sections, dim),
+    torch.chunk: lambda layout, chunks, dim=0: _cut(torch.chunk, layout, chunks, dim),
     torch.transpose: _transpose,
 }
-
-
-def _slice(layout: Layout, dim: int, start: int, size: int) -> Layout:
-    """The entries from ``start`` on along a dimension."""
-    windows = []
-    for window in layout.windows:
-        first = max(window.start[dim], start)
-        end = min(window.start[dim] + window.size[dim], start + size)
-        if first < end:
-            windows.append(
-                window._replace(
-                    start=_replace(window.start, dim, first - start),
-                    size=_replace(window.size, dim, end - first),
-                    offset=window.offset + (first - window.start[dim]) * window.stride[dim],
-                )
-            )
-    return Layout(_replace(layout.shape, dim, size), windows)
-
-
-def _common_shape(layouts: Sequence[Layout], shape_of: Callable[[Layout], Sequence[int]]) -> tuple[int, ...]:
-    shapes = {tuple(shape_of(layout)) for layout in layouts}
-    if len(shapes) != 1:
-        raise ValueError(f"shapes {sorted(shapes)} do not go together")
-    return shapes.pop()
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _insert(values: Sequence[int], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position:])
-
-
-def _replace(values: Sequence[int], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])

@@ -1,11 +1,9 @@
-"""A model's weights wherever they are, by name: in a model, or in safetensors files that are never read as a whole.
+"""A base's tensors by name, from a model or from safetensors files, which are never read as a whole.
 
 In: a model, or the path of a checkpoint as ``save_pretrained`` writes it, in one file or in shards. Out: a mapping from
-tensor names to tensors. Those of a checkpoint are mapped from their file when they are asked for, so that looking at a
-few entries of each costs a few pages of memory, whatever the model's size.
-
-A checkpoint's tensors go by the names in its files, and by those that the model has at run time, where transformers
-renames or fuses them at load.
+names to tensors. A checkpoint's tensors are mapped from their file on access, so that a few entries of each cost a few
+pages of memory, whatever the model's size. They have the names in the files, and those that the model has at run time,
+where transformers renames or fuses them at load.
 """
 
 from __future__ import annotations
@@ -32,35 +30,20 @@ INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
 _PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
 _FINGERPRINT_BYTES = 64
-_CHUNK_BYTES = 2**20  # that are compared at a time
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies.
-
-    Attributes:
-        file: the safetensors file.
-        dtype: in safetensors' words: F32, BF16.
-        shape: its shape.
-        begin: position of its first byte in the file.
-        nbytes: how many there are.
-    """
+    """The place of a stored tensor."""
 
     file: Path
-    dtype: str
+    dtype: str  # safetensors' name: F32, BF16
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # position of its first byte in the file
     nbytes: int
 
 
 def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The tensors of a base by name.
-
-    Args:
-        base: a model, wrapped or not, or the path of a checkpoint.
-
-    Returns:
-        For a model, its own tensors by plain name; for a path, a :class:`Checkpoint`.
+    """Returns the tensors of a base: a model's by plain name, or a :class:`Checkpoint` for a path.
 
     Raises:
         SparsifyError: when there is no checkpoint at the path, or the model is in sparse training.
@@ -72,11 +55,7 @@ def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
 
 
 def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
-    """A tensor of what :func:`open_base` gave.
-
-    Raises:
-        BaseMismatchError: when it is not there; near names are listed.
-    """
+    """Returns a tensor of :func:`open_base`'s; raises with near names where it is missing."""
     if name not in base:
         raise BaseMismatchError(
             f"the base has no tensor `{name}`{near_names(name, base)}: give the base that was fine-tuned."
@@ -85,10 +64,10 @@ def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each mapped from its file when it is asked for.
+    """The tensors of a checkpoint by name, each mapped from its file on access.
 
-    Iterating gives the names in the files. Looking a tensor up takes a name at run time as well, as ``from_pretrained``
-    would make it from the files; only then is transformers imported.
+    Iteration is over the names in the files. Access also takes a name at run time, and gives the tensor that
+    ``from_pretrained`` would make from the files; only then is transformers imported.
 
     Args:
         path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the shards that it
@@ -100,7 +79,7 @@ class Checkpoint(Mapping[str, Tensor]):
     Attributes:
         path: the folder, or the file.
         files: the safetensors files, in the order of their names.
-        stored: where each tensor lies, by its name in the files.
+        stored: the place of each tensor, by its name in the files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -134,9 +113,9 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.stored)
 
     def plain_names(self) -> list[str]:
-        """The tensors' names in the model at run time; those in the files where transformers does not know the model.
+        """The tensors' names at run time, or those in the files where transformers does not know the model.
 
-        A tied tensor that is stored under several of its names comes once. Imports transformers.
+        A tied tensor that is stored under several names is listed once. Imports transformers.
         """
         if isinstance(self._conversion, SparsifyError):
             return list(self)
@@ -144,26 +123,17 @@ class Checkpoint(Mapping[str, Tensor]):
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
-        """Those of a model's tensors that ``from_pretrained`` would not find here; none where there is no telling.
+        """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model.
 
-        Imports transformers, unless all of them are here under their names.
+        Imports transformers, unless all of them are stored under their own names.
         """
         others = [name for name in names if name not in self.stored]
         if not others or isinstance(self._conversion, SparsifyError):
             return []
         return [name for name in others if not self._conversion.has(name)]
 
-    @property
-    def folder(self) -> Path:
-        """The folder that the files are in."""
-        return self.path if self.path.is_dir() else self.path.parent
-
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored, mapped from its file, by its name in the files.
-
-        Raises:
-            SparsifyError: when its numbers are packed into bytes in a way that torch does not take apart.
-        """
+        """A stored tensor, mapped from its file, by its name in the files; raises where numbers are packed in bytes."""
         if self.stored[name].dtype.startswith(_PACKED):
             raise SparsifyError(
                 f"`{name}` of `{self.path}` is stored in {self.stored[name].dtype}, several numbers to some bytes, of "
@@ -173,13 +143,13 @@ class Checkpoint(Mapping[str, Tensor]):
             return file.get_tensor(name)
 
     def layout(self, name: str) -> Layout:
-        """Where the entries of a tensor are stored.
+        """The places of a tensor's entries.
 
         Args:
             name: its name in the files, or in the model at run time.
 
         Raises:
-            BaseMismatchError: when it is not in the checkpoint, under any name; near names are listed.
+            BaseMismatchError: when the checkpoint does not have it under any name; near names are listed.
             SparsifyError: when transformers converts it at load in a way that entries cannot be followed through.
         """
         if name in self.stored:
@@ -190,50 +160,37 @@ class Checkpoint(Mapping[str, Tensor]):
         return layouts[0]
 
     def converted(self, name: str) -> list[Layout]:
-        """Where transformers would take a tensor from at load; nowhere if it does not know the model. Imports it.
+        """The layouts that transformers would load a tensor from, by its name at run time; see :meth:`Conversion.find`.
 
-        Args:
-            name: its name in the model at run time.
-
-        Raises:
-            SparsifyError: when transformers converts it in a way that entries cannot be followed through.
+        There are none where transformers does not know the model. Imports it.
         """
         return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
-        """All places that hold a tensor: more than one where a tied tensor is stored under several of its names.
+        """All layouts of a tensor: more than one where a tied tensor is stored under several names.
 
         ``from_pretrained`` ties such tensors only where the stored ones are equal, so they have to change together.
 
         Args:
             name: the tensor's name.
-            first: one of the places.
+            first: one of its layouts.
         """
-        key = first.windows[0].key
-        alike = self._look_alikes(key) if len(first.windows) == 1 else set()
-        if not alike:
+        key, *others = first.keys
+        alike = self._alike[key] - {key}
+        if others or not alike:
             return [first]
         tied = [layout for layout in self.converted(name) if layout.keys[0] in alike and layout.shape == first.shape]
-        return [first, *(layout for layout in tied if self._are_equal(key, layout.keys[0]))]
+        return [first, *(layout for layout in tied if same_values(self.read(key), self.read(layout.keys[0])))]
 
     def take(self, layout: Layout, indices: Tensor) -> Tensor:
-        """The values (count,) at flat positions (count,) of a tensor, on the CPU; only their pages are read.
-
-        Args:
-            layout: of the tensor.
-            indices: int64, strictly increasing.
-        """
+        """The values (count,) at flat positions (count,) int64, strictly increasing; only their pages are read."""
         values = torch.empty(indices.numel(), dtype=self.dtype(layout))
         for part in layout.locate(indices):
             values[part.entries] = self.read(part.key).take(part.indices)
         return values
 
     def dtype(self, layout: Layout) -> torch.dtype:
-        """The dtype of a tensor.
-
-        Raises:
-            SparsifyError: when it is made of stored tensors of several dtypes.
-        """
+        """The dtype of a tensor; raises where it is made of stored tensors of several dtypes."""
         if len({self.stored[key].dtype for key in layout.keys}) > 1:
             raise SparsifyError(
                 f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}` are one tensor in the "
@@ -243,14 +200,15 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @cached_property
     def _conversion(self) -> Conversion | SparsifyError:
-        """What the tensors are called at run time, or why that is not known."""
+        """The names and layouts at run time, or the reason why they are unknown."""
+        folder = self.path if self.path.is_dir() else self.path.parent
         try:
-            return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
+            return Conversion({name: stored.shape for name, stored in self.stored.items()}, folder)
         except SparsifyError as error:
             return error
 
     def _missing_text(self, name: str) -> str:
-        """Says that a name is not in the checkpoint, what is near, and what to do."""
+        """The message for a name that is not in the checkpoint."""
         text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
         if isinstance(self._conversion, SparsifyError):
             return (
@@ -259,34 +217,17 @@ class Checkpoint(Mapping[str, Tensor]):
             )
         return f"{text}, nor does transformers load one under that name. Give the base that the delta was trained on."
 
-    def _are_equal(self, name: str, other: str) -> bool:
-        """Whether two stored tensors of one size have the same bytes; compared without holding either in memory."""
-        left, right = self.stored[name], self.stored[other]
-        with left.file.open("rb") as one, right.file.open("rb") as two:
-            one.seek(left.begin)
-            two.seek(right.begin)
-            sizes = (min(_CHUNK_BYTES, left.nbytes - done) for done in range(0, left.nbytes, _CHUNK_BYTES))
-            return all(one.read(size) == two.read(size) for size in sizes)
-
-    def _look_alikes(self, name: str) -> set[str]:
-        """Other tensors of the same shape and dtype that begin with the same values."""
-        return self._alike.get(name, set()) - {name}
-
     @cached_property
     def _alike(self) -> dict[str, set[str]]:
-        """For each tensor that is not the only one of its shape and dtype, all that begin with the same values."""
-        by_kind: dict[object, set[str]] = {}
-        for name, stored in self.stored.items():
-            by_kind.setdefault((stored.dtype, stored.shape), set()).add(name)
+        """For each stored tensor, all of the same shape and dtype that begin with the same values."""
         groups: dict[object, set[str]] = {}
         for file in self.files:
             with file.open("rb") as opened:
                 for name, stored in self.stored.items():
-                    kind = (stored.dtype, stored.shape)
-                    if stored.file == file and len(by_kind[kind]) > 1:
+                    if stored.file == file:
                         opened.seek(stored.begin)
                         start = opened.read(min(stored.nbytes, _FINGERPRINT_BYTES))
-                        groups.setdefault((kind, start), set()).add(name)
+                        groups.setdefault((stored.dtype, stored.shape, start), set()).add(name)
         return {name: group for group in groups.values() for name in group}
 
 
@@ -309,14 +250,10 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that describes a checkpoint.
-
-    Raises:
-        SparsifyError: when the file holds none, or cannot be read.
-    """
+    """Returns the JSON object in a file of a checkpoint or adapter; raises where there is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(document, indent=2)  # which goes less deep than reading
+        json.dumps(document, indent=2)  # fails at a lower depth than reading
     except (OSError, ValueError, RecursionError) as error:
         raise SparsifyError(f"`{path}` is no JSON that can be used ({brief(error)}): download it again.") from error
     if not isinstance(document, dict):
@@ -325,7 +262,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names: plain names, next to the index, all there."""
+    """The files that an index names, checked to be existing files next to it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
@@ -342,10 +279,10 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
-    """Where each tensor of a safetensors file lies."""
+    """The places of the tensors of a safetensors file."""
     try:
         with safe_open(file, framework="pt", device="cpu"):
-            pass  # it checks the whole header, and that the file is as long as that says
+            pass  # checks the whole header, and the file's length
     except SafetensorError as error:
         raise SparsifyError(f"`{file}` is no safetensors file ({brief(error)}): download or save it again.") from error
     with file.open("rb") as opened:

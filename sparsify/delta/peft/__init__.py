@@ -1,11 +1,10 @@
-"""Deltas as adapters of PEFT, and back: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""PEFT's sparse adapters, SHiRA and Supertuning, from deltas and back.
 
     entries, whole tensors + base --write_adapter--> folder --> PeftModel.from_pretrained(base, folder)
     folder that PEFT or write_adapter made + base --read_adapter--> entries, whole tensors
 
-PEFT holds differences, so both ways need the base. Its sparse adapters change weights of ``nn.Linear`` and nothing
-else, and give every layer a number of places that follows from its size. Tensors that a delta stores whole are PEFT's
-``modules_to_save``.
+PEFT stores differences, so both ways need the base. Its sparse adapters change weights of ``nn.Linear`` only, and give
+every layer a number of places that follows from its size. Tensors stored whole are PEFT's ``modules_to_save``.
 """
 
 from sparsify.delta.peft.reading import read_adapter

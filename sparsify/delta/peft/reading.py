@@ -1,4 +1,4 @@
-"""Reads PEFT's SHiRA and Supertuning adapters, which may come from strangers: all checks first, and no pickle.
+"""Reads PEFT's SHiRA and Supertuning adapters, which are not trusted: all checks first, and no pickle.
 
 In: a folder, and the base. Out: entries that replace the base's values by those that PEFT computes with, and the
 tensors of ``modules_to_save``. Padding, and entries that were never trained, are left out.
@@ -6,7 +6,6 @@ tensors of ``modules_to_save``. Padding, and entries that were never trained, ar
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,19 +16,18 @@ from torch import Tensor, nn
 
 from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import digest
-from sparsify.delta.checkpoint.reader import base_tensor, open_base
+from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
 from sparsify.delta.entries import DTYPES, TensorDelta
 from sparsify.delta.format import DeltaFile
-from sparsify.delta.patch_plan import counted, plan_whole
-from sparsify.delta.peft.base import Base, inside
-from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod, held_dtype
+from sparsify.delta.patch_plan import check_whole, counted
+from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, held_dtype
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
-MAX_CONFIG_BYTES = 2**20
+_MAX_CONFIG_BYTES = 2**20
 _PICKLE_NAME = "adapter_model.bin"
 
 
-def read_adapter(folder: str | os.PathLike[str], base: Base) -> DeltaFile:
+def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> DeltaFile:
     """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
     folder, tensors = Path(folder), open_base(base)
     try:
@@ -39,24 +37,22 @@ def read_adapter(folder: str | os.PathLike[str], base: Base) -> DeltaFile:
         layers, whole = _sort(_read_weights(folder), method)
         if isinstance(base, nn.Module):
             _check_ties(layers, base)
-        entries = {f"{layer}.weight": _layer(layer, parts, config, method, tensors) for layer, parts in layers.items()}
-        _check_whole(whole, config, tensors)
+        entries = {
+            f"{layer}.weight": _entries(layer, parts, config, method, tensors) for layer, parts in layers.items()
+        }
+        _check_saved(whole, config.get("modules_to_save") or [], tensors)
     except BaseMismatchError:
         raise
     except (SparsifyError, SafetensorError) as error:
         raise DeltaFormatError(
             f"`{folder}` is no adapter that can become a delta: {brief(error, 1_000)}. Nothing was loaded."
         ) from error
-    origin = {key: config.get(key) for key in ("peft_type", "peft_version")}
-    return DeltaFile(
-        {name: entry for name, entry in entries.items() if entry is not None},
-        whole,
-        {
-            "base_model_name_or_path": config.get("base_model_name_or_path"),
-            "base_model_revision": config.get("revision"),
-            "converted_from": origin,
-        },
-    )
+    origin = {
+        "base_model_name_or_path": config.get("base_model_name_or_path"),
+        "base_model_revision": config.get("revision"),
+        "converted_from": {key: config.get(key) for key in ("peft_type", "peft_version")},
+    }
+    return DeltaFile({name: entry for name, entry in entries.items() if entry is not None}, whole, origin)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -64,13 +60,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise SparsifyError(f"it has no `{CONFIG_NAME}`: give the folder that PEFT's `save_pretrained` wrote")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise SparsifyError(f"its `{CONFIG_NAME}` is longer than {MAX_CONFIG_BYTES:,} bytes")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise SparsifyError(f"its `{CONFIG_NAME}` is no JSON ({brief(error)})") from error
-    peft_type = config.get("peft_type") if isinstance(config, dict) else None
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise SparsifyError(f"its `{CONFIG_NAME}` is longer than {_MAX_CONFIG_BYTES:,} bytes")
+    config = read_json(path)
+    peft_type = config.get("peft_type")
     if not isinstance(peft_type, str) or peft_type.lower() not in METHODS:
         raise SparsifyError(
             f"its `peft_type` is {peft_type!r:.100}, and only {' and '.join(map(str.upper, METHODS))} change entries: "
@@ -79,7 +72,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
         raise SparsifyError(f"its `modules_to_save` is {saved!r:.100}, expected a list of names")
-    return dict(config)
+    return config
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -97,9 +90,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         return {key.removeprefix(PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
 
 
-def _sort(
-    stored: Mapping[str, Tensor], method: SparseMethod
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+def _sort(stored: Mapping[str, Tensor], method: Method) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Values and indices by layer, and all other tensors."""
     layers: dict[str, tuple[Tensor, Tensor]] = {}
     whole: dict[str, Tensor] = {}
@@ -128,64 +119,49 @@ def _check_ties(layers: Iterable[str], base: nn.Module) -> None:
             )
 
 
-def _layer(
+def _entries(
     layer: str,
     parts: tuple[Tensor, Tensor],
     config: Mapping[str, Any],
-    method: SparseMethod,
+    method: Method,
     tensors: Mapping[str, Tensor],
 ) -> TensorDelta | None:
     """One layer's entries, checked; None where nothing differs from the base."""
-    name = f"{layer}.weight"
-    weight = base_tensor(name, tensors)
+    weight = base_tensor(f"{layer}.weight", tensors)
+    shape, (values, stored) = tuple(weight.shape), parts
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
         raise BaseMismatchError(
-            f"tensor `{name}` of the base has shape {tuple(weight.shape)} and is {weight.dtype}; the adapter changes "
-            "the weight of a linear layer: give the base that it was trained on, unquantized."
+            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter changes the "
+            "weight of a linear layer: give the base that it was trained on, unquantized."
         )
-    try:
-        return _entries(parts, config, method, weight)
-    except SparsifyError as error:
-        raise type(error)(f"layer `{layer}`: {error}") from error
-
-
-def _entries(
-    parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: SparseMethod, weight: Tensor
-) -> TensorDelta | None:
-    values, stored = parts
-    shape = tuple(weight.shape)
     places = method.places(config, shape)
     if values.shape != (places,):
         raise BaseMismatchError(
-            f"it has values of shape {tuple(values.shape)}, where its config has {places:,} for the base's weight of "
-            f"shape {shape}: give the base that it was trained on."
+            f"layer `{layer}` has values of shape {tuple(values.shape)}, where the adapter's config has {places:,} for "
+            f"the base's weight of shape {shape}: give the base that it was trained on."
         )
-    if values.dtype not in DTYPES.values():
-        raise SparsifyError(f"values are {values.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
-    positions = method.read_positions(stored, shape)
-    if positions.shape != values.shape:
-        raise SparsifyError(f"there are {counted(positions.numel(), 'index', 'indices')} for {places:,} values")
-    indices, owners = positions.unique(return_inverse=True)
-    base = weight.detach().take(indices.to(weight.device)).cpu()
-    trained = method.add(base, owners, values.to(held_dtype(base.dtype)))
-    changed = trained != base  # also where it is not a number: that is for the entries' own check
-    if not changed.any():
-        return None
-    return TensorDelta(
-        indices=indices[changed],
-        values=trained[changed],
-        shape=shape,
-        dtype=base.dtype,
-        kind="replace",
-        base_sha256=digest(base[changed]),
-    )
+    try:
+        if values.dtype not in DTYPES.values():
+            raise SparsifyError(f"values are {values.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
+        positions = method.read_positions(stored, shape)
+        if positions.shape != values.shape:
+            raise SparsifyError(f"there are {counted(positions.numel(), 'index', 'indices')} for {places:,} values")
+        indices, owners = positions.unique(return_inverse=True)
+        base = weight.detach().take(indices.to(weight.device)).cpu()
+        trained = method.add(base, owners, values.to(held_dtype(base.dtype)))
+        changed = trained != base  # also where it is not a number, which the entries' own check refuses
+        if not changed.any():
+            return None
+        base_sha256 = digest(base[changed])
+        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", base_sha256)
+    except SparsifyError as error:
+        raise SparsifyError(f"layer `{layer}`: {error}") from error
 
 
-def _check_whole(whole: Mapping[str, Tensor], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
     """Raises unless every other tensor replaces one of the base's, or belongs to a module that was saved whole."""
-    saved = config.get("modules_to_save") or []
     for name, tensor in whole.items():
         if name in tensors:
-            plan_whole(name, tensor, tensors[name])
-        elif not (inside(name, saved) or any(f".{module}." in name for module in saved)):
+            check_whole(name, tensor, tensors[name].shape, tensors[name].dtype)
+        elif not any(f".{module}." in f".{name}" for module in saved):
             raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")

@@ -1,6 +1,6 @@
-"""Writes a delta as an adapter: picks PEFT's setting, pads each layer to it, and makes the two files.
+"""Writes a delta as an adapter of PEFT: finds the smallest setting that fits, pads each layer to it, writes two files.
 
-In: entries and whole tensors, and their base. Out: a folder, and a :class:`PeftAdapter` that says what it cost.
+In: entries and whole tensors, and their base. Out: a folder, and a :class:`PeftAdapter` that reports its size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,31 +18,35 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.names import near_names, plain_name, tied_names
+from sparsify.delta.checkpoint.conversion import model_without_weights
+from sparsify.delta.checkpoint.reader import open_base
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import check_names
-from sparsify.delta.patch_plan import Edit, counted, own_copy, plan_entries, plan_whole
-from sparsify.delta.peft.base import Base, Source, inside
-from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod
-from sparsify.errors import SparsifyError
+from sparsify.delta.patch_plan import Edit, check_has_values, check_whole, counted, own_copy, plan_entries
+from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
+from sparsify.errors import BaseMismatchError, SparsifyError
+
+Base = nn.Module | str | os.PathLike[str]
 
 _NAMED_AT_MOST = 5
-_CONFIG_CLASSES = {"shira": "ShiraConfig", "supertuning": "SupertuningConfig"}
+_REMEDY = "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A written adapter, and what PEFT's format costs it.
+    """A written adapter, and the places that PEFT's format takes for it.
 
     Attributes:
-        folder: where it is.
+        folder: the folder that was written.
         method: ``"shira"`` or ``"supertuning"``.
-        settings: the setting of PEFT's config that fixes how many places every layer has.
-        layers: layers with entries.
-        entries: the delta's entries.
-        corrections: entries that have a second place, for what the dtype of the first cannot hold.
-        padding: places that nothing needs.
+        settings: the setting of PEFT's config that fixes the number of places in every layer.
+        layers: number of layers with entries.
+        entries: number of the delta's entries.
+        corrections: number of entries with a second place, for the rest that the dtype of the first cannot hold.
+        padding: number of unused places.
         saved_modules: modules stored whole.
-        num_bytes: of the file with the weights.
+        num_bytes: size of the file with the weights.
 
     Example:
         >>> print(PeftAdapter(Path("a"), "shira", {"r": 2}, 3, 100, 0, 20, ("classifier",), 1_500))
@@ -73,8 +77,7 @@ class PeftAdapter:
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
         if self.saved_modules:
-            first, more = self.saved_modules[:_NAMED_AT_MOST], len(self.saved_modules[_NAMED_AT_MOST:])
-            lines.append(f"  stored whole: {', '.join(first)}" + (f" and {more:,} more" if more else ""))
+            lines.append(f"  stored whole: {_listed(self.saved_modules)}")
         return "\n".join(lines)
 
 
@@ -95,169 +98,186 @@ def write_adapter(
             "`to_peft(folder, base=model)`, or the path of its checkpoint."
         )
     check_names(tensors, whole)
-    source = Source.of(base, config.get("architecture"))
+    source = _Source.of(base, config.get("architecture"))
     edits = {name: plan_entries(name, part, source.tensor(name, part.dtype)) for name, part in tensors.items()}
     saved = _saved_modules(whole, source.modules)
-    layers = {name: edit for name, edit in edits.items() if not inside(name, saved)}
-    _check_weights(layers, source, METHODS[method])
-    fit = _fit(METHODS[method], layers)
-    parts = _sparse_tensors(METHODS[method], layers, fit)
+    layers = {name: edit for name, edit in edits.items() if not _inside(name, saved)}
+    _check_weights(layers, source, method)
+    sums = _find_sums(METHODS[method], layers)
+    settings, places = _fit(METHODS[method], layers, {name: owners.numel() for name, (owners, _) in sums.items()})
+    stored: dict[str, Tensor] = {}
+    for name, edit in layers.items():
+        stored |= _sparse_tensors(name, edit, sums[name], places[name], METHODS[method])
     for module in saved:
-        parts |= _whole_module(module, whole, edits, source)
-    peft_config = _make_config(method, fit.settings, list(layers), saved, config, base, source.modules)
+        stored |= _whole_module(module, whole, edits, source)
+    peft_config = _make_config(method, settings, list(layers), saved, config, source)
     entries = sum(edit.old.numel() for edit in layers.values())
+    used = sum(owners.numel() for owners, _ in sums.values())
     return PeftAdapter(
         folder=Path(folder),
         method=method,
-        settings=fit.settings,
+        settings=settings,
         layers=len(layers),
         entries=entries,
-        corrections=fit.used - entries,
-        padding=sum(fit.places.values()) - fit.used,
+        corrections=used - entries,
+        padding=sum(places.values()) - used,
         saved_modules=tuple(saved),
-        num_bytes=_write_folder(Path(folder), peft_config, parts),
+        num_bytes=_write_folder(Path(folder), peft_config, stored),
     )
 
 
+class _Source(NamedTuple):
+    """A base: its tensors by name, and its modules, which for a checkpoint follow from its config."""
+
+    tensors: Mapping[str, Tensor]
+    modules: dict[str, nn.Module]
+    ties: dict[str, list[str]]  # see `tied_names`
+    path: str | None  # of a checkpoint, which may lack the head that was trained
+
+    @classmethod
+    def of(cls, base: Base, architecture: object) -> _Source:
+        """A base; ``architecture`` is the trained class, whose tensors may have other names than a checkpoint's own."""
+        tensors = open_base(base)
+        if isinstance(base, nn.Module):
+            model, path = base, None
+        else:
+            path = os.fspath(base)
+            folder = Path(path) if Path(path).is_dir() else Path(path).parent
+            try:
+                model = model_without_weights(folder, len(tensors), architecture)
+            except SparsifyError as error:
+                raise SparsifyError(
+                    f"PEFT's sparse adapters change weights of nn.Linear layers only, and which of the base's these "
+                    f"are is not known, since {error}: give the base as a model."
+                ) from error
+        names = ((plain_name(f"{name}.weight").rpartition(".")[0], module)
+                 for name, module in model.named_modules(remove_duplicate=False) if name)  # fmt: skip
+        return cls(tensors, dict(names), tied_names(model), path)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the base, as a model that was loaded in ``dtype`` would hold it."""
+        if name not in self.tensors:
+            hint = near_names(name, self.tensors)
+            remedy = "Give the base that the delta was trained on" + (", as a model." if self.path else ".")
+            raise BaseMismatchError(f"the base has no tensor `{name}`{hint}. {remedy}")
+        tensor = self.tensors[name]
+        check_has_values(name, tensor)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 def _saved_modules(whole: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """The outermost modules that hold tensors stored whole, each of which PEFT can tell from all others."""
+    """The outermost modules that hold tensors stored whole; raises where PEFT would take another module for one."""
     owners = sorted({name.rpartition(".")[0] for name in whole})
     if owners and not owners[0]:
-        own = _listed({name: "of the model itself" for name in whole if "." not in name})
+        own = _listed([f"`{name}` (of the model itself)" for name in whole if "." not in name])
         raise SparsifyError(
-            f"{own} cannot be stored whole by PEFT, which does so only with modules inside of the model: write an "
-            "ordinary checkpoint (`apply`, then `save_pretrained`)."
+            f"{own} cannot be stored whole by PEFT, which does so only with modules inside of the model: {_REMEDY}"
         )
-    saved = [owner for owner in owners if not inside(owner, [other for other in owners if other != owner])]
-    for owner in saved:
-        # PEFT saves every module whose name ends in this one.
+    saved = [owner for owner in owners if not _inside(owner, owners)]
+    for owner in saved:  # PEFT saves every module whose name ends in this one
         if others := [name for name in modules if name.endswith(owner) and name != owner]:
             raise SparsifyError(
                 f"`{owner}` is stored whole, and PEFT would take `{others[0]}` for it, too, since that ends in the "
-                "same letters: write an ordinary checkpoint (`apply`, then `save_pretrained`)."
+                f"same letters: {_REMEDY}"
             )
     return saved
 
 
-def _check_weights(names: Iterable[str], source: Source, method: SparseMethod) -> None:
+def _check_weights(names: Collection[str], source: _Source, method: str) -> None:
     """Raises unless all tensors with entries are weights that PEFT's adapter can change, and there is one."""
-    names = list(names)
-    remedy = (
-        "freeze them before training (`requires_grad_(False)` before `sparsify`), or write an ordinary checkpoint "
-        "(`apply`, then `save_pretrained`)."
-    )
     if not names:
         raise SparsifyError(
-            f"the delta has no entries in a linear layer's weight, and PEFT's {method.name} adapter has to have one: "
-            "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
+            f"the delta has no entries in a linear layer's weight, and PEFT's {method} adapter needs one: {_REMEDY}"
         )
-    unfit = {name: reason for name in names if (reason := _why_not(name, source))}
-    if unfit:
+    if unfit := [f"`{name}` ({reason})" for name in names if (reason := _why_not(name, source))]:
         raise SparsifyError(
-            f"PEFT's {method.name} adapter changes weights of nn.Linear and nothing else, which "
-            f"{len(unfit)} of the delta's {counted(len(names), 'tensor')} are not: {_listed(unfit)}. Nothing was "
-            f"written: {remedy}"
+            f"PEFT's {method} adapter changes weights of nn.Linear and nothing else, which {len(unfit)} of the delta's "
+            f"{counted(len(names), 'tensor')} are not: {_listed(unfit)}. Nothing was written: freeze them before "
+            f"training (`requires_grad_(False)` before `sparsify`), or {_REMEDY}"
         )
 
 
-def _why_not(name: str, source: Source) -> str | None:
-    """Why a sparse adapter of PEFT cannot change a tensor, in a word or two, or None where it can."""
+def _why_not(name: str, source: _Source) -> str | None:
+    """The reason why a sparse adapter of PEFT cannot change a tensor, in a few words; None where it can."""
     layer, _, attribute = name.rpartition(".")
     module = source.modules.get(layer)
     if not layer:
         return "of the model itself, not of a layer in it"
     if module is None:
         return "not in the config's architecture"
-    # PEFT puts F.linear in the place of a layer's forward; an attention that reads a weight past its layer sees none.
+    # PEFT replaces a layer's forward by F.linear, which an attention that reads the weight itself does not call
     plain = type(module).forward is nn.Linear.forward and type(module).__name__ != "NonDynamicallyQuantizableLinear"
     if not plain or attribute != "weight":
         return f"{type(module).__name__}'s {attribute}"
-    if others := [other for other in source.same.get(name, []) if other != name]:
+    if others := [other for other in source.ties.get(name, []) if other != name]:
         return f"tied to `{others[0]}`"
     return None
 
 
-class _Fit(NamedTuple):
-    """How a delta fills PEFT's places.
-
-    Attributes:
-        settings: of PEFT's config.
-        places: how many every layer gets.
-        sums: for every layer, which entry each difference belongs to (used,), and the differences (used,).
-    """
-
-    settings: dict[str, Any]
-    places: dict[str, int]
-    sums: dict[str, tuple[Tensor, Tensor]]
-
-    @property
-    def used(self) -> int:
-        return sum(owners.numel() for owners, _ in self.sums.values())
-
-
-def _fit(method: SparseMethod, edits: Mapping[str, Edit]) -> _Fit:
-    """The smallest setting in which all layers' differences have a place; raises where a layer is too small for it."""
+def _find_sums(method: Method, edits: Mapping[str, Edit]) -> dict[str, tuple[Tensor, Tensor]]:
+    """For every layer, the entry that each difference belongs to (used,), and the differences (used,)."""
     sums = {}
     for name, edit in edits.items():
         try:
-            sums[name] = method.differences(edit.old, edit.new)
+            sums[name] = find_differences(method, edit.old, edit.new)
         except SparsifyError as error:
             raise SparsifyError(f"tensor `{name}`: {error}; nothing was written.") from error
-    settings = method.fit({name: (sums[name][0].numel(), edit.shape) for name, edit in edits.items()})
+    return sums
+
+
+def _fit(method: Method, edits: Mapping[str, Edit], needed: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The smallest setting with the places that every layer needs, and those it gets; raises if one is too small."""
+    settings = method.fit({name: (needed[name], edit.shape) for name, edit in edits.items()})
     places = {name: method.places(settings, edit.shape) for name, edit in edits.items()}
-    small = {
-        name: f"{edit.shape[0]:,} x {edit.shape[1]:,}, asked for {places[name]:,}"
+    small = [
+        f"`{name}` ({edit.shape[0]:,} x {edit.shape[1]:,}, asked for {places[name]:,})"
         for name, edit in edits.items()
         if places[name] > math.prod(edit.shape)
-    }
+    ]
     if small:
-        fullest = max(edits, key=lambda name: sums[name][0].numel() / sum(edits[name].shape))
+        fullest = max(edits, key=lambda name: needed[name] / sum(edits[name].shape))
         raise SparsifyError(
             f"PEFT's {method.name} adapter gives every layer r * (in + out) places, and `{fullest}` needs "
-            f"r={settings['r']} for its {counted(sums[fullest][0].numel(), 'entry', 'entries')}: more places than "
+            f"r={settings['r']} for its {counted(needed[fullest], 'entry', 'entries')}: more places than "
             f"{counted(len(small), 'layer')} can have: {_listed(small)}. Nothing was written: use "
             'method="supertuning", which gives every layer the same share of its size, or train fewer entries there.'
         )
-    return _Fit(settings, places, sums)
+    return settings, places
 
 
-def _sparse_tensors(method: SparseMethod, edits: Mapping[str, Edit], fit: _Fit) -> dict[str, Tensor]:
-    """PEFT's tensors for the edits, by PEFT's names."""
-    parts = {}
-    for name, edit in edits.items():
-        assert edit.indices is not None  # these edits are all of entries
-        owners, differences = fit.sums[name]
-        positions, values = _padded(edit.indices[owners], differences, fit.places[name], math.prod(edit.shape))
-        layer = PREFIX + name.removesuffix("weight")
-        parts[layer + method.values_key] = values
-        parts[layer + method.indices_key] = method.store_positions(positions, edit.shape)
-    return parts
-
-
-def _padded(positions: Tensor, values: Tensor, places: int, numel: int) -> tuple[Tensor, Tensor]:
-    """Positions and values (places,): those given (count,), then -0.0 at the first positions not among them."""
-    unused = torch.ones(numel, dtype=torch.bool)
+def _sparse_tensors(
+    name: str, edit: Edit, sums: tuple[Tensor, Tensor], places: int, method: Method
+) -> dict[str, Tensor]:
+    """PEFT's tensors for one layer, by PEFT's names: differences, then -0.0 at the first positions without one."""
+    assert edit.indices is not None  # a layer's edit is one of entries
+    owners, differences = sums
+    positions = edit.indices[owners]
+    unused = torch.ones(math.prod(edit.shape), dtype=torch.bool)
     unused[positions] = False
     spare = unused.nonzero().flatten()[: places - positions.numel()]
-    return torch.cat([positions, spare]), torch.cat([values, values.new_full((spare.numel(),), -0.0)])
+    layer = PREFIX + name.removesuffix("weight")
+    return {
+        layer + method.values_key: torch.cat([differences, differences.new_full((spare.numel(),), -0.0)]),
+        layer + method.indices_key: method.store_positions(torch.cat([positions, spare]), edit.shape),
+    }
 
 
 def _whole_module(
-    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, Edit], source: Source
+    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, Edit], source: _Source
 ) -> dict[str, Tensor]:
-    """All tensors of a module as training left them, by PEFT's names."""
+    """All trained tensors of a module, by PEFT's names."""
     parts = {}
     for name in dict.fromkeys([*whole, *source.tensors]):
-        if not inside(name, [module]):
+        if not _inside(name, [module]):
             continue
-        if others := [other for other in source.same.get(name, []) if not inside(other, [module])]:
+        if others := [other for other in source.ties.get(name, []) if not _inside(other, [module])]:
             raise SparsifyError(
                 f"`{module}` is stored whole and holds `{name}`, which is tied to `{others[0]}`; PEFT would change "
-                "only one of them: write an ordinary checkpoint (`apply`, then `save_pretrained`)."
+                f"only one of them: {_REMEDY}"
             )
         if name in whole:
-            if source.closed or name in source.tensors:
-                plan_whole(name, whole[name], source.tensor(name))  # for its checks
+            if source.path is None or name in source.tensors:
+                check_whole(name, whole[name], source.tensor(name).shape, source.tensor(name).dtype)
             parts[PREFIX + name] = own_copy(whole[name])
         else:
             dtype = edits[name].new.dtype if name in edits else None
@@ -270,38 +290,36 @@ def _whole_module(
 def _make_config(
     method: str,
     settings: Mapping[str, Any],
-    weights: list[str],
+    weights: Iterable[str],
     saved: list[str],
     config: Mapping[str, Any],
-    base: Base,
-    modules: Mapping[str, nn.Module],
+    source: _Source,
 ) -> Any:
     """PEFT's own config for the adapter."""
     import peft
 
-    config_class = getattr(peft, _CONFIG_CLASSES[method], None)
+    name = METHODS[method].config_class
+    config_class = getattr(peft, name, None)
     if config_class is None:
-        raise SparsifyError(f"PEFT {peft.__version__} has no `{_CONFIG_CLASSES[method]}`: upgrade it.")
-    name_or_path = config.get("base_model_name_or_path")
-    common: dict[str, Any] = {
-        "base_model_name_or_path": name_or_path or (None if isinstance(base, nn.Module) else os.fspath(base)),
-        "revision": config.get("base_model_revision"),
-        "modules_to_save": saved or None,
-        "inference_mode": True,
-    }
-    if method == "shira":
-        # Not its random mask: a loader that passes over the stored positions fails instead of making some up.
-        common["mask_type"] = "sparse_delta"
-    made = config_class(**settings, **common)
+        raise SparsifyError(f"PEFT {peft.__version__} has no `{name}`: upgrade it.")
+    made = config_class(
+        **settings,
+        base_model_name_or_path=config.get("base_model_name_or_path") or source.path,
+        revision=config.get("base_model_revision"),
+        modules_to_save=saved or None,
+        inference_mode=True,
+        # not SHiRA's random mask: a loader that passes over the stored positions fails instead of making some up
+        **({"mask_type": "sparse_delta"} if method == "shira" else {}),
+    )
     layers = sorted(name.removesuffix(".weight") for name in weights)
-    ambiguous = any(other.endswith(f".{layer}") for layer in layers for other in modules)
-    # In a list PEFT takes names for endings; a regular expression has to match as a whole.
+    ambiguous = any(other.endswith(f".{layer}") for layer in layers for other in source.modules)
+    # PEFT matches the names of a list at the end, and a regular expression as a whole
     made.target_modules = "|".join(map(re.escape, layers)) if ambiguous else layers
     return made
 
 
 def _write_folder(folder: Path, config: Any, parts: Mapping[str, Tensor]) -> int:
-    """Writes both files, each whole or not at all; returns the size of that with the weights."""
+    """Writes both files, each completely or not at all; returns the size of the one with the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".peft.") as complete:
         config.save_pretrained(complete)
@@ -311,8 +329,12 @@ def _write_folder(folder: Path, config: Any, parts: Mapping[str, Tensor]) -> int
     return (folder / WEIGHTS_NAME).stat().st_size
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
-    """The first few names with their reasons, and how many more there are."""
-    first = [f"`{name}` ({reason})" for name, reason in list(reasons.items())[:_NAMED_AT_MOST]]
-    more = len(reasons) - len(first)
-    return ", ".join(first) + (f" and {more:,} more" if more else "")
+def _inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or tensor is in one of the modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and the number of the others."""
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")
