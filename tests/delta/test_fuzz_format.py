@@ -15,7 +15,7 @@ from fuzz_format import MUTATIONS, damaged, examine, fuzz, good_files, make_mode
 from fuzz_grammar import ATTACKS, attacked
 from fuzz_targets import valid_files
 
-from sparsify.delta.patch_plan import Edit
+from sparsify.delta.patch_plan import TensorPatch
 from sparsify.delta.sparse_delta import SparseDelta
 
 QUICK, SLOW = ("load", "info", "apply", "verify"), ("merge", "load_model")  # targets
@@ -104,7 +104,7 @@ def test_a_model_that_changes_is_noticed(tmp_path, monkeypatch):
     untouched = fuzz_format.bits(model)
     path.write_bytes(good_files()[0])
     assert examine(path, model, untouched) == "valid, applied"
-    monkeypatch.setattr(Edit, "inverse", lambda edit: edit)
+    monkeypatch.setattr(TensorPatch, "inverse", lambda patch: patch)
     with pytest.raises(AssertionError, match="the model has changed"):
         examine(path, model, untouched)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from sparsify import BaseMismatchError, DeltaSwitch, SparseDelta, SparsifyError, desparsify, overlap, sparsify
 from sparsify.common.quantized import is_quantized
-from sparsify.delta.quantized_delta import has_overlay
+from sparsify.delta.quantized_delta import has_quantized_delta
 
 BUDGET = 60
 # an overlay adds to a layer's output what training added to its weight: the two differ in rounding only
@@ -56,10 +56,10 @@ def test_it_goes_onto_the_quantized_base_and_off_again(scheme):
     delta.apply(base)
     torch.testing.assert_close(logits(base, batch), logits(model, batch), **ROUNDING)
     assert list(base.state_dict()) == names
-    assert sum(has_overlay(module) for module in base.modules()) == len(delta.tensors)
+    assert sum(has_quantized_delta(module) for module in base.modules()) == len(delta.tensors)
     delta.revert(base)
     assert torch.equal(logits(base, batch), before)
-    assert not any(has_overlay(module) or module._forward_hooks for module in base.modules())
+    assert not any(has_quantized_delta(module) or module._forward_hooks for module in base.modules())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -513,7 +513,7 @@ def test_one_delta_serves_many_models(delta):
 
 def test_a_delta_does_not_keep_models_alive(delta):
     delta.apply(make_model())
-    assert len(delta._applied) == 0
+    assert len(delta._applied.plans) == 0
 
 
 # The model moves on between apply and revert

@@ -178,7 +178,7 @@ def test_the_reader_draws_what_sparsify_draws(reader, tmp_path, distribution, sc
     exact = torch.tensor(reader["drawn"]("вес.w", record), dtype=torch.float64)
     rounded = exact if dtype == torch.float64 else exact.float().to(dtype)
     assert torch.equal(rounded, values.flatten())
-    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].drawn == draw
+    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].initializer == draw
 
 
 WHOLE = st.sampled_from(

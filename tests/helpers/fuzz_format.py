@@ -369,10 +369,22 @@ def bits(model: nn.Module) -> dict[str, tuple]:
     return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in model.state_dict().items()}
 
 
+FIELDS = ("shape", "dtype", "kind", "base_sha256", "initializer")
+
+
 def contents(delta: SparseDelta) -> tuple:
     """Everything that a delta holds, to the bit."""
     tensors = {
-        name: (digest(p.indices), p.values.dtype, digest(p.values), p.shape, p.dtype, p.kind, p.base_sha256, p.drawn)
+        name: (
+            digest(p.indices),
+            p.values.dtype,
+            digest(p.values),
+            p.shape,
+            p.dtype,
+            p.kind,
+            p.base_sha256,
+            p.initializer,
+        )
         for name, p in delta.tensors.items()
     }
     whole = {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in delta.whole.items()}

@@ -20,7 +20,7 @@ from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base
 from sparsify.delta.entries import DTYPES, TensorDelta
 from sparsify.delta.format import DeltaFile
-from sparsify.delta.patch_plan import counted, plan_whole
+from sparsify.delta.patch_plan import counted, plan_dense
 from sparsify.delta.peft.base import Base, inside
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod, held_dtype
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
@@ -186,6 +186,6 @@ def _check_whole(whole: Mapping[str, Tensor], config: Mapping[str, Any], tensors
     saved = config.get("modules_to_save") or []
     for name, tensor in whole.items():
         if name in tensors:
-            plan_whole(name, tensor, tensors[name])
+            plan_dense(name, tensor, tensors[name])
         elif not (inside(name, saved) or any(f".{module}." in name for module in saved)):
             raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")

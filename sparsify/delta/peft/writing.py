@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import check_names
-from sparsify.delta.patch_plan import Edit, counted, own_copy, plan_entries, plan_whole
+from sparsify.delta.patch_plan import TensorPatch, counted, own_copy, plan_dense, plan_entries
 from sparsify.delta.peft.base import Base, Source, inside
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, SparseMethod
 from sparsify.errors import SparsifyError
@@ -195,7 +195,7 @@ class _Fit(NamedTuple):
         return sum(owners.numel() for owners, _ in self.sums.values())
 
 
-def _fit(method: SparseMethod, edits: Mapping[str, Edit]) -> _Fit:
+def _fit(method: SparseMethod, edits: Mapping[str, TensorPatch]) -> _Fit:
     """The smallest setting in which all layers' differences have a place; raises where a layer is too small for it."""
     sums = {}
     for name, edit in edits.items():
@@ -221,7 +221,7 @@ def _fit(method: SparseMethod, edits: Mapping[str, Edit]) -> _Fit:
     return _Fit(settings, places, sums)
 
 
-def _sparse_tensors(method: SparseMethod, edits: Mapping[str, Edit], fit: _Fit) -> dict[str, Tensor]:
+def _sparse_tensors(method: SparseMethod, edits: Mapping[str, TensorPatch], fit: _Fit) -> dict[str, Tensor]:
     """PEFT's tensors for the edits, by PEFT's names."""
     parts = {}
     for name, edit in edits.items():
@@ -243,7 +243,7 @@ def _padded(positions: Tensor, values: Tensor, places: int, numel: int) -> tuple
 
 
 def _whole_module(
-    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, Edit], source: Source
+    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, TensorPatch], source: Source
 ) -> dict[str, Tensor]:
     """All tensors of a module as training left them, by PEFT's names."""
     parts = {}
@@ -257,7 +257,7 @@ def _whole_module(
             )
         if name in whole:
             if source.closed or name in source.tensors:
-                plan_whole(name, whole[name], source.tensor(name))  # for its checks
+                plan_dense(name, whole[name], source.tensor(name))  # for its checks
             parts[PREFIX + name] = own_copy(whole[name])
         else:
             dtype = edits[name].new.dtype if name in edits else None
