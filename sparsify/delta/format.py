@@ -216,7 +216,7 @@ def _reason(error: Exception) -> str:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file atomically: whenever the process may die, the old or the new one is there, complete."""
-    with uninterrupted():  # which would leave an unfinished file beside it
+    with uninterrupted():  # an interrupt would leave an unfinished file behind
         _replace_file(path, data)
 
 

@@ -195,6 +195,7 @@ def _labels(head: Mapping[str, Any], sizes: set[int]) -> dict[str, Any]:
 
 
 def _check_folders(base: Any, out: StrPath) -> tuple[Path, Path]:
+    """Both as paths; raises unless the base is a folder and the other one is free."""
     if isinstance(base, nn.Module):
         raise SparsifyError(
             f"`merge` works on files, and got a {type(base).__name__} as the base: give the folder of its checkpoint, "

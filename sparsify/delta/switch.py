@@ -76,10 +76,8 @@ class DeltaSwitch:
         if isinstance(delta, (str, PathLike)):
             delta = SparseDelta.load(delta)
         if not isinstance(delta, (SparseDelta, DeltaSum)):
-            raise SparsifyError(
-                f"a {type(delta).__name__} cannot be attached; expected a SparseDelta, a sum of them, or the path or "
-                "hub id of one."
-            )
+            what = "expected a SparseDelta, a sum of them, or the path or hub id of one."
+            raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {what}")
         with self.deactivated():
             self._plans[name] = delta.plan(self.model)
 

@@ -390,18 +390,6 @@ def test_links_to_folders_and_pipes_are_left_out(model, base, tmp_path, out):
     assert files(out).keys() == files(base).keys() | {"extra/kept.json"}
 
 
-def test_a_checkpoint_of_no_transformers_model_is_merged(tmp_path, out):
-    model = torch.nn.Linear(3, 2)
-    (tmp_path / "base").mkdir()
-    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
-    delta = make_delta(model)
-    delta.merge(tmp_path / "base", out)
-    delta.apply(model)
-    assert all(
-        torch.equal(tensor, model.state_dict()[name]) for name, tensor in load_file(out / "model.safetensors").items()
-    )
-
-
 # All or nothing
 
 
@@ -433,12 +421,6 @@ def test_a_folder_that_holds_something_is_not_written_to(model, base, out):
     with pytest.raises(SparsifyError, match="is there already and is not an empty folder: delete it, or give another"):
         make_delta(model).merge(base, out)
     assert files(out) == {"notes.txt": b"mine"}
-
-
-def test_an_empty_folder_is_filled(model, base, out):
-    out.mkdir()
-    make_delta(model).merge(base, out)
-    assert (out / "config.json").exists()
 
 
 def test_the_folder_may_be_a_link_or_the_one_that_we_are_in(model, base, tmp_path, monkeypatch):

@@ -159,16 +159,6 @@ def test_a_delta_is_attached_from_where_it_was_saved(base, deltas, switch, tmp_p
     assert bits(base) == expected
 
 
-def test_a_delta_is_attached_from_the_hub(base, deltas, tmp_path, monkeypatch):
-    deltas["1"].save(tmp_path)
-    monkeypatch.setattr(
-        "sparsify.delta.hub.download", lambda repo, name, **_: tmp_path / name if repo == "me/one" else None
-    )
-    switch = DeltaSwitch(base)
-    switch.attach("one", "me/one")
-    assert list(switch) == ["one"]
-
-
 def test_what_is_no_delta_is_not_attached_and_what_is_active_stays(base, switch, tmp_path):
     switch.activate("1")
     before = bits(base)
