@@ -194,13 +194,9 @@ class DeltaSum(Summable):
 
 
 class CheckedBase:
-    """The tensors of a base by name, and which of them are in another dtype than in the deltas.
+    """The tensors of a base, a model or a checkpoint, by name.
 
-    Args:
-        base: a model, or the path of a checkpoint.
-
-    Attributes:
-        casts: by name, the dtype in a delta and the one in the base, where the two differ.
+    ``casts`` has, by name, the dtype in a delta and the one in the base, where the two differ.
     """
 
     def __init__(self, base: Base) -> None:
@@ -209,7 +205,7 @@ class CheckedBase:
         self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def get(self, name: str, parts: Iterable[TensorDelta]) -> Tensor:
-        """The tensor that the parts of some deltas are about."""
+        """The tensor that some deltas change."""
         target = base_tensor(name, self._tensors)
         if self._model is not None:
             target = with_quantized_deltas({name: target}, self._model)[name]

@@ -86,13 +86,10 @@ def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckR
 def check_checkpoint(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint
 ) -> tuple[CheckReport, dict[str, Layout]]:
-    """Checks a delta against a checkpoint, one tensor at a time.
+    """Checks a delta against a checkpoint, one tensor at a time; see :meth:`sparsify.SparseDelta.check`.
 
     Returns:
         A report, and by name where each of the delta's tensors is stored; dense ones may be nowhere.
-
-    Raises:
-        BaseMismatchError, SparsifyError: as :meth:`sparsify.SparseDelta.check` does.
     """
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}
@@ -131,9 +128,6 @@ def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layou
 
     transformers may rename or rearrange a tensor that is stored under the same name as another one of the model's, so
     that name alone counts only where the stored values match the delta's digest.
-
-    Raises:
-        BaseMismatchError, SparsifyError: as :meth:`Checkpoint.layout` does.
     """
     layout = checkpoint.layout(name)
     if name not in checkpoint.stored or _matches(delta, checkpoint, layout):

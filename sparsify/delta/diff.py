@@ -51,9 +51,13 @@ def diff(
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
     _check_ties(old, found)
     tensors = {name: _replacement(indices, old[name], new[name]) for name, indices in found.items()}
-    kept = sum(_squared(tensors[name], old[name]) for name in tensors)
-    report = {"changed": changed, "kept": sum(part.count for part in tensors.values())}
-    return tensors, dense, {"diff": {**report, "squared_share": kept / squared if squared else 1.0}}
+    kept = sum(part.count for part in tensors.values())
+    held = sum(_squared(tensors[name], old[name]) for name in tensors)
+    return (
+        tensors,
+        dense,
+        {"diff": {"changed": changed, "kept": kept, "squared_share": held / squared if squared else 1.0}},
+    )
 
 
 class _Largest:

@@ -100,13 +100,7 @@ def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
 
 
 def encode_indices(indices: Tensor) -> Tensor:
-    """Encodes flat positions in the fewest bytes.
-
-    Args:
-        indices: (count,) int64, strictly increasing, not negative.
-
-    Returns:
-        (count or more,) uint16 gaps, or (count,) uint32 or uint64 positions.
+    """Encodes flat positions (count,) in the fewest bytes: (count or more,) uint16 gaps, or uint32 or uint64 positions.
 
     Example:
         >>> encode_indices(torch.tensor([2, 3, 70_000])).tolist()
@@ -126,17 +120,9 @@ def encode_indices(indices: Tensor) -> Tensor:
 
 
 def decode_indices(stored: Tensor, count: int) -> Tensor:
-    """Decodes positions that :func:`encode_indices` encoded. Their order and range are not checked here.
+    """Decodes ``count`` positions that :func:`encode_indices` encoded; raises where dtype, end or count is wrong.
 
-    Args:
-        stored: (any,) uint16, uint32 or uint64.
-        count: number of entries that there must be.
-
-    Returns:
-        (count,) int64. A position beyond int64 comes out negative.
-
-    Raises:
-        DeltaFormatError: when the dtype is no encoding, a gap stream ends in an escape, or the count is another.
+    Their order and range are not checked; a position beyond int64 comes out negative.
     """
     if stored.dtype == torch.uint16:
         return _decode_gaps(stored, count)

@@ -76,14 +76,9 @@ def write(
     *,
     sidecar: StrPath | None = None,
 ) -> None:
-    """Writes a delta file. What was there before stays until the new file is complete.
+    """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``.
 
-    Args:
-        path: the file; its folder is made if need be.
-        tensors: changed entries by tensor name.
-        whole: dense tensors by name.
-        config: how the delta came about; anything that JSON can hold.
-        sidecar: a path for a copy of the metadata as JSON for people, or None.
+    A file that was there before stays until the new one is complete. Folders are made if need be.
 
     Raises:
         SparsifyError: when ``config`` does not go into JSON, a name is in both mappings, or a reader would refuse a

@@ -103,11 +103,7 @@ def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def parse(metadata: Mapping[str, str] | None) -> Metadata:
-    """Reads the safetensors header's metadata.
-
-    Raises:
-        SparsifyError: when the metadata is not that of a delta, or anything in it is not as ``format.md`` says.
-    """
+    """Parses the safetensors header's metadata; raises where anything in it is not as ``format.md`` says."""
     if not metadata or METADATA_KEY not in metadata:
         raise DeltaFormatError(
             f"its header has no metadata `{METADATA_KEY}`: it is a safetensors file of something else"
@@ -131,12 +127,7 @@ def parse(metadata: Mapping[str, str] | None) -> Metadata:
 
 
 def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
-    """Raises unless the names of a delta's tensors are strings without control characters, none of them twice.
-
-    Args:
-        tensors: names of tensors that are changed at some entries.
-        whole: names of dense tensors.
-    """
+    """Raises unless the names of a delta's tensors are strings without control characters, none of them twice."""
     seen: set[str] = set()
     for name in [*tensors, *whole]:
         if not isinstance(name, str) or not name:

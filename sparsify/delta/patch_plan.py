@@ -66,10 +66,9 @@ PatchPlan: TypeAlias = list[TensorPatch]
 
 
 class AppliedPlans:
-    """The plans that are written into models, by model; a model that is garbage collected leaves no trace.
+    """The plans of one delta that are written into models, by model, which they do not keep alive.
 
-    Args:
-        label: what the plans belong to, for messages, such as ``"delta"``.
+    Messages call the delta by its ``label``.
     """
 
     def __init__(self, label: str) -> None:
@@ -96,11 +95,7 @@ class AppliedPlans:
         return model
 
     def undo(self, model: nn.Module) -> PatchPlan:
-        """Undoes the model's plan and returns it.
-
-        Raises:
-            SparsifyError: when there is none, or the model does not hold its values any more.
-        """
+        """Undoes the model's plan and returns it; raises if there is none, or the model does not hold its values."""
         if model not in self.plans:
             raise SparsifyError(
                 f"this {self.label} is not applied to this model, so there is nothing to revert: pass the object that "
@@ -113,12 +108,9 @@ class AppliedPlans:
 
 
 def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str]) -> dict[str, Tensor]:
-    """The model's tensors by the delta's names, each there, with data, and under one of these names only.
+    """The model's tensors by plain name; raises unless each is there, with data, and under one of the names only.
 
-    Args:
-        names: plain names.
-        model: the model.
-        dense: those of the names whose tensors are stored dense, which a delta may bring along with modules of its own.
+    ``dense`` are those of the names whose tensors a delta stores dense.
     """
     available = named_tensors(model)
     names, dense = list(names), set(dense)
@@ -201,14 +193,7 @@ def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = 
 def new_values(
     name: str, delta: TensorDelta, old: Tensor, place: str = "the model", *, is_quantized: bool = False
 ) -> Tensor:
-    """The trained values (count,) at a delta's indices, in the base's dtype.
-
-    Args:
-        name: the tensor's name, for messages.
-        delta: the tensor's part of the delta.
-        old: (count,) the base's values at the delta's indices.
-        place: where the base is, for messages.
-        is_quantized: whether the base's values are dequantized ones.
+    """The trained values (count,) in the base's dtype, from the base's values (count,) at the delta's indices.
 
     Raises:
         BaseMismatchError: when the base's values are not those that the delta was trained on, or the trained ones are
@@ -292,12 +277,9 @@ def _added(base: Tensor, difference: Tensor) -> Tensor:
 def warn_of_casts(
     casts: Mapping[str, tuple[torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
 ) -> None:
-    """Warns once about all tensors, if there are any, that a base has in another dtype than the delta.
+    """Warns once about all tensors whose dtype in the delta, the first, is not the one in the base, the second.
 
-    Args:
-        casts: by name, the dtype in the delta and the one in the base.
-        place: where the base is, for the message.
-        stacklevel: as in ``warnings.warn``; by default the caller of the caller's caller: of a delta's method.
+    ``stacklevel`` is that of ``warnings.warn``; by default the caller of a delta's method.
     """
     if not casts:
         return

@@ -23,11 +23,7 @@ _HANDLE = "_sparsify_quantized_delta"  # attribute of a layer with a delta: the 
 
 
 class QuantizedDelta:
-    """A quantized weight and the entries written over it; has the part of a tensor's interface that patch plans use.
-
-    Args:
-        name: of the weight, for messages.
-        module: owns it.
+    """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use.
 
     Raises:
         BaseMismatchError: when the weight cannot be dequantized.

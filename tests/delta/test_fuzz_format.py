@@ -91,4 +91,4 @@ def take_too_much(numbers, seed, folder, results):
 
 
 def die(numbers, seed, folder, results):
-    os.abort()
+    os._exit(1)
