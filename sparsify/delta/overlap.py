@@ -65,6 +65,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         SparsifyError: when a tensor has another shape in the two deltas.
 
     Example:
+        >>> from torch import nn
         >>> base, one, two = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
         >>> for model, change in ((one, [1.0, 2.0, 0.0]), (two, [0.0, -2.0, 3.0])):
         ...     _ = model.load_state_dict({"weight": base.weight + torch.tensor(change), "bias": base.bias})

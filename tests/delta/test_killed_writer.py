@@ -99,7 +99,7 @@ def test_a_writer_killed_at_any_moment_leaves_one_whole_version(tmp_path):
     for i in range(12):
         if writer is None:
             writer = start(WRITER, tmp_path)
-        for _ in range(5):  # readers beside the writer never see anything but whole versions, either
+        for _ in range(5):  # readers never see anything but whole versions, either
             seen.add(whole_version(tmp_path))
             time.sleep(0.003 * (i % 4))
         if i % 4 == 3:

@@ -39,7 +39,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def nothing_written(base, tmp_path):
-    """Fails the test if there is anything beside the base in the end."""
+    """Fails the test if there is anything but the base in the end."""
     yield
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -343,7 +343,7 @@ def test_without_whole_tensors_the_config_stays_as_it_is(model, base, out):
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
-# What comes along
+# Files that are copied
 
 
 def test_what_describes_the_model_comes_along_and_nothing_else(model, tmp_path, out):
@@ -373,7 +373,7 @@ def test_links_of_a_download_cache_are_followed(model, base, tmp_path, out):
 
 
 def test_links_to_folders_and_pipes_are_left_out(model, base, tmp_path, out):
-    """A folder of a stranger's may link to itself, or to the whole disk."""
+    """An untrusted folder may link to itself, or to the whole disk."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("mine")
     source = tmp_path / "downloaded"

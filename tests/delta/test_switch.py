@@ -1,4 +1,4 @@
-"""Many deltas at hand for one model: what is active is what applying it alone would give, and the base comes back."""
+"""Several named deltas on one model: the active one alone is applied, and the base comes back bit for bit."""
 
 from pathlib import Path
 

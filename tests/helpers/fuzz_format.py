@@ -38,7 +38,7 @@ from sparsify.adapters import add_adapters
 from sparsify.cli.commands import info, verify
 
 MEGABYTE = 2**20
-ALLOWANCE = 48 * MEGABYTE  # of address space beside 32 x the file: 16 MiB are promised, the rest is malloc's
+ALLOWANCE = 48 * MEGABYTE  # of address space besides 32 x the file: 16 MiB are promised, the rest is malloc's
 SECONDS = 20  # per file; far more than one takes, so that a busy machine is no failure
 BATCH = 1000  # files of one worker
 
@@ -106,7 +106,7 @@ def try_merge(path, world):
     finally:
         shutil.rmtree(out, ignore_errors=True)
         if sorted(os.listdir(world.folder)) != before:
-            raise AssertionError("a merge leaves something beside its folder")
+            raise AssertionError("a merge leaves something outside its folder")
 
 
 def try_load_model(path, world):
