@@ -170,7 +170,7 @@ def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The narrowest dtype that the base was in: a model that keeps some tensors wider does so by itself."""
-    of_entries = {tensor.dtype for tensor in delta.tensors.values() if tensor.drawn is None}
+    of_entries = {tensor.dtype for tensor in delta.tensors.values() if tensor.initializer is None}
     recorded = delta.config.get("base_dtypes")
     if not of_entries and isinstance(recorded, list):
         of_entries = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}
@@ -202,7 +202,7 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
     missing = {key: tensors[key] for key in keys if key in tensors}
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
-    shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.drawn is not None}
+    shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.initializer is not None}
     model = extend(model, delta.config, shapes).eval()
     _check_complete(model, missing, shapes, name)
     return model
@@ -254,7 +254,7 @@ def _has_head(delta: SparseDelta, number: int, model_class: Any, name: str, kwar
         if pair[0] != pair[1]
     }
     stored = {_COPY.sub("", name): tuple(tensor.shape) for name, tensor in delta.whole.items()}
-    drawn = {_COPY.sub("", name): part.shape for name, part in delta.tensors.items() if part.drawn is not None}
+    drawn = {_COPY.sub("", name): part.shape for name, part in delta.tensors.items() if part.initializer is not None}
     found = {**drawn, **stored}
     return not head.keys().isdisjoint(stored) and all(found.get(name) == shape for name, shape in head.items())
 

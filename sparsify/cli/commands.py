@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sparsify.analysis.shares import TensorShare, shares
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.exchange import find_file
 from sparsify.delta.format import payload_hash
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
+from sparsify.delta.storage import find_file
 from sparsify.errors import SparsifyError
 
 _BAR_WIDTH = 20
@@ -187,7 +187,7 @@ def _description(delta: SparseDelta) -> dict[str, Any]:
         return {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")}
 
     def described(part: TensorDelta) -> dict[str, Any]:
-        drawn = {} if part.drawn is None else {"drawn": asdict(part.drawn)}
+        drawn = {} if part.initializer is None else {"drawn": asdict(part.initializer)}
         return typed(part) | {"kind": part.kind, "quantization": part.quantization, "entries": part.count} | drawn
 
     return {
@@ -210,7 +210,7 @@ def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
         yield "entries" if not delta.tensors else "", f"{in_whole:,} trained in tensors stored whole"
     if delta.whole:
         yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
-    if drawn := [part.drawn for part in delta.tensors.values() if part.drawn is not None]:
+    if drawn := [part.initializer for part in delta.tensors.values() if part.initializer is not None]:
         yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
     num_entries = delta.num_entries + in_whole
     entries = f", {size / num_entries:.2f} an entry, all included" if num_entries else ""

@@ -1,1 +1,1 @@
-"""What was learned, apart from any training: the delta, its file, and what is done with both."""
+"""Deltas apart from any training: the entries that it changed, their file, and operations on both."""

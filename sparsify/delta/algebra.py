@@ -1,57 +1,44 @@
-"""Task arithmetic: sums and multiples of deltas, as expressions that meet their base later.
+"""Task arithmetic: sums and multiples of deltas, as expressions that are evaluated on their base.
 
     0.5 * a + b - c   ->   DeltaSum   --on(base)-->   a delta like any other
 
-A replacement means nothing without the value that it replaces, so that an expression only remembers its terms. On a
-base, each term becomes a change, trained minus pretrained, and the changes are added over the union of the entries.
+A replacement means nothing without the value that it replaces, so an expression only holds its terms. On a base, each
+term becomes a change, trained minus pretrained, and the changes are added over the union of the entries.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Real
-from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import base_tensor, open_base
-from sparsify.delta.entries import KINDS, TensorDelta
+from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import Edit, check_not_drawn, plan_entries, warn_of_casts
-from sparsify.delta.quantized_delta import OverlaidWeight, overlaid
+from sparsify.delta.patch_plan import AppliedPlans, PatchPlan, check_not_drawn, plan_entries, warn_of_casts
+from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import SparsifyError
 
-
-class Delta(Protocol):
-    """What is summed."""
-
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    config: dict[str, Any]
-
-    def plan(self, model: nn.Module) -> list[Edit]: ...
-    def entries_only(self) -> Any: ...
-    def apply(self, model: nn.Module) -> nn.Module: ...
-    def revert(self, model: nn.Module) -> nn.Module: ...
-    def save(self, path: str | os.PathLike[str]) -> None: ...
-
-
 _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
-Term = tuple[float, Any]  # a coefficient and a Delta
-Parts = list[tuple[float, TensorDelta]]
-Self = TypeVar("Self", bound="Summable")
+Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDeltas
 
 
 class Summable:
-    """What can be added, subtracted, and multiplied by a number."""
+    """The operators ``+``, ``-``, ``*`` and ``/`` of deltas and of sums of them."""
 
-    def _terms(self) -> tuple[Term, ...]:
+    _applied: AppliedPlans
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out of copies and pickles the models that the delta is applied to."""
+        return {**vars(self), "_applied": AppliedPlans(self._applied.label)}
+
+    def _terms(self) -> Terms:
         return ((1.0, self),)
 
     def __add__(self, other: object) -> DeltaSum:
@@ -85,11 +72,11 @@ class Summable:
 
 
 class DeltaSum(Summable):
-    """A sum of multiples of deltas, all trained on one base, that waits for it.
+    """A sum of multiples of deltas, all trained on one base, to be evaluated on it.
 
     Entries that one term alone changes, with coefficient 1, get exactly that term's values; entries that come out
-    unchanged are left out. A tensor stored whole is no change of anything: it is taken as it is from the terms with a
-    positive coefficient, which must not disagree.
+    unchanged are left out. A tensor stored whole is not a change of a base: it is taken unscaled from the terms with a
+    positive coefficient, which have to agree on it.
 
     Args:
         terms: pairs of a coefficient and a delta.
@@ -107,26 +94,23 @@ class DeltaSum(Summable):
         True
     """
 
-    def __init__(self, terms: tuple[Term, ...]) -> None:
+    def __init__(self, terms: Terms) -> None:
         if not terms:
             raise SparsifyError("a sum of deltas has to have a term: give at least one pair of a number and a delta.")
         self.terms = terms
-        self._applied: WeakKeyDictionary[nn.Module, Delta] = WeakKeyDictionary()
+        self._applied = AppliedPlans("sum of deltas")
 
     def entries_only(self) -> DeltaSum:
-        """The sum without the tensors that its terms store whole; as :meth:`SparseDelta.entries_only`.
-
-        Tasks that were trained with a head each can be summed so: ``(a + 0.5 * b).entries_only()``.
-        """
+        """The sum without the tensors that its terms store whole; see :meth:`SparseDelta.entries_only`."""
         return DeltaSum(tuple((factor, delta.entries_only()) for factor, delta in self.terms))
 
-    def on(self, base: nn.Module | str | os.PathLike[str], kind: str = "replace") -> Any:
-        """The expression's value on its base: a delta.
+    def on(self, base: Base, kind: str = "replace") -> Any:
+        """Evaluates the expression on its base.
 
         Args:
-            base: the plain model, or the path of its checkpoint, which is not loaded as a whole.
-            kind: ``"replace"``: the delta stores the new values in the base's dtype, and loads without arithmetic;
-                ``"add"``: it stores the differences, in float32 at least, which go onto a base in another dtype, too.
+            base: the plain model, or the path of its checkpoint, which is read a tensor at a time.
+            kind: ``"replace"``: the result stores the new values in the base's dtype, and loads without arithmetic;
+                ``"add"``: it stores the differences, in float32 at least, which a base in another dtype takes, too.
 
         Returns:
             A :class:`sparsify.SparseDelta`.
@@ -139,44 +123,29 @@ class DeltaSum(Summable):
             raise SparsifyError(f"kind={kind!r}; expected one of {', '.join(KINDS)}.")
         for _, delta in self.terms:
             check_not_drawn(delta.tensors, "a sum")
-        available = open_base(base)
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
-        whole = self._whole(names)
-        tensors: dict[str, TensorDelta] = {}
-        casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        dense = self._dense(names)
+        targets, tensors = CheckedBase(base), {}
         for name in names:
             parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
-            target = base_tensor(name, available)
-            if isinstance(base, nn.Module):
-                target = overlaid({name: target}, base)[name]
-            if others := [part.dtype for _, part in parts if part.dtype != target.dtype]:
-                casts[name] = (others[0], target.dtype)
-            combined = _combine(name, parts, target, kind)
+            combined = _combine(name, parts, targets.get(name, [part for _, part in parts]), kind)
             if combined is not None:
                 tensors[name] = combined
-        warn_of_casts(casts, "the base", stacklevel=3)
-        return type(self.terms[0][1])(tensors, whole, self._config())
+        warn_of_casts(targets.casts, "the base", stacklevel=3)
+        return type(self.terms[0][1])(tensors, dense, self._config())
 
-    def plan(self, model: nn.Module) -> list[Edit]:
-        """The edits that :meth:`apply` would write into a model; as :meth:`SparseDelta.plan`."""
-        delta: Delta = self.on(model)
-        return delta.plan(model)
+    def plan(self, model: nn.Module) -> PatchPlan:
+        """Plans the writes of :meth:`apply`; see :meth:`SparseDelta.plan`."""
+        return self.on(model).plan(model)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Puts the expression's value into a base model, in place; as :meth:`SparseDelta.apply`."""
-        if model in self._applied:
-            raise SparsifyError("this sum of deltas is already applied to this model: call `revert(model)` first.")
-        delta = self.on(model)
-        delta.apply(model)
-        self._applied[model] = delta
-        return model
+        """Applies the sum to a base model, in place; see :meth:`SparseDelta.apply`."""
+        self._applied.check_free(model)
+        return self._applied.write(self.plan(model), model)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Puts back, bit for bit, what :meth:`apply` replaced; as :meth:`SparseDelta.revert`."""
-        if model not in self._applied:
-            raise SparsifyError("this sum of deltas is not applied to this model, so there is nothing to revert.")
-        self._applied[model].revert(model)
-        del self._applied[model]
+        """Puts back, bit for bit, what :meth:`apply` replaced; see :meth:`SparseDelta.revert`."""
+        self._applied.undo(model)
         return model
 
     @contextmanager
@@ -188,28 +157,19 @@ class DeltaSum(Summable):
         finally:
             self.revert(model)
 
-    def save(
-        self, path: str | os.PathLike[str], *, base: nn.Module | str | os.PathLike[str], kind: str = "replace"
-    ) -> None:
-        """Writes the expression's value on its base, as :meth:`SparseDelta.save` does; arguments as in :meth:`on`."""
+    def save(self, path: StrPath, *, base: Base, kind: str = "replace") -> None:
+        """Evaluates the expression as :meth:`on` does and saves the result, see :meth:`SparseDelta.save`."""
         self.on(base, kind).save(path)
 
     def __repr__(self) -> str:
         return f"DeltaSum({' + '.join(f'{factor:g} * {delta!r}' for factor, delta in self.terms)})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave behind which models the sum is applied to."""
-        return {"terms": self.terms}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    def _terms(self) -> tuple[Term, ...]:
+    def _terms(self) -> Terms:
         return self.terms
 
-    def _whole(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors stored whole, on which the terms agree."""
-        whole: dict[str, Tensor] = {}
+    def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The dense tensors, on which the terms agree."""
+        dense: dict[str, Tensor] = {}
         for factor, delta in self.terms:
             for name, tensor in delta.whole.items():
                 if name in names:
@@ -217,20 +177,41 @@ class DeltaSum(Summable):
                         f"tensor `{name}` is changed at entries by one delta and stored whole by another: these two "
                         "cannot be summed."
                     )
-                if factor > 0 and not same_values(whole.setdefault(name, tensor), tensor):
+                if factor > 0 and not same_values(dense.setdefault(name, tensor), tensor):
                     raise SparsifyError(
                         f"tensor `{name}` is stored whole by several deltas and differs between them; there is no base "
                         "to sum it on: sum the entries alone (`(a + b).entries_only()`; `--entries-only` on the "
                         "command line), and keep a head for each task."
                     )
-        return whole
+        return dense
 
     def _config(self) -> dict[str, Any]:
-        """What all terms' configs have in common and the sum has, too, and where the sum comes from."""
+        """The parts of the terms' configs that are equal in all and hold of the sum, too, and the list of terms."""
         first = self.terms[0][1].config
         shared = [key for key in first if all(delta.config.get(key) == first[key] for _, delta in self.terms)]
         common = {key: first[key] for key in shared if key not in _OF_ONE_TRAINING}
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
+
+
+class CheckedBase:
+    """The tensors of a base, a model or a checkpoint, by name.
+
+    ``casts`` has, by name, the dtype in a delta and the one in the base, where the two differ.
+    """
+
+    def __init__(self, base: Base) -> None:
+        self._model = base if isinstance(base, nn.Module) else None
+        self._tensors = open_base(base)
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+
+    def get(self, name: str, parts: Iterable[TensorDelta]) -> Tensor:
+        """The tensor that some deltas change."""
+        target = base_tensor(name, self._tensors)
+        if self._model is not None:
+            target = with_quantized_deltas({name: target}, self._model)[name]
+        if others := [part.dtype for part in parts if part.dtype != target.dtype]:
+            self.casts[name] = (others[0], target.dtype)
+        return target
 
 
 def _finite(number: object, verb: str) -> float:
@@ -246,29 +227,21 @@ def _finite(number: object, verb: str) -> float:
 
 
 def change(part: TensorDelta, base: Tensor) -> Tensor:
-    """What a tensor's entries change by.
-
-    Args:
-        part: the entries.
-        base: (count,) the base's values there.
-
-    Returns:
-        (count,) float64: trained minus pretrained.
-    """
+    """Trained minus pretrained values, (count,) float64, of entries whose values in the base are (count,)."""
     return part.values.double() - base.double() if part.kind == "replace" else part.values.double()
 
 
-def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta | None:
+def _combine(name: str, parts: list[tuple[float, TensorDelta]], target: Tensor, kind: str) -> TensorDelta | None:
     """The weighted sum of one tensor's changes, over the union of their entries that end up changed."""
-    edits = [plan_entries(name, part, target) for _, part in parts]  # for its checks, and the base's values
+    bases = [plan_entries(name, part, target).old for _, part in parts]  # checked
     indices = torch.cat([part.indices for _, part in parts]).unique()
     base = torch.empty_like(indices, dtype=target.dtype)
     total = torch.zeros_like(indices, dtype=torch.float64)
     touched = torch.zeros_like(indices)
     places = [torch.searchsorted(indices, part.indices) for _, part in parts]
-    for (factor, part), edit, at in zip(parts, edits, places, strict=True):
-        base[at] = edit.old
-        total[at] += factor * change(part, edit.old)
+    for (factor, part), old, at in zip(parts, bases, places, strict=True):
+        base[at] = old
+        total[at] += factor * change(part, old)
         touched[at] += 1
     new = (base.double() + total).to(target.dtype)
     for (factor, part), at in zip(parts, places, strict=True):
@@ -281,7 +254,7 @@ def _combine(name: str, parts: Parts, target: Tensor, kind: str) -> TensorDelta 
         return None
     try:
         sha, shape = digest(base[kept]), parts[0][1].shape
-        quantization = target.scheme if isinstance(target, OverlaidWeight) else None
+        quantization = target.scheme if isinstance(target, QuantizedDelta) else None
         return TensorDelta(indices[kept], values[kept], shape, target.dtype, kind, sha, quantization=quantization)
     except SparsifyError as error:
         raise SparsifyError(f"tensor `{name}`: the sum cannot be a delta: {error}") from error

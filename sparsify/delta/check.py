@@ -1,4 +1,4 @@
-"""Whether a base is the one that a delta was trained on: told before, or without, changing anything.
+"""Checks whether a base is the one that a delta was trained on, without a change to either.
 
 In: a delta's tensors, and a base in memory or in files. Out: a :class:`CheckReport`, or an error that names the tensor
 that does not fit. Of a base in files, only the pages that hold changed entries are read.
@@ -6,8 +6,6 @@ that does not fit. Of a base in files, only the pages that hold changed entries 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,15 +14,15 @@ from sparsify.common.names import check_plain
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import Base, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import (
+    check_dense,
     check_dtype,
     check_shape,
-    check_whole,
     counted,
     find_targets,
-    is_proven,
+    is_verified,
     new_values,
     plan_entries,
 )
@@ -35,15 +33,15 @@ _IN_FILES = "the checkpoint"
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was checked, and fits.
+    """The result of a check that found nothing wrong.
 
     Attributes:
-        tensors: tensors changed at entries.
-        entries: changed entries.
-        whole: tensors stored whole.
+        tensors: number of tensors changed at entries.
+        entries: number of changed entries.
+        whole: number of tensors stored whole.
         unchecked: names of tensors whose values could not be checked, since the base has them in another dtype, or not
             quantized as in training.
-        missing: names of tensors stored whole that a checkpoint does not have, and a merge adds to it.
+        missing: names of tensors stored whole that a checkpoint does not have; a merge adds them.
 
     Example:
         >>> print(CheckReport(tensors=2, entries=1_000))
@@ -71,104 +69,85 @@ class CheckReport:
         return f"{what}: {verdict}.{whole + '.' if whole else ''}"
 
 
-def check_base(
-    tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], base: nn.Module | str | os.PathLike[str]
-) -> CheckReport:
-    """Checks a delta against a base, a model or the path of a checkpoint, as applying or merging would.
-
-    Raises:
-        BaseMismatchError: when the base lacks a tensor, or has another shape, dtype or other values at the entries.
-        SparsifyError: when there is no checkpoint at the path, a tensor has no place of its own in its files, or the
-            model is in sparse training.
-    """
+def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckReport:
+    """Checks a delta against a model or the path of a checkpoint; see :meth:`sparsify.SparseDelta.check`."""
     check_names(tensors, whole)
     if not isinstance(base, nn.Module):
-        report, _ = check_checkpoint(tensors, whole, Checkpoint(base))
-        return report
+        return check_checkpoint(tensors, whole, Checkpoint(base))[0]
     check_plain(base)
     targets = find_targets([*tensors, *whole], base, whole)
-    edits = {name: plan_entries(name, delta, targets[name]) for name, delta in tensors.items()}
+    patches = {name: plan_entries(name, delta, targets[name]) for name, delta in tensors.items()}
     for name, tensor in whole.items():
-        check_whole(name, tensor, targets[name].shape, targets[name].dtype)
-    unchecked = [name for name, delta in tensors.items() if not is_proven(delta, edits[name].old)]
-    return _report(tensors, whole, unchecked)
+        check_dense(name, tensor, targets[name].shape, targets[name].dtype)
+    unchecked = tuple(name for name, delta in tensors.items() if not is_verified(delta, patches[name].old))
+    return CheckReport(len(tensors), sum(delta.count for delta in tensors.values()), len(whole), unchecked)
 
 
 def check_checkpoint(
-    tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], checkpoint: Checkpoint
+    tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint
 ) -> tuple[CheckReport, dict[str, Layout]]:
-    """Checks a delta against a checkpoint, one tensor at a time.
+    """Checks a delta against a checkpoint, one tensor at a time; see :meth:`sparsify.SparseDelta.check`.
 
     Returns:
-        What was checked, and where each of the delta's tensors is stored; those stored whole may be nowhere.
-
-    Raises:
-        BaseMismatchError, SparsifyError: as :func:`check_base` does.
+        A report, and by name where each of the delta's tensors is stored; dense ones may be nowhere.
     """
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}
-    places: dict[tuple[object, ...], str] = {}
+    owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, delta in tensors.items():
-        layout = layouts[name] = _place(name, delta, checkpoint)
-        _check_distinct(name, layout, places)
-        trained_values(name, delta, checkpoint, layout)
-        proven = checkpoint.dtype(layout) == delta.dtype and delta.quantization is None  # or there was an error
-        if not proven and not _proves_base(delta, checkpoint, layout):
+        layout = layouts[name] = _find_layout(name, delta, checkpoint)
+        _check_distinct(name, layout, owners)
+        old = _base_values(name, delta, checkpoint, layout)
+        new_values(name, delta, old, _IN_FILES)  # for its checks
+        if not is_verified(delta, old):
             unchecked.append(name)
     for name, tensor in whole.items():
         if name in checkpoint:
             layout = layouts[name] = checkpoint.layout(name)
-            _check_distinct(name, layout, places)
-            check_whole(name, tensor, layout.shape, checkpoint.dtype(layout), _IN_FILES)
-    missing = [name for name in whole if name not in layouts]
-    return _report(tensors, whole, unchecked, missing), layouts
-
-
-def _place(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layout:
-    """Where a tensor's entries are stored.
-
-    A tensor that is stored under the very name may still be another one than the model's, which transformers renames,
-    or have its entries elsewhere. So the name alone counts only where the values prove it.
-
-    Raises:
-        BaseMismatchError, SparsifyError: as :meth:`Checkpoint.layout` does.
-    """
-    layout = checkpoint.layout(name)
-    if name not in checkpoint.stored or _proves_base(delta, checkpoint, layout):
-        return layout
-    return next(iter(checkpoint.converted(name)), layout)
+            _check_distinct(name, layout, owners)
+            check_dense(name, tensor, layout.shape, checkpoint.dtype(layout), _IN_FILES)
+    missing = tuple(name for name in whole if name not in layouts)
+    entries = sum(delta.count for delta in tensors.values())
+    return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
 
 
 def trained_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
     """The trained values (count,) of one tensor in the checkpoint's dtype; raises where it is not the delta's base."""
+    return new_values(name, delta, _base_values(name, delta, checkpoint, layout), _IN_FILES)
+
+
+def _base_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
+    """The checkpoint's values (count,) at a tensor's entries, whose shape and dtype are checked."""
     check_shape(name, delta.shape, layout.shape, "Give the base that the delta was trained on.", _IN_FILES)
     check_dtype(name, delta, checkpoint.dtype(layout), _IN_FILES)
-    return new_values(name, delta, checkpoint.take(layout, delta.indices), _IN_FILES)
+    return checkpoint.take(layout, delta.indices)
 
 
-def _proves_base(delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> bool:
-    """Whether the values at the entries are, by their digest, those that the delta was trained on."""
+def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layout:
+    """Where a tensor's entries are stored.
+
+    transformers may rename or rearrange a tensor that is stored under the same name as another one of the model's, so
+    that name alone counts only where the stored values match the delta's digest.
+    """
+    layout = checkpoint.layout(name)
+    if name not in checkpoint.stored or _matches(delta, checkpoint, layout):
+        return layout
+    return next(iter(checkpoint.converted(name)), layout)
+
+
+def _matches(delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> bool:
+    """Whether the stored values at the entries have the digest of those that the delta was trained on."""
     if tuple(layout.shape) != delta.shape or checkpoint.dtype(layout) != delta.dtype:
         return False
     return digest(checkpoint.take(layout, delta.indices)) == delta.base_sha256
 
 
-def _check_distinct(name: str, layout: Layout, places: dict[tuple[object, ...], str]) -> None:
-    """Raises where a tensor lies where another one of the delta does."""
+def _check_distinct(name: str, layout: Layout, owners: dict[tuple[object, ...], str]) -> None:
+    """Raises where two of the delta's tensors are stored in one place."""
     for window in layout.windows:
-        first = places.setdefault((window.key, window.offset), name)
+        first = owners.setdefault((window.key, window.offset), name)
         if first != name:
             raise BaseMismatchError(
                 f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta, so "
                 "one would overwrite the other: give the base with these weights untied, as it was in training."
             )
-
-
-def _report(
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
-    unchecked: list[str],
-    missing: list[str] | None = None,
-) -> CheckReport:
-    entries = sum(delta.count for delta in tensors.values())
-    return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), tuple(missing or ()))

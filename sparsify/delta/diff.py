@@ -1,68 +1,42 @@
-"""A delta from two models: what one has that the other has not, entry by entry.
+"""Compares a model with its base entry by entry, and takes the entries that differ, or the most changed of them.
 
 In: a base and a model tuned from it, each in memory or as a checkpoint on disk, which is read a tensor at a time. Out:
-the entries that differ, all of them or the most changed.
+the parts of a delta.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
-from sparsify.delta.entries import DTYPES, TensorDelta
+from sparsify.delta.entries import DTYPES, Base, NamedTensors, TensorDelta
 from sparsify.delta.patch_plan import check_has_values, own_copy
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
-class Difference(NamedTuple):
-    """What a delta is made of: entries by tensor, tensors stored whole, and how much of the change they hold."""
-
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    config: dict[str, Any]
-
-
 def diff(
-    base: nn.Module | str | os.PathLike[str],
-    tuned: nn.Module | str | os.PathLike[str],
-    budget: int | None = None,
-    *,
-    progress: bool = True,
-) -> Difference:
-    """The entries in which a tuned model differs from its base, as replacements.
-
-    Args:
-        base: the pretrained model, plain or the path of its checkpoint.
-        tuned: the fine-tuned one; tensors that the base lacks are stored whole, and what only the base has is left out.
-        budget: keep the entries with the largest absolute change only, in the whole model; ``None``: all, exactly.
-        progress: show a progress bar.
-
-    Raises:
-        BaseMismatchError: when a tensor has another shape or dtype in the two, or is tied in one of them only, or when
-            they have no tensor in common.
-        SparsifyError: when the models do not differ, the budget is no positive number, or a change is not finite.
-    """
+    base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True
+) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
+    """Tensors, dense tensors and config of the delta between two models; see :meth:`sparsify.SparseDelta.diff`."""
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise SparsifyError(f"budget={budget!r}; expected a number of entries, at least 1, or None for all of them.")
     old, new = open_base(base), open_base(tuned)
     names = _distinct(new)
     _check_comparable(names, old, new)
-    whole: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}  # changed positions by tensor
     largest = _Largest(budget) if budget is not None else None
     changed, squared = 0, 0.0
     for name in tqdm(names, desc="comparing", unit="tensor", leave=False, disable=None if progress else True):
         if not _is_comparable(name, old, new[name]):
             if name not in old or digest(old[name]) != digest(new[name]):
-                whole[name] = own_copy(new[name])
+                dense[name] = own_copy(new[name])
             continue
         indices, change = _changes(name, old[name].detach(), new[name].detach())
         changed += indices.numel()
@@ -73,17 +47,21 @@ def diff(
             found[name] = indices
     if largest is not None:
         found = largest.by_tensor()
-    if not found and not whole:
+    if not found and not dense:
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
     _check_ties(old, found)
     tensors = {name: _replacement(indices, old[name], new[name]) for name, indices in found.items()}
-    kept = sum(_squared(tensors[name], old[name]) for name in tensors)
-    report = {"changed": changed, "kept": sum(part.count for part in tensors.values())}
-    return Difference(tensors, whole, {"diff": {**report, "squared_share": kept / squared if squared else 1.0}})
+    kept = sum(part.count for part in tensors.values())
+    held = sum(_squared(tensors[name], old[name]) for name in tensors)
+    return (
+        tensors,
+        dense,
+        {"diff": {"changed": changed, "kept": kept, "squared_share": held / squared if squared else 1.0}},
+    )
 
 
 class _Largest:
-    """The entries with the largest scores among those offered; ties go to what came first."""
+    """The entries with the largest scores of those offered; of equal ones, the first offered."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -110,16 +88,16 @@ class _Largest:
         return {self.names[int(owner)]: self.indices[self.owner == owner] for owner in self.owner.unique()}
 
 
-def _distinct(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names without those under which a model has a tensor again; a checkpoint's as its model has them."""
+def _distinct(tensors: NamedTensors) -> list[str]:
+    """The names, one for each tensor; those of a checkpoint as the model has them at run time."""
     if not isinstance(tensors, dict):
         return tensors.plain_names() if isinstance(tensors, Checkpoint) else list(tensors)
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return [name for name, tensor in tensors.items() if first[id(tensor)] == name]
 
 
-def _check_comparable(names: list[str], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Raises where names do not say which tensors belong together: wrapped, or none alike, or tied in one only."""
+def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors) -> None:
+    """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
         raise BaseMismatchError(
             f"`{wrapped[0]}` is a layer that PEFT has put an adapter on, so the tuned model has its change beside the "
@@ -139,7 +117,7 @@ def _check_comparable(names: list[str], old: Mapping[str, Tensor], new: Mapping[
                 )
 
 
-def _check_ties(old: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _check_ties(old: NamedTensors, found: NamedTensors) -> None:
     """Raises where two changed tensors are one in the base, so that no delta could be put onto it."""
     for names in _ties(old):
         if len(changed := [name for name in names if name in found]) > 1:
@@ -149,15 +127,15 @@ def _check_ties(old: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
             )
 
 
-def _ties(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of each tensor that a model, not a checkpoint, has under several."""
+def _ties(tensors: NamedTensors) -> list[list[str]]:
+    """The names of each tensor that a model has under several; none for a checkpoint."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
         names_of.setdefault(id(tensor), []).append(name)
     return [names for names in names_of.values() if len(names) > 1]
 
 
-def _is_comparable(name: str, old: Mapping[str, Tensor], new: Tensor) -> bool:
+def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
     """Whether a tensor is compared entry by entry: both have it, in one shape and floating-point dtype."""
     if name not in old:
         return False

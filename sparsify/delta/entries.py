@@ -1,20 +1,23 @@
-"""A tensor's changed entries: what they are made of, how their positions are stored, what makes them valid.
+"""The changed entries of one tensor: their parts, the checks that make them valid, and the encodings of positions.
 
-In memory, positions are flat int64 indices. Stored, they are the smallest of three encodings; ``format.py`` says in
-prose what those mean.
+In memory, positions are flat int64 indices. In a file they are in the smallest of three encodings, which ``format.md``
+specifies.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.common.raw_bits import same_values
+from sparsify.common.raw_bits import digest, same_values
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 KINDS = ("replace", "add")
@@ -26,16 +29,17 @@ _CHUNK = 2**18  # numbers of a gap stream that are decoded at a time
 
 @dataclass(frozen=True, eq=False)
 class TensorDelta:
-    """The changed entries of one tensor parameter. What exists is valid: the constructor checks it.
+    """The changed entries of one tensor parameter, which the constructor checks.
 
     Args:
-        indices: (count,) int64 on the CPU, count >= 1 unless drawn: flat row-major positions, strictly increasing.
-        values: (count,) on the CPU, finite: the trained values, or what to add.
+        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing. There is at least one, unless
+            there is an ``initializer``.
+        values: (count,) on the CPU, finite: the trained values, or differences.
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
-        base_sha256: :func:`digest` of the base's values at the indices; of a drawn tensor, of all its initial values.
-        drawn: how to draw the initial values of a tensor that the base does not have; it may have no entries.
+        base_sha256: :func:`digest` of the base's values at the indices; with an ``initializer``, of all initial values.
+        initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
         quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
             ones, in ``dtype``. ``None`` for an ordinary base.
 
@@ -49,7 +53,7 @@ class TensorDelta:
     dtype: torch.dtype
     kind: str
     base_sha256: str
-    drawn: InitializerRecipe | None = None
+    initializer: InitializerRecipe | None = None
     quantization: str | None = None
 
     def __post_init__(self) -> None:
@@ -61,15 +65,33 @@ class TensorDelta:
                 "take a delta from before the training diverged."
             )
 
+    @classmethod
+    def from_export(cls, item: Any) -> TensorDelta:
+        """The entries that a training engine exports for one tensor, in memory of their own."""
+        indices, values = (part.detach().to("cpu", copy=True).contiguous() for part in (item.indices, item.values))
+        kind = "replace" if item.quantization is None else "add"
+        recipe, sha = (None, digest(item.base_values)) if item.drawn is None else item.drawn
+        dtype, shape = item.base_values.dtype, tuple(item.shape)
+        try:
+            return cls(indices, values, shape, dtype, kind, sha, recipe, item.quantization)
+        except SparsifyError as error:
+            raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error
+
     @property
     def count(self) -> int:
         """Number of entries."""
         return self.indices.numel()
 
 
+TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
+NamedTensors: TypeAlias = Mapping[str, Tensor]
+StrPath: TypeAlias = str | os.PathLike[str]
+Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint
+
+
 def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
     """Whether two tensors' entries are equal in every bit, and of the same base."""
-    fixed = ("shape", "dtype", "kind", "base_sha256", "drawn", "quantization")
+    fixed = ("shape", "dtype", "kind", "base_sha256", "initializer", "quantization")
     return (
         all(getattr(left, field) == getattr(right, field) for field in fixed)
         and torch.equal(left.indices, right.indices)
@@ -78,13 +100,7 @@ def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
 
 
 def encode_indices(indices: Tensor) -> Tensor:
-    """The smallest stored form of flat positions.
-
-    Args:
-        indices: (count,) int64, strictly increasing, not negative.
-
-    Returns:
-        (count or more,) uint16 gaps, or (count,) uint32 or uint64 positions.
+    """Encodes flat positions (count,) in the fewest bytes: (count or more,) uint16 gaps, or uint32 or uint64 positions.
 
     Example:
         >>> encode_indices(torch.tensor([2, 3, 70_000])).tolist()
@@ -104,17 +120,9 @@ def encode_indices(indices: Tensor) -> Tensor:
 
 
 def decode_indices(stored: Tensor, count: int) -> Tensor:
-    """The positions that :func:`encode_indices` stored. Their order and range are not checked here.
+    """Decodes ``count`` positions that :func:`encode_indices` encoded; raises where dtype, end or count is wrong.
 
-    Args:
-        stored: (any,) uint16, uint32 or uint64.
-        count: number of entries that there must be.
-
-    Returns:
-        (count,) int64. A position beyond int64 comes out negative.
-
-    Raises:
-        DeltaFormatError: when the dtype is no encoding, a gap stream ends in an escape, or the count is another.
+    Their order and range are not checked; a position beyond int64 comes out negative.
     """
     if stored.dtype == torch.uint16:
         return _decode_gaps(stored, count)
@@ -127,7 +135,7 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
 
 
 def _decode_gaps(stored: Tensor, count: int) -> Tensor:
-    """Positions (count,) from gaps (count or more,), a chunk at a time: a number takes 2 bytes, its way 30 more."""
+    """Positions (count,) from gaps (count or more,), by chunks: each number takes 30 bytes while it is decoded."""
     if stored.numel() and int(stored[-1]) == ESCAPE:
         raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
     chunks = stored.split(_CHUNK)
@@ -162,7 +170,7 @@ def _check_types(tensor: TensorDelta) -> None:
         raise SparsifyError(f"indices are {indices.dtype}, expected torch.int64")
     if values.dtype not in DTYPES.values() or (tensor.kind == "replace" and values.dtype != tensor.dtype):
         raise SparsifyError(f"values are {values.dtype}, expected the base's {tensor.dtype} for kind {tensor.kind!r}")
-    least = 1 if tensor.drawn is None else 0
+    least = 1 if tensor.initializer is None else 0
     if indices.dim() != 1 or values.shape != indices.shape or indices.numel() < least:
         raise SparsifyError(
             f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}, expected one dimension, "
@@ -170,9 +178,9 @@ def _check_types(tensor: TensorDelta) -> None:
         )
     if not isinstance(tensor.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", tensor.base_sha256):
         raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r}, expected 64 lower-case hex digits")
-    if tensor.drawn is not None and tensor.kind != "replace":
+    if tensor.initializer is not None and tensor.kind != "replace":
         raise SparsifyError(f"kind is {tensor.kind!r} for a drawn tensor, expected 'replace'")
-    if tensor.quantization is not None and (tensor.drawn is not None or not is_short_text(tensor.quantization)):
+    if tensor.quantization is not None and (tensor.initializer is not None or not is_short_text(tensor.quantization)):
         raise SparsifyError(
             f"quantization is {tensor.quantization!r}, expected None, or 1 to {_LONGEST_TEXT} characters of printable "
             "ASCII where the tensor is not drawn"
@@ -182,7 +190,7 @@ def _check_types(tensor: TensorDelta) -> None:
 
 
 def is_short_text(value: object) -> bool:
-    """Whether it is a string that may name a way of quantizing: short, in printable ASCII."""
+    """Whether a value may name a quantization: a short string of printable ASCII."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT and value.isascii() and value.isprintable()
 
 

@@ -1,8 +1,8 @@
-"""The delta file: ``sparse_delta.safetensors``, written whole or not at all, and read with every check.
+"""Reads and writes the delta file, ``sparse_delta.safetensors``.
 
-In and out: entries by tensor name, tensors stored whole, and a config. ``format.md``, beside this module, is the
-specification: what the file holds to the byte, and what a reader has to check. Here, header, metadata and sizes are
-checked before a tensor is loaded, and the entries before anything is returned.
+In and out: entries by tensor name, dense tensors, and a config. ``format.md``, next to this module, specifies the file
+to the byte, and the checks of a reader. Here, header, metadata and sizes are checked before a tensor is loaded, and the
+entries before anything is returned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.delta.entries import DTYPES, ESCAPE, TensorDelta, decode_indices, encode_indices
+from sparsify.delta.entries import (
+    DTYPES,
+    ESCAPE,
+    NamedTensors,
+    StrPath,
+    TensorDelta,
+    TensorDeltas,
+    decode_indices,
+    encode_indices,
+)
 from sparsify.delta.metadata import (
     FORMAT_VERSION,
     METADATA_KEY,
@@ -52,7 +61,7 @@ _HASHED_BYTES = 2**20  # of the payload at a time
 
 
 class DeltaFile(NamedTuple):
-    """What a file holds: changed entries by tensor name, tensors stored whole, and how they came about."""
+    """The contents of a file: changed entries by tensor name, dense tensors by name, and how they came about."""
 
     tensors: dict[str, TensorDelta]
     whole: dict[str, Tensor]
@@ -60,21 +69,16 @@ class DeltaFile(NamedTuple):
 
 
 def write(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
+    path: StrPath,
+    tensors: TensorDeltas,
+    whole: NamedTensors,
     config: Mapping[str, Any],
     *,
-    sidecar: str | os.PathLike[str] | None = None,
+    sidecar: StrPath | None = None,
 ) -> None:
-    """Writes a delta file. What was there before stays until the new file is complete.
+    """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``.
 
-    Args:
-        path: the file; its folder is made if need be.
-        tensors: changed entries by tensor name.
-        whole: tensors to store whole, by name.
-        config: how the delta came about; anything that JSON can hold.
-        sidecar: where to write the metadata as JSON for people, if at all.
+    A file that was there before stays until the new one is complete. Folders are made if need be.
 
     Raises:
         SparsifyError: when ``config`` does not go into JSON, a name is in both mappings, or a reader would refuse a
@@ -99,7 +103,7 @@ def write(
         replace_file(Path(sidecar), for_people)
 
 
-def _payload(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _payload(tensors: TensorDeltas, whole: NamedTensors) -> dict[str, Tensor]:
     """The stored tensors by key."""
     payload = {f"{name}.whole": tensor for name, tensor in whole.items()}
     for name, tensor in tensors.items():
@@ -123,20 +127,15 @@ def _hash_of(data: bytes) -> str:
     return hashlib.sha256(memoryview(data)[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
 
 
-def read(path: str | os.PathLike[str]) -> DeltaFile:
+def read(path: StrPath) -> DeltaFile:
     """Reads a delta file, and checks everything about it that can be checked without the base.
-
-    The payload is read once more for its hash, a megabyte at a time: about a second for each gigabyte.
-
-    Args:
-        path: the file.
 
     Returns:
         Its contents, in memory of their own: the file may be deleted or replaced.
 
     Raises:
         DeltaFormatError: when anything in the file is not as ``format.md`` says, a bit of its payload has changed
-            since it was written (which a file of format version 1 does not tell), or it is no regular file.
+            since it was written (undetected in a file of format version 1), or it is no regular file.
         OSError: when the file cannot be opened.
     """
     path = os.fspath(path)
@@ -153,7 +152,7 @@ def read(path: str | os.PathLike[str]) -> DeltaFile:
     raise DeltaFormatError(f"`{path}` was replaced every time that it was read: try again when nothing writes it.")
 
 
-def payload_hash(path: str | os.PathLike[str]) -> str | None:
+def payload_hash(path: StrPath) -> str | None:
     """The SHA-256 that a delta file has of its payload, which :func:`read` checks; None in format version 1.
 
     Raises:
@@ -168,7 +167,7 @@ def payload_hash(path: str | os.PathLike[str]) -> str | None:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Which file is at a path. It is opened several times: a header could come from one file, data from the next."""
+    """Identifies the file at a path, which is opened several times, so that a replaced one is noticed."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # reading a pipe may never end
         raise DeltaFormatError(f"`{path}` is no regular file, so it is not read: copy what it gives into a file first.")
@@ -194,7 +193,7 @@ def _read(path: str) -> DeltaFile:
 
 @contextmanager
 def _described(path: str) -> Iterator[None]:
-    """Turns what goes wrong with a file's contents into an error that says which file it is."""
+    """Turns errors about a file's contents into a ``DeltaFormatError`` that names the file."""
     try:
         yield
     except (SafetensorError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
@@ -205,14 +204,14 @@ def _described(path: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, on one printable line: libraries quote the file, and torch adds a stack trace."""
+    """An error's message as one printable line: libraries quote the file, and torch adds a stack trace."""
     line = str(error).partition("\n")[0].rstrip(".")[:_LONGEST_REASON]
     return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Puts a complete file in place of what is at ``path``, or leaves that as it is, whenever the process may die."""
-    with uninterrupted():  # which would leave an unfinished file beside it
+    """Replaces a file atomically: whenever the process may die, the old or the new one is there, complete."""
+    with uninterrupted():  # an interrupt would leave an unfinished file behind
         _replace_file(path, data)
 
 
@@ -225,17 +224,13 @@ def _replace_file(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             # Without it some file systems rename first and write later: after a power cut the old file would be gone
-            # and the new one empty. The folder is not synced: either file may be there then, but a whole one.
+            # and the new one empty. The folder is not synced: either file may be there then, but a complete one.
             os.fsync(file.fileno())
         os.replace(complete, path)
 
 
 def _check_header(path: str) -> int:
-    """Where the payload begins.
-
-    Raises:
-        ValueError: where parsing the header would take more memory than it should, or parsers may differ on it.
-    """
+    """Checks the header before it is parsed, for memory and for text that parsers differ on; returns its end."""
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
@@ -320,7 +315,7 @@ def _load_tensor(file: Any, name: str, record: Record) -> TensorDelta:
             dtype=DTYPES[record.dtype],
             kind=record.kind,
             base_sha256=record.base_sha256,
-            drawn=record.drawn,
+            initializer=record.initializer,
             quantization=record.quantization,
         )
     except SparsifyError as error:

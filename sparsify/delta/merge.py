@@ -1,7 +1,7 @@
-"""A delta put into a checkpoint's files, without a model: shard by shard, in the memory of one tensor.
+"""Merges a delta into a checkpoint's files, without a model: shard by shard, in the memory of one tensor.
 
-In: a delta's tensors and the folder of a checkpoint. Out: the folder of another one that any library loads. Each file
-of weights is copied by the kernel, and only the changed entries are then written into the copy, in place.
+In: a delta's tensors and the folder of a checkpoint. Out: the folder of a checkpoint that any library loads. Each file
+of weights is copied by the operating system, and only the changed entries are then written into the copy, in place.
 
 Everything is checked before the first byte is written, and the new folder appears when it is complete, or not at all.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -26,45 +25,27 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from sparsify.common.raw_bits import put
-from sparsify.delta.check import check_checkpoint, trained_values
+from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
+from sparsify.delta.patches import WeightPatch, entry_patches
 from sparsify.errors import SparsifyError
 
-# What lies next to weights and does not describe the merged model: other formats' weights, and the state of a training.
+# Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.
 _LEFT_OUT = re.compile(
     r"\..*|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|ot|onnx|onnx_data|tflite|gguf|ggml|npz|pkl|pickle)|.*\.index\.json"
     r"|trainer_state\.json|events\.out\.tfevents.*|sparse_delta_config\.json|adapter_config\.json"
 )
 
 
-def merge(
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    base: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-) -> Path:
-    """Writes the checkpoint that a delta makes of another one.
+def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], base: StrPath, out: StrPath) -> Path:
+    """Writes the checkpoint that a delta makes of another one; see :meth:`sparsify.SparseDelta.merge`.
 
-    Args:
-        tensors: changed entries by name at run time.
-        whole: tensors to store whole, by name. Those that the base does not have go into a shard of their own.
-        config: of the delta; where it has ``architecture`` and ``model_config``, and there are tensors stored whole,
-            these go into ``config.json``.
-        base: the folder of the checkpoint that the delta was trained on.
-        out: the folder to write; it must not exist, or be empty.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        BaseMismatchError: when the base is not the one that the delta was trained on.
-        SparsifyError: when there is no checkpoint in ``base``, a tensor has no place of its own in its files, or
-            ``out`` is not free.
+    Where ``config`` has ``architecture`` and ``model_config``, and there are dense tensors, these go into
+    ``config.json``.
     """
     check_names(tensors, whole)
     check_not_drawn(tensors, "a merge")
@@ -74,8 +55,7 @@ def merge(
     dtypes = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
     casts = {name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held}
     warn_of_casts(casts, "the checkpoint")
-    changes: list[_Change] = [_Entries(name, checkpoint, layouts[name], delta) for name, delta in tensors.items()]
-    changes += [_Whole(name, checkpoint, layouts[name], tensor) for name, tensor in whole.items() if name in layouts]
+    places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
     if METADATA_KEY in new:
         raise SparsifyError(
@@ -87,85 +67,59 @@ def merge(
     with _appearing_folder(out) as folder:
         file_names = _file_names(checkpoint, new)
         _copy_descriptions(source, folder)
-        _write_shards(checkpoint, changes, folder, file_names)
+        _write_shards(tensors, whole, checkpoint, places, folder, file_names)
         _write_index(checkpoint, index, new, folder, file_names)
         if model_config is not None:
             _write_json(folder / "config.json", model_config)
     return out
 
 
-class _Change:
-    """New values for one tensor, in all places where it is stored."""
-
-    def __init__(self, name: str, checkpoint: Checkpoint, layout: Layout) -> None:
-        self.name = name
-        self.checkpoint = checkpoint
-        self.copies = checkpoint.copies(name, layout)
-        self.keys = {key for layout in self.copies for key in layout.keys}
-        self.dtype = checkpoint.dtype(self.copies[0])
-
-    def write(self, targets: Mapping[str, Stored]) -> None:
-        """Writes into those of the stored tensors that are among the targets."""
-        raise NotImplementedError
-
-
-class _Entries(_Change):
-    """Changed entries of a tensor."""
-
-    def __init__(self, name: str, checkpoint: Checkpoint, layout: Layout, delta: TensorDelta) -> None:
-        super().__init__(name, checkpoint, layout)
-        self.delta = delta
-
-    def write(self, targets: Mapping[str, Stored]) -> None:
-        values = trained_values(self.name, self.delta, self.checkpoint, self.copies[0])
-        for layout in self.copies:
-            for part in layout.locate(self.delta.indices):
-                if part.key in targets:
-                    put(_map(targets[part.key], self.dtype), part.indices, values[part.entries])
-
-
-class _Whole(_Change):
-    """A tensor replaced as a whole."""
-
-    def __init__(self, name: str, checkpoint: Checkpoint, layout: Layout, tensor: Tensor) -> None:
-        super().__init__(name, checkpoint, layout)
-        self.tensor = tensor.detach().cpu()
-
-    def write(self, targets: Mapping[str, Stored]) -> None:
-        for layout in self.copies:
-            for window in layout.windows:
-                if window.key in targets and self.tensor.numel():
-                    window.view(_map(targets[window.key], self.dtype)).copy_(self.tensor[window.box])
-
-
-def _map(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """A stored tensor, flat, as writable memory of its file; gone from memory with its last reference."""
-    data = np.memmap(stored.file, dtype=np.uint8, mode="r+", offset=stored.begin, shape=(stored.nbytes,))
-    return torch.from_numpy(data).view(dtype)
-
-
 def _write_shards(
-    checkpoint: Checkpoint, changes: Sequence[_Change], folder: Path, file_names: Mapping[Path, str]
+    tensors: TensorDeltas,
+    whole: NamedTensors,
+    checkpoint: Checkpoint,
+    places: Mapping[str, Sequence[Layout]],
+    folder: Path,
+    file_names: Mapping[Path, str],
 ) -> None:
-    """Copies the files of weights one by one, and writes each one's changes into its copy."""
+    """Copies the files of weights one by one, and writes the changes of each into its copy."""
     sizes = {file: file.stat().st_size for file in checkpoint.files}
     with tqdm(desc="merging", total=sum(sizes.values()), unit="B", unit_scale=True, disable=None) as progress:
         for file, size in sizes.items():
             copy = folder / file_names[file]
             shutil.copyfile(file, copy)
             targets = {key: at._replace(file=copy) for key, at in checkpoint.stored.items() if at.file == file}
-            for change in changes:
-                if not change.keys.isdisjoint(targets):
-                    change.write(targets)
+            for name, layouts in places.items():
+                if not any(key in targets for layout in layouts for key in layout.keys):
+                    continue
+                if name in tensors:
+                    _write_entries(entry_patches(name, tensors[name], checkpoint, layouts), targets)
+                else:
+                    _write_dense(whole[name].detach().cpu(), checkpoint.dtype(layouts[0]), layouts, targets)
             progress.update(size)
 
 
+def _write_entries(patches: Iterator[WeightPatch], targets: Mapping[str, Stored]) -> None:
+    for patch in patches:
+        if patch.name in targets:
+            assert patch.indices is not None
+            put(_map(targets[patch.name], patch.dtype), patch.indices, patch.values)
+
+
+def _write_dense(tensor: Tensor, dtype: torch.dtype, layouts: Sequence[Layout], targets: Mapping[str, Stored]) -> None:
+    for window in (window for layout in layouts for window in layout.windows):
+        if window.key in targets and tensor.numel():
+            window.view(_map(targets[window.key], dtype)).copy_(tensor[window.box])
+
+
+def _map(stored: Stored, dtype: torch.dtype) -> Tensor:
+    """A stored tensor, flat, as writable memory of its file, which is unmapped with its last reference."""
+    data = np.memmap(stored.file, dtype=np.uint8, mode="r+", offset=stored.begin, shape=(stored.nbytes,))
+    return torch.from_numpy(data).view(dtype)
+
+
 def _write_index(
-    checkpoint: Checkpoint,
-    index: Mapping[str, Any],
-    new: Mapping[str, Tensor],
-    folder: Path,
-    file_names: Mapping[Path, str],
+    checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, folder: Path, file_names: Mapping[Path, str]
 ) -> None:
     """Writes the tensors that the base does not have into a shard, and the index where there are shards."""
     weight_map = {key: file_names[stored.file] for key, stored in checkpoint.stored.items()}
@@ -174,33 +128,33 @@ def _write_index(
     metadata = index.get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     if new:
-        shard = _shard_name(len(checkpoint.files), len(checkpoint.files) + 1)
+        number = len(checkpoint.files) + 1
+        shard = _shard_name(number, number)
         own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in new.items()}
         safetensors.torch.save_file(own, folder / shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(new, shard)
-        sizes = [stored.nbytes for stored in checkpoint.stored.values()] + [tensor.nbytes for tensor in new.values()]
-        counts = [math.prod(stored.shape) for stored in checkpoint.stored.values()]
+        stored = checkpoint.stored.values()
         metadata |= {
-            "total_parameters": sum(counts) + sum(tensor.numel() for tensor in new.values()),
-            "total_size": sum(sizes),
+            "total_parameters": sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values()),
+            "total_size": sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values()),
         }
     _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _file_names(checkpoint: Checkpoint, new: Mapping[str, Tensor]) -> dict[Path, str]:
-    """What the base's files of weights are called in the new folder: numbered afresh where there is one more."""
+def _file_names(checkpoint: Checkpoint, new: NamedTensors) -> dict[Path, str]:
+    """The names of the base's files of weights in the new folder: renumbered where there is one more."""
     if not new:
         return {file: file.name for file in checkpoint.files}
     number = len(checkpoint.files) + 1
-    return {file: _shard_name(position, number) for position, file in enumerate(checkpoint.files)}
+    return {file: _shard_name(position, number) for position, file in enumerate(checkpoint.files, start=1)}
 
 
 def _shard_name(position: int, number: int) -> str:
-    return f"model-{position + 1:05d}-of-{number:05d}.safetensors"
+    return f"model-{position:05d}-of-{number:05d}.safetensors"
 
 
 def _copy_descriptions(source: Path, folder: Path) -> None:
-    """Copies what describes the model: its config, tokenizer, licence; also of folders that hold nothing else."""
+    """Copies the files that describe the model (config, tokenizer, licence), and folders of only such files."""
     for path in source.iterdir():
         if path.is_file() and not _LEFT_OUT.fullmatch(path.name):
             shutil.copyfile(path, folder / path.name)
@@ -214,21 +168,21 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
                     shutil.copyfile(file, copy)
 
 
-def _updated_config(path: Path, config: Mapping[str, Any], whole: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """The ``config.json`` that says what model the delta's whole tensors are of; ``None`` where it stays as it is."""
+def _updated_config(path: Path, config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any] | None:
+    """The ``config.json`` with the architecture and labels of the delta's dense tensors; ``None`` for no change."""
     updates: dict[str, Any] = {}
     architecture, head = config.get("architecture"), config.get("model_config")
     if isinstance(architecture, str) and architecture.isidentifier():
         updates["architectures"] = [architecture]
     if isinstance(head, dict):
-        # Nothing but labels: a delta may come from a stranger, and other keys of a config name code to be run.
+        # Labels only: a delta may come from a stranger, and other keys of a config name code to be run.
         # An empty tensor may claim any size, so only those with values count.
         updates |= _labels(head, {size for tensor in whole.values() if tensor.numel() for size in tensor.shape})
     return {**read_json(path), **updates} if updates and whole and path.is_file() else None
 
 
 def _labels(head: Mapping[str, Any], sizes: set[int]) -> dict[str, Any]:
-    """The labels of a delta's head in the words of ``config.json``, if there is a head of that size."""
+    """The labels of a delta's head as keys of ``config.json``; none unless a dense tensor has that size."""
     number, names, problem = (head.get(key) for key in ("num_labels", "id2label", "problem_type"))
     if isinstance(number, int) and not isinstance(number, bool) and number in sizes and names is None:
         names = {str(label): f"LABEL_{label}" for label in range(number)}
@@ -240,7 +194,8 @@ def _labels(head: Mapping[str, Any], sizes: set[int]) -> dict[str, Any]:
     return {**labels, "problem_type": problem} if isinstance(problem, str) else labels
 
 
-def _check_folders(base: Any, out: str | os.PathLike[str]) -> tuple[Path, Path]:
+def _check_folders(base: Any, out: StrPath) -> tuple[Path, Path]:
+    """Both as paths; raises unless the base is a folder and the other one is free."""
     if isinstance(base, nn.Module):
         raise SparsifyError(
             f"`merge` works on files, and got a {type(base).__name__} as the base: give the folder of its checkpoint, "
@@ -258,7 +213,7 @@ def _check_folders(base: Any, out: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 @contextmanager
 def _appearing_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which takes its place when the block ends well, and is gone otherwise."""
+    """Yields a temporary folder, which is renamed to ``out`` when the block ends without an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
         folder = Path(parent) / out.name

@@ -1,7 +1,7 @@
-"""The JSON object in a delta file's header: what it says, written and checked.
+"""Writes and checks the JSON object in a delta file's header.
 
-In: the parts of a delta, or a stranger's text. Out: the text, or records that are known to be sound. ``format.md`` says
-what each field means; nothing from a file reaches a message, a terminal or the rest of the library unchecked.
+In: the parts of a delta, or untrusted text. Out: the text, or records that are checked. ``format.md`` specifies each
+field; nothing from a file reaches a message, a terminal or the rest of the library unchecked.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.delta.entries import DTYPES, KINDS, TensorDelta, is_short_text
+from sparsify.delta.entries import DTYPES, KINDS, NamedTensors, TensorDeltas, is_short_text
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
 METADATA_KEY = "sparse_delta"
-PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: what the base was extended by
-ENTRIES_IN_WHOLE_KEY = "entries_in_whole"  # of the config: how many were trained in tensors stored whole
+PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: adapters that were added to the base
+ENTRIES_IN_WHOLE_KEY = "entries_in_whole"  # of the config: number of entries trained in tensors stored whole
 MAX_NAME_CHARACTERS = 1000
 MAX_DEPTH = 64  # of objects and lists in each other
 MAX_NUMBER_CHARACTERS = 1000  # the time to read a longer integer grows with its square
@@ -43,35 +41,21 @@ _LONGEST_SHOWN = 120
 
 @dataclass(frozen=True)
 class Record:
-    """What the metadata says about one tensor.
-
-    Attributes:
-        shape: the tensor's.
-        dtype: the base's, a key of ``DTYPES``.
-        kind: ``"replace"`` or ``"add"``.
-        count: number of entries, between 1 (0 if drawn) and the tensor's own.
-        base_sha256: not checked here.
-        drawn: how the initial values of a tensor that the base does not have are drawn.
-        quantization: how the base was quantized; ``None`` where it was not.
-    """
+    """The metadata of one tensor, fields as in :class:`TensorDelta`; ``base_sha256`` is not checked yet."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # a key of ``DTYPES``
     kind: str
     count: int
     base_sha256: str
-    drawn: InitializerRecipe | None = None
+    initializer: InitializerRecipe | None = None
     quantization: str | None = None
 
 
 class Metadata(NamedTuple):
-    """What the metadata says about a file.
+    """The metadata of a file: records by tensor name, names of dense tensors, config, and the payload's SHA-256.
 
-    Attributes:
-        records: by name, of the tensors that are changed at entries.
-        whole: names of the tensors stored whole.
-        config: how the delta came about.
-        payload_sha256: of the bytes after the header; ``None`` in a file of version 1.
+    ``payload_sha256`` is None in a file of version 1.
     """
 
     records: dict[str, Record]
@@ -81,7 +65,7 @@ class Metadata(NamedTuple):
 
 
 def describe(
-    tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor], config: Mapping[str, Any], payload_sha256: str
+    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], payload_sha256: str
 ) -> dict[str, Any]:
     """The metadata object of a delta."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
@@ -92,7 +76,7 @@ def describe(
             **({} if tensor.kind == _DEFAULT_KIND else {"kind": tensor.kind}),
             "count": tensor.count,
             "base_sha256": tensor.base_sha256,
-            **({} if tensor.drawn is None else {"drawn": asdict(tensor.drawn)}),
+            **({} if tensor.initializer is None else {"drawn": asdict(tensor.initializer)}),
             **({} if tensor.quantization is None else {"quantization": tensor.quantization}),
         }
         for name, tensor in tensors.items()
@@ -107,11 +91,7 @@ def describe(
 
 
 def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
-    """The metadata object as text.
-
-    Raises:
-        SparsifyError: when its config holds what JSON cannot.
-    """
+    """The metadata object as text; raises where its config does not go into JSON."""
     separators = (",", ":") if indent is None else (",", ": ")
     try:
         return json.dumps(document, allow_nan=False, indent=indent, separators=separators)
@@ -123,11 +103,7 @@ def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def parse(metadata: Mapping[str, str] | None) -> Metadata:
-    """Reads the safetensors header's metadata.
-
-    Raises:
-        SparsifyError: when the metadata is not that of a delta, or anything in it is not as ``format.md`` says.
-    """
+    """Parses the safetensors header's metadata; raises where anything in it is not as ``format.md`` says."""
     if not metadata or METADATA_KEY not in metadata:
         raise DeltaFormatError(
             f"its header has no metadata `{METADATA_KEY}`: it is a safetensors file of something else"
@@ -151,16 +127,7 @@ def parse(metadata: Mapping[str, str] | None) -> Metadata:
 
 
 def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
-    """Checks the names of one delta.
-
-    Args:
-        tensors: of tensors that are changed at some entries.
-        whole: of tensors that are stored whole.
-
-    Raises:
-        SparsifyError: unless all are strings of 1 to ``MAX_NAME_CHARACTERS`` characters without control characters
-            and their like, and none is there twice.
-    """
+    """Raises unless the names of a delta's tensors are strings without control characters, none of them twice."""
     seen: set[str] = set()
     for name in [*tensors, *whole]:
         if not isinstance(name, str) or not name:
@@ -177,12 +144,23 @@ def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
         seen.add(name)
 
 
+def check_not_extended(config: Mapping[str, Any], what: str) -> None:
+    """Raises where a delta is of a model with PEFT's or our adapters, and ``what`` needs the base's own tensors."""
+    if extended := [key for key in (PEFT_KEY, ADAPTERS_KEY) if config.get(key)]:
+        plain = "merge_and_unload() of it is a plain model" if PEFT_KEY in extended else "save_adapters(model, folder)"
+        raise SparsifyError(
+            f"{what} goes by the base's own tensors, and this delta is of modules that "
+            f"{'PEFT' if PEFT_KEY in extended else 'add_adapters'} put into the base: take "
+            f"load_model(base, delta), and {plain}."
+        )
+
+
 def parse_json(text: str | bytes) -> Any:
-    """JSON as the standard has it, from a source that is not trusted.
+    """Parses JSON, strictly by the standard, from a source that is not trusted.
 
     Raises:
-        ValueError: for what is no JSON or not UTF-8; NaN, Infinity, or a number that only fits into those; an object
-            with a key twice; a number too long; half of a surrogate pair.
+        ValueError: for text that is no JSON or not UTF-8; NaN, Infinity, or a number beyond floats; an object with a
+            key twice; a number too long; half of a surrogate pair.
         RecursionError, DeltaFormatError: for objects and lists too deep in each other.
     """
     if isinstance(text, bytes):
@@ -195,7 +173,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value from a file as it may stand in a message: on one line, printable, and not long."""
+    """Formats a value from a file for a message: on one line, printable, and not long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
@@ -264,24 +242,24 @@ def _parse_record(name: str, record: Any) -> Record:
         raise DeltaFormatError(f"{where}: `dtype` is {shown(dtype)}, expected one of {', '.join(DTYPES)}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise DeltaFormatError(f"{where}: `kind` is {shown(kind)}, expected one of {', '.join(KINDS)}")
-    drawn = _parse_draw(where, record["drawn"]) if "drawn" in record else None
-    least = 1 if drawn is None else 0
+    initializer = _parse_initializer(where, record["drawn"]) if "drawn" in record else None
+    least = 1 if initializer is None else 0
     if not _is_int(count, least, numel):
         raise DeltaFormatError(
             f"{where}: `count` is {shown(count)}, expected a number from {least} to the tensor's {numel} entries"
         )
-    if "quantization" in record and (drawn is not None or not is_short_text(record["quantization"])):
+    if "quantization" in record and (initializer is not None or not is_short_text(record["quantization"])):
         raise DeltaFormatError(
             f"{where}: `quantization` is {shown(record['quantization'])}, expected a short string of printable ASCII, "
             "in a record without `drawn`"
         )
-    return Record(tuple(shape), dtype, kind, count, sha, drawn, record.get("quantization"))
+    return Record(tuple(shape), dtype, kind, count, sha, initializer, record.get("quantization"))
 
 
-def _parse_draw(where: str, draw: Any) -> InitializerRecipe:
-    _check_object(f"{where}, `drawn`", draw, {field.name for field in fields(InitializerRecipe)})
+def _parse_initializer(where: str, recipe: Any) -> InitializerRecipe:
+    _check_object(f"{where}, `drawn`", recipe, {field.name for field in fields(InitializerRecipe)})
     try:
-        return InitializerRecipe(**draw)
+        return InitializerRecipe(**recipe)
     except SparsifyError as error:
         raise DeltaFormatError(f"{where}, `drawn`: {error}") from error
 

@@ -1,31 +1,28 @@
-"""How alike two deltas are: which entries they share, and whether they pull those the same way.
+"""Compares two deltas: the entries that both change, and the directions in which they change them.
 
-In: two deltas, and their base if directions are asked for. Out: an :class:`Overlap`.
+In: two deltas, and their base for directions. Out: an :class:`Overlap`.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from sparsify.common.raw_bits import same_values
-from sparsify.delta.algebra import change
-from sparsify.delta.checkpoint.reader import base_tensor, open_base
+from sparsify.delta.algebra import CheckedBase, change
+from sparsify.delta.entries import Base
 from sparsify.delta.patch_plan import check_not_drawn, plan_entries, warn_of_casts
-from sparsify.delta.quantized_delta import overlaid
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two deltas have in common.
+    """The result of :func:`overlap`.
 
     Attributes:
-        shared: number of entries that both change.
+        shared: number of entries that both deltas change.
         union: number of entries that either changes.
         cosine: of the two changes on the shared entries; ``None`` without a base, nan where nothing is shared.
         opposed: number of shared entries that the two move in opposite directions; ``None`` without a base.
@@ -54,7 +51,7 @@ class Overlap:
         return "\n".join(lines)
 
 
-def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[str] | None = None) -> Overlap:
+def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap:
     """Compares two deltas of one base, entry by entry.
 
     Args:
@@ -68,6 +65,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
         SparsifyError: when a tensor has another shape in the two deltas.
 
     Example:
+        >>> from torch import nn
         >>> base, one, two = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
         >>> for model, change in ((one, [1.0, 2.0, 0.0]), (two, [0.0, -2.0, 3.0])):
         ...     _ = model.load_state_dict({"weight": base.weight + torch.tensor(change), "bias": base.bias})
@@ -77,39 +75,32 @@ def overlap(a: SparseDelta, b: SparseDelta, base: nn.Module | str | os.PathLike[
     """
     for delta in (a, b):
         check_not_drawn(delta.tensors, "a comparison")
-    available = None if base is None else open_base(base)
+    targets = None if base is None else CheckedBase(base)
     shared, opposed, by_tensor = 0, 0, {}
-    casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     products = torch.zeros(3, dtype=torch.float64)  # a.b, a.a, b.b
     for name in (name for name in a.tensors if name in b.tensors):
         parts = a.tensors[name], b.tensors[name]
         if parts[0].shape != parts[1].shape:
-            raise SparsifyError(
-                f"tensor `{name}` has shape {parts[0].shape} in one delta and {parts[1].shape} in the other: they are "
-                "not of one base."
-            )
+            shapes = f"{parts[0].shape} in one delta and {parts[1].shape} in the other"
+            raise SparsifyError(f"tensor `{name}` has shape {shapes}: they are not of one base.")
         at = [torch.isin(mine.indices, other.indices, assume_unique=True) for mine, other in (parts, parts[::-1])]
         if count := int(at[0].sum()):
             by_tensor[name] = count
         shared += count
-        if available is not None:
-            target = base_tensor(name, available)
-            if isinstance(base, nn.Module):
-                target = overlaid({name: target}, base)[name]
-            if others := [part.dtype for part in parts if part.dtype != target.dtype]:
-                casts[name] = (others[0], target.dtype)
+        if targets is not None:
+            target = targets.get(name, parts)
             changes = (change(part, plan_entries(name, part, target).old) for part in parts)
             left, right = (own[mask] for own, mask in zip(changes, at, strict=True))
             products += torch.stack([left @ right, left @ left, right @ right])
             opposed += int((left * right < 0).sum())
-    warn_of_casts(casts, "the base", stacklevel=3)
+    warn_of_casts(targets.casts if targets else {}, "the base", stacklevel=3)
     cosine = float(products[0] / (products[1] * products[2]).sqrt())
-    both_whole = a.whole.keys() & b.whole.keys()
+    both = a.whole.keys() & b.whole.keys()
     return Overlap(
         shared=shared,
         union=a.num_entries + b.num_entries - shared,
         cosine=None if base is None else cosine,
         opposed=None if base is None else opposed,
         by_tensor=dict(sorted(by_tensor.items())),
-        conflicting_whole=tuple(sorted(name for name in both_whole if not same_values(a.whole[name], b.whole[name]))),
+        conflicting_whole=tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name]))),
     )

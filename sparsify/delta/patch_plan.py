@@ -1,6 +1,7 @@
-"""Changing a model's tensors so that it can be undone: every change is planned and checked before the first write.
+"""Writes to a model's tensors that can be undone, all of them planned and checked before the first is carried out.
 
-In: a model and what a delta wants to put into it. Out: edits, each with what was there before.
+In: a model and the tensors of a delta. Out: a patch plan, a list of :class:`TensorPatch`, each with the values that it
+replaces.
 """
 
 from __future__ import annotations
@@ -8,24 +9,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import named_tensors, near_names
+from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest, put
-from sparsify.delta.entries import DTYPES, TensorDelta
-from sparsify.delta.quantized_delta import OverlaidWeight, overlaid
+from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
+from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
 @dataclass(frozen=True, eq=False)
-class Edit:
-    """A change of one tensor that can be undone: at ``indices`` (count,), or everywhere where that is None.
+class TensorPatch:
+    """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
 
-    ``old`` and ``new`` are what was there and what comes there, on the CPU, in the tensor's dtype at planning: of
-    shape (count,), or ``shape``.
+    ``old`` and ``new`` are the values before and after, on the CPU, in the tensor's dtype at planning: (count,) or
+    ``shape``.
     """
 
     name: str
@@ -41,7 +45,7 @@ class Edit:
             new = self.new.to(target.device, target.dtype)
             if self.indices is None:
                 target.copy_(new)
-            elif isinstance(target, OverlaidWeight):
+            elif isinstance(target, QuantizedDelta):
                 target.put(self.indices.to(target.device), new)
             else:
                 put(target, self.indices.to(target.device), new)
@@ -53,23 +57,71 @@ class Edit:
         held = own_copy(target) if self.indices is None else _take(target, self.indices)
         return torch.equal(as_bits(held), as_bits(self.new.to(target.dtype)))
 
-    def inverse(self) -> Edit:
-        """The edit that undoes this one."""
+    def inverse(self) -> TensorPatch:
+        """The patch that undoes this one."""
         return replace(self, old=self.new, new=self.old)
 
 
-def find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -> dict[str, Tensor]:
-    """The model's tensors by the delta's names, each there, with data, and under one of these names only.
+PatchPlan: TypeAlias = list[TensorPatch]
 
-    Args:
-        names: plain names.
-        model: the model.
-        whole: those of the names whose tensors a delta may bring along with its own modules.
+
+class AppliedPlans:
+    """The plans of one delta that are written into models, by model, which they do not keep alive.
+
+    Messages call the delta by its ``label``.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.plans: WeakKeyDictionary[nn.Module, PatchPlan] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have no plans."""
+        return AppliedPlans, (self.label,)
+
+    def check_free(self, model: nn.Module) -> None:
+        """Raises where a plan is written into the model already."""
+        if model in self.plans:
+            raise SparsifyError(
+                f"this {self.label} is already applied to this model, and applying it again would lose the original "
+                "values: call `revert(model)` first."
+            )
+
+    def write(self, plan: PatchPlan, model: nn.Module) -> nn.Module:
+        """Writes a plan and records it, both or neither; returns the model."""
+        with uninterrupted():
+            write_plan(plan, model)
+            self.plans[model] = plan
+        return model
+
+    def undo(self, model: nn.Module) -> PatchPlan:
+        """Undoes the model's plan and returns it; raises if there is none, or the model does not hold its values."""
+        if model not in self.plans:
+            raise SparsifyError(
+                f"this {self.label} is not applied to this model, so there is nothing to revert: pass the object that "
+                "`apply` got, not a copy or a wrapper of it."
+            )
+        check_plain(model)
+        with uninterrupted():
+            undo_plan(self.plans[model], model)
+            return self.plans.pop(model)
+
+
+def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str]) -> dict[str, Tensor]:
+    """The model's tensors by plain name; raises unless each is there, with data, and under one of the names only.
+
+    ``dense`` are those of the names whose tensors a delta stores dense.
     """
     available = named_tensors(model)
-    names, whole = list(names), set(whole)
+    names, dense = list(names), set(dense)
     if missing := [name for name in names if name not in available]:
-        raise BaseMismatchError(_missing_text(missing, available, missing[0] in whole))
+        remedy = "Load the base that the delta was trained on."
+        if missing[0] in dense:
+            remedy = "The delta stores it whole: build the model with that head or module first, as it was in training."
+        raise BaseMismatchError(
+            f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}; "
+            f"{counted(len(missing), 'name')} missing in all. {remedy}"
+        )
     targets = {name: available[name] for name in names}
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
@@ -81,37 +133,26 @@ def find_targets(names: Iterable[str], model: nn.Module, whole: Iterable[str]) -
                 f"`{first}` and `{name}` are one tensor in this model and two in the delta, so one would overwrite "
                 "the other: load the base with these weights untied, as it was in training."
             )
-    entries = {name: tensor for name, tensor in targets.items() if name not in whole}
-    return targets | overlaid(entries, model)
+    entries = {name: tensor for name, tensor in targets.items() if name not in dense}
+    return targets | with_quantized_deltas(entries, model)
 
 
-def _missing_text(missing: list[str], available: Iterable[str], is_whole: bool) -> str:
-    """Says that the first of the missing names is not in the model, what is near, and what to do."""
-    hint = near_names(missing[0], available)
-    remedy = (
-        "The delta stores it whole: build the model with that head or module first, as it was in training."
-        if is_whole
-        else "Load the base that the delta was trained on."
-    )
-    return f"the model has no tensor `{missing[0]}`{hint}; {counted(len(missing), 'name')} missing in all. {remedy}"
-
-
-def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> Edit:
-    """The edit of a tensor at a delta's entries; raises where the tensor is not the delta's base."""
+def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> TensorPatch:
+    """Plans the write of a tensor's entries; raises where the tensor is not the delta's base."""
     check_has_values(name, target)
     check_shape(name, delta.shape, target.shape, "Load the base that the delta was trained on.")
     check_dtype(name, delta, target.dtype)
-    if delta.drawn is not None:
-        return plan_whole(name, drawn_values(name, delta), target)
+    if delta.initializer is not None:
+        return plan_dense(name, drawn_values(name, delta), target)
     old = _take(target, delta.indices)
-    new = new_values(name, delta, old, is_quantized=isinstance(target, OverlaidWeight))
-    return Edit(name, delta.shape, delta.indices, old, new)
+    new = new_values(name, delta, old, is_quantized=isinstance(target, QuantizedDelta))
+    return TensorPatch(name, delta.shape, delta.indices, old, new)
 
 
 def drawn_values(name: str, delta: TensorDelta) -> Tensor:
-    """A drawn tensor as it was trained: its initial values, drawn again, with the trained ones at the indices."""
-    assert delta.drawn is not None
-    values = delta.drawn.values(name, delta.shape, delta.dtype)
+    """A drawn tensor after training: its initial values, drawn again, with the trained ones at the indices."""
+    assert delta.initializer is not None
+    values = delta.initializer.values(name, delta.shape, delta.dtype)
     if digest(values) != delta.base_sha256:
         raise BaseMismatchError(
             f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from: the "
@@ -120,14 +161,14 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
         )
     if not values.isfinite().all():
         raise BaseMismatchError(
-            f"tensor `{name}` is drawn with a scale of {delta.drawn.scale}, beyond its {delta.dtype}."
+            f"tensor `{name}` is drawn with a scale of {delta.initializer.scale}, beyond its {delta.dtype}."
         )
     return put(values, delta.indices, delta.values)
 
 
-def check_not_drawn(tensors: Mapping[str, TensorDelta], what: str) -> None:
-    """Raises where a delta draws a tensor that its base does not have; ``what`` needs a change of the base."""
-    if drawn := [name for name, tensor in tensors.items() if tensor.drawn is not None]:
+def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
+    """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
+    if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
         raise SparsifyError(
             f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
             "does not have, drawn from a seed: apply the delta to a model that has such a module instead."
@@ -135,13 +176,13 @@ def check_not_drawn(tensors: Mapping[str, TensorDelta], what: str) -> None:
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
-    """Raises where a tensor is a mere shape."""
+    """Raises where a tensor is on the meta device."""
     if tensor.is_meta:
         raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
 
 
 def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = "the model") -> None:
-    """Raises where a base's tensor has a dtype that a delta's values do not go into."""
+    """Raises where a base's tensor has a dtype that cannot hold a delta's values."""
     if dtype not in DTYPES.values():
         raise BaseMismatchError(
             f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {delta.dtype}: "
@@ -152,20 +193,13 @@ def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = 
 def new_values(
     name: str, delta: TensorDelta, old: Tensor, place: str = "the model", *, is_quantized: bool = False
 ) -> Tensor:
-    """What a delta makes of a base's values (count,) at its indices, in their dtype.
-
-    Args:
-        name: the tensor's name, for messages.
-        delta: the tensor's part of the delta.
-        old: the base's values at the delta's indices.
-        place: where the base is, for messages.
-        is_quantized: whether the base's values are dequantized ones.
+    """The trained values (count,) in the base's dtype, from the base's values (count,) at the delta's indices.
 
     Raises:
-        BaseMismatchError: when the values are not those that the delta was trained on, or what it makes of them is not
-            finite.
+        BaseMismatchError: when the base's values are not those that the delta was trained on, or the trained ones are
+            not finite in its dtype.
     """
-    if (delta.quantization or "").endswith(TRANSPOSED) and not (is_proven(delta, old) or is_quantized):
+    if (delta.quantization or "").endswith(TRANSPOSED) and not (is_verified(delta, old) or is_quantized):
         raise BaseMismatchError(
             f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
             f"values than it had then, so there is no telling which way round: load the base quantized as in training, "
@@ -185,8 +219,8 @@ def new_values(
     return _finite(name, delta, _added(old, delta.values) if delta.kind == "add" else delta.values.to(old.dtype), place)
 
 
-def is_proven(delta: TensorDelta, old: Tensor) -> bool:
-    """Whether a base's values (count,), which :func:`new_values` took, are known to be those trained on."""
+def is_verified(delta: TensorDelta, old: Tensor) -> bool:
+    """Whether the base's values (count,), which :func:`new_values` accepted, are known to be those trained on."""
     return old.dtype == delta.dtype and (delta.quantization is None or digest(old) == delta.base_sha256)
 
 
@@ -210,14 +244,14 @@ def _finite(name: str, delta: TensorDelta, new: Tensor, place: str) -> Tensor:
     return new
 
 
-def plan_whole(name: str, tensor: Tensor, target: Tensor) -> Edit:
-    """The edit that replaces a tensor as a whole; raises where the model's has another shape or sort of dtype."""
-    check_whole(name, tensor, target.shape, target.dtype)
-    return Edit(name, tuple(tensor.shape), None, own_copy(target), tensor.detach().cpu().to(target.dtype))
+def plan_dense(name: str, tensor: Tensor, target: Tensor) -> TensorPatch:
+    """Plans the replacement of all values; raises where the model's tensor has another shape or sort of dtype."""
+    check_dense(name, tensor, target.shape, target.dtype)
+    return TensorPatch(name, tuple(tensor.shape), None, own_copy(target), tensor.detach().cpu().to(target.dtype))
 
 
-def check_whole(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model") -> None:
-    """Raises where a tensor stored whole cannot take the place of a base's one of some shape and dtype."""
+def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model") -> None:
+    """Raises where a dense tensor cannot replace a base's one of some shape and dtype."""
     remedy = "The delta stores it whole: build the model with that head or module as it was in training."
     check_shape(name, tuple(tensor.shape), shape, remedy, place)
     if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
@@ -243,12 +277,9 @@ def _added(base: Tensor, difference: Tensor) -> Tensor:
 def warn_of_casts(
     casts: Mapping[str, tuple[torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
 ) -> None:
-    """One warning for all tensors, if there are any, that a base has in another dtype than the delta.
+    """Warns once about all tensors whose dtype in the delta, the first, is not the one in the base, the second.
 
-    Args:
-        casts: by name, the dtype in the delta and the one in the base.
-        place: where the base is, for the message.
-        stacklevel: as in ``warnings.warn``; by default the caller of the caller's caller: of a delta's method.
+    ``stacklevel`` is that of ``warnings.warn``; by default the caller of a delta's method.
     """
     if not casts:
         return
@@ -261,51 +292,53 @@ def warn_of_casts(
     )
 
 
-def write_all(edits: Sequence[Edit], model: nn.Module) -> None:
-    """Writes all edits or, where one fails, none."""
-    _write(edits, _targets_of(edits, model))
+def write_plan(plan: PatchPlan, model: nn.Module) -> None:
+    """Carries out all patches of a plan or, where one fails, none."""
+    _write(plan, _targets_of(plan, model))
 
 
-def undo_all(edits: Sequence[Edit], model: nn.Module) -> None:
-    """Puts back what the edits replaced, if the model still holds what they wrote."""
-    targets = _targets_of(edits, model)
-    for edit in edits:
-        if not edit.is_written(targets[edit.name]):
-            raise SparsifyError(
-                f"tensor `{edit.name}` no longer holds the delta's values, so reverting would undo what came after "
-                "(another delta, training, or two casts); nothing was changed: revert deltas in the reverse order of "
-                "their application, or load the base afresh."
-            )
-    _write([edit.inverse() for edit in edits], targets)
+def undo_plan(plan: PatchPlan, model: nn.Module) -> None:
+    """Puts back what a plan replaced, if the model still holds what it wrote."""
+    reason = (
+        "the delta's values, so reverting would undo what came after (another delta, training, or two casts); nothing "
+        "was changed: revert deltas in the reverse order of their application, or load the base afresh."
+    )
+    _write_over(plan, [patch.inverse() for patch in plan], model, reason)
 
 
-def redo_all(edits: Sequence[Edit], model: nn.Module) -> None:
-    """Writes edits again that were undone, if the model still holds what they replaced."""
-    targets = _targets_of(edits, model)
-    for edit in edits:
-        if not edit.inverse().is_written(targets[edit.name]):
-            raise SparsifyError(
-                f"tensor `{edit.name}` no longer holds the base's values, which something else has changed since the "
-                "delta was checked against them (another delta, training, or two casts): undo that, or load the base "
-                "afresh."
-            )
-    _write(edits, targets)
+def redo_plan(plan: PatchPlan, model: nn.Module) -> None:
+    """Carries out again a plan that was undone, if the model still holds what it replaces."""
+    reason = (
+        "the base's values, which something else has changed since the delta was checked against them (another delta, "
+        "training, or two casts): undo that, or load the base afresh."
+    )
+    _write_over([patch.inverse() for patch in plan], plan, model, reason)
 
 
-def _write(edits: Sequence[Edit], targets: Mapping[str, Tensor]) -> None:
-    done: list[Edit] = []
+def _write_over(held: PatchPlan, plan: PatchPlan, model: nn.Module, reason: str) -> None:
+    """Carries out a plan on a model that holds, to the bit, what another plan writes."""
+    targets = _targets_of(plan, model)
+    for patch in held:
+        if not patch.is_written(targets[patch.name]):
+            raise SparsifyError(f"tensor `{patch.name}` no longer holds {reason}")
+    _write(plan, targets)
+
+
+def _write(plan: PatchPlan, targets: NamedTensors) -> None:
+    done: PatchPlan = []
     try:
-        for edit in edits:
-            done.append(edit)  # before the write, which may fail halfway
-            edit.write(targets[edit.name])
+        for patch in plan:
+            done.append(patch)  # before the write, which may fail halfway
+            patch.write(targets[patch.name])
     except BaseException:
-        for edit in done:
-            edit.inverse().write(targets[edit.name])
+        for patch in done:
+            patch.inverse().write(targets[patch.name])
         raise
 
 
-def _targets_of(edits: Sequence[Edit], model: nn.Module) -> dict[str, Tensor]:
-    return find_targets([edit.name for edit in edits], model, [edit.name for edit in edits if edit.indices is None])
+def _targets_of(plan: PatchPlan, model: nn.Module) -> dict[str, Tensor]:
+    dense = [patch.name for patch in plan if patch.indices is None]
+    return find_targets([patch.name for patch in plan], model, dense)
 
 
 def _take(tensor: Tensor, indices: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A delta as patches of a checkpoint's tensors, the form in which inference engines take weights that changed.
+"""A delta as patches of a checkpoint's tensors, the form in which inference engines take changed weights.
 
 In: a delta's tensors and, where names or layouts differ from the model's at run time, the checkpoint that the engine
 loaded. Out: a stream of :class:`WeightPatch`, each in the checkpoint's coordinates.
@@ -6,8 +6,7 @@ loaded. Out: a stream of :class:`WeightPatch`, each in the checkpoint's coordina
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,14 +15,14 @@ from torch import Tensor
 from sparsify.delta.check import check_checkpoint, trained_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import check_not_drawn
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
 class WeightPatch(NamedTuple):
-    """Changed entries of one tensor of a checkpoint, or the whole of it.
+    """New values for some entries of one tensor of a checkpoint, or for all of them.
 
     The fields are those of vLLM's ``CheckpointWeightPatch``, in its order: ``CheckpointWeightPatch(*patch)`` is one.
 
@@ -32,7 +31,7 @@ class WeightPatch(NamedTuple):
         shape: its shape there.
         dtype: its dtype there.
         values: (count,) in that dtype: the new values.
-        indices: (count,) int64, flat row-major positions, strictly increasing; None where ``values`` are the whole
+        indices: (count,) int64, flat row-major positions, strictly increasing; None where ``values`` are all of the
             tensor's.
     """
 
@@ -44,23 +43,11 @@ class WeightPatch(NamedTuple):
 
 
 def make_patches(
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
-    checkpoint: str | os.PathLike[str] | None = None,
+    tensors: TensorDeltas, whole: NamedTensors, checkpoint: StrPath | None = None
 ) -> Iterator[WeightPatch]:
-    """Patches that make a delta's model of its base; sparse ones first, then those of tensors stored whole.
+    """Patches that turn a delta's base into the trained model; see :meth:`sparsify.SparseDelta.patches`.
 
-    Args:
-        tensors: changed entries by name at run time.
-        whole: tensors stored whole, by name.
-        checkpoint: the path of the base's checkpoint, against which everything is checked before the first patch.
-            Names, shapes and dtypes are then the checkpoint's, and a tensor that is stored in pieces, or under two
-            names, comes as several patches. Without it, they are those of the model at run time.
-
-    Raises:
-        SparsifyError: where a tensor is drawn from a seed, which is no change of a base; without a checkpoint, where
-            values are differences, which take a base to become values.
-        BaseMismatchError: where the checkpoint is not that of the delta's base.
+    With a checkpoint, a tensor that is stored in pieces, or under two names, comes as several patches.
     """
     check_names(tensors, whole)
     check_not_drawn(tensors, "a stream of patches")
@@ -77,7 +64,19 @@ def make_patches(
     return _runtime_patches(tensors, whole)
 
 
-def _runtime_patches(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor]) -> Iterator[WeightPatch]:
+def entry_patches(
+    name: str, delta: TensorDelta, checkpoint: Checkpoint, places: Iterable[Layout]
+) -> Iterator[WeightPatch]:
+    """Patches of one tensor's entries in each of the places where a checkpoint stores it."""
+    first, *others = places
+    values = trained_values(name, delta, checkpoint, first)
+    for layout in (first, *others):
+        for part in layout.locate(delta.indices):
+            shape = checkpoint.stored[part.key].shape
+            yield WeightPatch(part.key, shape, values.dtype, values[part.entries], part.indices)
+
+
+def _runtime_patches(tensors: TensorDeltas, whole: NamedTensors) -> Iterator[WeightPatch]:
     for name, delta in tensors.items():
         yield WeightPatch(name, delta.shape, delta.dtype, delta.values, delta.indices)
     for name, tensor in whole.items():
@@ -85,26 +84,19 @@ def _runtime_patches(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Ten
 
 
 def _checkpoint_patches(
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
-    checkpoint: Checkpoint,
-    layouts: Mapping[str, Layout],
+    tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint, layouts: Mapping[str, Layout]
 ) -> Iterator[WeightPatch]:
     for name, delta in tensors.items():
-        values = trained_values(name, delta, checkpoint, layouts[name])
-        for layout in checkpoint.copies(name, layouts[name]):
-            for part in layout.locate(delta.indices):
-                shape = checkpoint.stored[part.key].shape
-                yield WeightPatch(part.key, shape, values.dtype, values[part.entries], part.indices)
+        yield from entry_patches(name, delta, checkpoint, checkpoint.copies(name, layouts[name]))
     for name, tensor in whole.items():
         if name in layouts:
-            yield from _whole_patches(name, tensor, checkpoint, layouts[name])
+            yield from _dense_patches(name, tensor, checkpoint, layouts[name])
         else:
-            yield WeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.detach().reshape(-1))
+            yield from _runtime_patches({}, {name: tensor})
 
 
-def _whole_patches(name: str, tensor: Tensor, checkpoint: Checkpoint, first: Layout) -> Iterator[WeightPatch]:
-    """A tensor stored whole, as the stored tensors that it is made of."""
+def _dense_patches(name: str, tensor: Tensor, checkpoint: Checkpoint, first: Layout) -> Iterator[WeightPatch]:
+    """Patches of the stored tensors that a dense tensor is made of."""
     for layout in checkpoint.copies(name, first):
         for key in layout.keys:
             windows = [window for window in layout.windows if window.key == key]

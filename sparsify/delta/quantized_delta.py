@@ -1,9 +1,9 @@
-"""A delta on a quantized base: what it adds to a layer's output, since nothing can be written into a packed weight.
+"""A delta over a quantized weight, of which no single value can be written: it adds to the layer's output.
 
     y = layer(x) + x D^T        D (out, in), sparse: trained minus dequantized values
 
-In: a linear layer with a quantized weight. Out: something that is read and written like the weight's tensor, at single
-entries. What was written is kept beside the weight, in buffers that no state dict has, and goes with the last entry.
+In: a linear layer with a quantized weight. Out: an object that is read and written at single entries like the weight's
+tensor. It keeps the written entries in buffers of the layer that are not in its state dict.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from sparsify.common.quantized import is_quantized, quantized_weight, unreadable
 from sparsify.common.raw_bits import as_bits, put
 from sparsify.errors import BaseMismatchError
 
-BUFFERS = ("overlay_indices", "overlay_base", "overlay_values")  # (k,) each: positions, what was there, what is there
-_HANDLE = "_sparsify_overlay"  # attribute of a layer with an overlay: the handle of its hook
+# (k,) each: flat positions, the dequantized values there, and the trained ones
+BUFFERS = ("quantized_delta_indices", "quantized_delta_base", "quantized_delta_values")
+_HANDLE = "_sparsify_quantized_delta"  # attribute of a layer with a delta: the handle of its hook
 
 
-class OverlaidWeight:
-    """A quantized weight with what is written over it; the part of a tensor's interface that edits use.
-
-    Args:
-        name: of the weight, for messages.
-        module: owns it.
+class QuantizedDelta:
+    """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use.
 
     Raises:
-        BaseMismatchError: when the weight's values cannot be had.
+        BaseMismatchError: when the weight cannot be dequantized.
     """
 
     is_meta = False
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._module = module
-        objection = None if has_overlay(module) else unreadable(module, before="the delta is applied")
+        objection = None if has_quantized_delta(module) else unreadable(module, before="the delta is applied")
         if objection is not None or not isinstance(module, nn.Linear):
             raise BaseMismatchError(
                 f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}. "
@@ -63,63 +60,62 @@ class OverlaidWeight:
     def data_ptr(self) -> int:
         return id(self._module)
 
-    def detach(self) -> OverlaidWeight:
+    def detach(self) -> QuantizedDelta:
         return self
 
     def take(self, indices: Tensor) -> Tensor:
         """The effective values (n,) at flat indices (n,)."""
-        known, _, values = self._overlay()
+        known, _, values = self._entries()
         if bool(torch.isin(indices, known).all()):
             return values[torch.searchsorted(known, indices)]
         return put(quantized_weight(self._module).dequantize(), known, values.to(self.dtype)).take(indices)
 
     def put(self, indices: Tensor, values: Tensor) -> None:
-        """Lays values (n,) over the weight at flat indices (n,); what equals the base is taken off."""
-        with torch.inference_mode(False), torch.no_grad():  # what is kept has to be of use in training, too
-            self._put(indices, values)
+        """Writes values (n,) at flat indices (n,); entries that then equal the base's are dropped."""
+        with torch.inference_mode(False), torch.no_grad():  # the buffers have to be usable in training, too
+            known, base, old = self._entries()
+            new = indices[torch.isin(indices, known, invert=True)]
+            union, order = torch.cat([known, new]).sort()
+            base = torch.cat([base, self.take(new) if new.numel() else base[:0]])[order]
+            effective = torch.cat([old, base.new_empty(new.numel())])[order]
+            effective[torch.searchsorted(union, indices)] = values.to(effective)
+            kept = as_bits(effective) != as_bits(base)
+            self._keep(union[kept], base[kept], effective[kept])
 
-    def _put(self, indices: Tensor, values: Tensor) -> None:
-        known, base, old = self._overlay()
-        new = indices[torch.isin(indices, known, invert=True)]
-        union, order = torch.cat([known, new]).sort()
-        base = torch.cat([base, self.take(new) if new.numel() else base[:0]])[order]
-        effective = torch.cat([old, base.new_empty(new.numel())])[order]
-        effective[torch.searchsorted(union, indices)] = values.to(effective)
-        kept = as_bits(effective) != as_bits(base)
-        self._keep(union[kept], base[kept], effective[kept])
-
-    def _overlay(self) -> tuple[Tensor, Tensor, Tensor]:
-        if has_overlay(self._module):
+    def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The buffers' tensors, (k,) each."""
+        if has_quantized_delta(self._module):
             indices, base, values = (getattr(self._module, name) for name in BUFFERS)
             return indices, base, values
         none = torch.empty(0, dtype=self.dtype, device=self.device)
         return none.long(), none, none
 
-    def _keep(self, *overlay: Tensor) -> None:
+    def _keep(self, *entries: Tensor) -> None:
+        """Puts the entries into the layer's buffers, or removes buffers and hook where there is no entry."""
         module = self._module
-        if overlay[0].numel():
-            for name, buffer in zip(BUFFERS, overlay, strict=True):
+        if entries[0].numel():
+            for name, buffer in zip(BUFFERS, entries, strict=True):
                 module.register_buffer(name, buffer, persistent=False)
             if _HANDLE not in module.__dict__:
                 module.__dict__[_HANDLE] = module.register_forward_hook(_add_delta, with_kwargs=True)
-        elif has_overlay(module):
+        elif has_quantized_delta(module):
             module.__dict__.pop(_HANDLE).remove()
             for name in BUFFERS:
                 delattr(module, name)
 
 
-def has_overlay(module: nn.Module) -> bool:
-    """Whether a delta lies over the module's quantized weight."""
+def has_quantized_delta(module: nn.Module) -> bool:
+    """Whether a delta is applied over the module's quantized weight."""
     return BUFFERS[0] in module._buffers
 
 
-def overlaid(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Any]:
-    """The tensors by name, the quantized ones as :class:`OverlaidWeight`."""
+def with_quantized_deltas(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Any]:
+    """The tensors by name, each quantized one as a :class:`QuantizedDelta`."""
     if not any(is_quantized(tensor) for tensor in tensors.values()):
         return tensors
     owners = {id(module._parameters.get("weight")): module for module in model.modules()}
     return {
-        name: OverlaidWeight(name, owners[id(tensor)]) if is_quantized(tensor) and id(tensor) in owners else tensor
+        name: QuantizedDelta(name, owners[id(tensor)]) if is_quantized(tensor) and id(tensor) in owners else tensor
         for name, tensor in tensors.items()
     }
 

@@ -1,99 +1,94 @@
-"""What was learned, apart from any model: take it from a trained model, save, load, apply, revert.
+"""The entries that training changed, apart from any model: taken from one, saved, loaded, applied and reverted.
 
     model in training --from_model--> SparseDelta <--save, load--> file, <--push_to_hub, load--> hub
     plain base model  <--apply, revert--> SparseDelta
 
-A delta knows nothing of training: ``from_model`` asks the model's own engine. It is O(budget) throughout; what it
-replaces in a model is kept and put back by ``revert``, never computed back.
+A delta needs no training code: ``from_model`` asks the model's own engine. Every verb takes time and memory of the
+order of the budget; what it replaces in a model is kept and put back by ``revert``, never computed back.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain, find_engine
-from sparsify.common.raw_bits import digest, same_values
+from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
+from sparsify.delta import storage
 from sparsify.delta.algebra import Summable
+from sparsify.delta.check import CheckReport, check_base
 from sparsify.delta.diff import diff
-from sparsify.delta.entries import TensorDelta, same_entries
-from sparsify.delta.exchange import Exchange, find_file
-from sparsify.delta.format import CONFIG_NAME, FILE_NAME
-from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
+from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, same_entries
+from sparsify.delta.merge import merge
+from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import (
-    Edit,
+    AppliedPlans,
+    PatchPlan,
     counted,
     find_targets,
     own_copy,
+    plan_dense,
     plan_entries,
-    plan_whole,
-    undo_all,
     warn_of_casts,
-    write_all,
 )
+from sparsify.delta.patches import WeightPatch, make_patches
+from sparsify.delta.peft import PeftAdapter, read_adapter, write_adapter
 from sparsify.errors import SparsifyError
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
 _RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft")
 
 
-class SparseDelta(Summable, Exchange):
-    """The entries that training changed, and what they changed to.
+class SparseDelta(Summable):
+    """The entries that training changed, and their trained values.
 
     Two deltas are equal (``==``) where they change the same entries of the same base to the same values, and store the
-    same tensors whole, all to the bit; ``config`` and the order of tensors do not count. Since a delta may be changed
+    same dense tensors, all to the bit; ``config`` and the order of tensors do not count. Since a delta may be changed
     in place, it has no hash: use its name, or the file's, as a key.
 
     Args:
         tensors: changed entries by the tensor's plain name.
-        whole: tensors to replace as a whole, by plain name.
-        config: how the delta came about; goes into the file, nothing depends on it.
+        whole: tensors stored whole, that is dense, by plain name; they replace the base's.
+        config: how the delta came about; it is saved in the file, and nothing depends on it.
 
     Example:
         >>> import torch
         >>> base = nn.Linear(3, 1)
-        >>> before = base.weight.detach().clone()
-        >>> entry = TensorDelta(
-        ...     indices=torch.tensor([1]),
-        ...     values=torch.tensor([5.0]),
-        ...     shape=(1, 3),
-        ...     dtype=torch.float32,
-        ...     kind="replace",
-        ...     base_sha256=digest(before[0, 1]),
-        ... )
-        >>> delta = SparseDelta({"weight": entry})
+        >>> tuned = copy.deepcopy(base)
+        >>> tuned.weight.data[0, 1] = 5.0
+        >>> delta = SparseDelta.diff(base, tuned, progress=False)
         >>> delta
         SparseDelta(1 entry in 1 tensor, 0 tensors stored whole)
         >>> with delta.applied(base):
         ...     base.weight[0, 1].item()
         5.0
-        >>> torch.equal(base.weight, before)
-        True
+        >>> torch.equal(base.weight, tuned.weight)
+        False
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, TensorDelta],
-        whole: Mapping[str, Tensor] | None = None,
-        config: Mapping[str, Any] | None = None,
+        self, tensors: TensorDeltas, whole: NamedTensors | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(tensors, whole, config)
-        self._applied: WeakKeyDictionary[nn.Module, list[Edit]] = WeakKeyDictionary()
+        self.tensors: dict[str, TensorDelta] = dict(tensors)
+        self.whole: dict[str, Tensor] = dict(whole or {})
+        self.config: dict[str, Any] = dict(config or {})
+        self._applied = AppliedPlans("delta")
 
     @classmethod
     def from_model(cls, model: nn.Module, budget: int | None = None) -> SparseDelta:
-        """What a sparsified model has learned so far.
+        """Takes the entries that a sparsified model has trained so far.
 
         Args:
             model: a model that ``sparsify`` prepared, also within DDP or ``torch.compile``; it is only read.
@@ -122,24 +117,25 @@ class SparseDelta(Summable, Exchange):
             if item.name in tensors:
                 raise SparsifyError(f"two trained tensors are called `{item.name}`: rename one of the modules.")
             if item.indices.numel() or item.drawn is not None:
-                tensors[item.name] = _tensor_delta(item)
-        whole = {name: own_copy(tensor) for name, tensor in export.whole.items()}
-        return cls(tensors, whole, {**copy.deepcopy(dict(export.config)), "versions": _library_versions()})
+                tensors[item.name] = TensorDelta.from_export(item)
+        dense = {name: own_copy(tensor) for name, tensor in export.whole.items()}
+        config = {**copy.deepcopy(dict(export.config)), "versions": _library_versions()}
+        return cls(tensors, dense, config)
 
     @classmethod
     def load(
         cls,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         revision: str | None = None,
         token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir: StrPath | None = None,
         local_files_only: bool = False,
     ) -> SparseDelta:
-        """Reads a delta that :meth:`save` wrote, here or, by way of :meth:`push_to_hub`, on the hub.
+        """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub.
 
-        The values and indices are compared with the SHA-256 that the file has of them, for which it is read once more:
-        about a second for each gigabyte. (A file from before format version 2 has none.)
+        The payload is compared with the SHA-256 in the file, which takes about a second for each gigabyte. (A file
+        from before format version 2 has none.)
 
         Args:
             path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
@@ -147,32 +143,25 @@ class SparseDelta(Summable, Exchange):
             revision: of the repository: branch, tag or commit.
             token: for the hub: a token, ``True`` for the stored one, ``False`` for none.
             cache_dir: where to keep what the hub sent; huggingface_hub's cache by default.
-            local_files_only: take it from the cache, ask nobody.
+            local_files_only: take it from the cache, make no network request.
 
         Raises:
             SparsifyError: when there is nothing at the path, or the hub does not hand it out; a ``revision`` of a path.
             DeltaFormatError: when the file is broken, even by one changed bit, or is no delta, or no regular file.
         """
-        file = find_file(path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
-        return cls(*delta_format.read(file))
+        options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        return cls(*delta_format.read(storage.find_file(path, revision=revision, **options)))
 
     @classmethod
-    def diff(
-        cls,
-        base: nn.Module | str | os.PathLike[str],
-        tuned: nn.Module | str | os.PathLike[str],
-        budget: int | None = None,
-        *,
-        progress: bool = True,
-    ) -> SparseDelta:
-        """What a fine-tuned model has that its base has not.
+    def diff(cls, base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> SparseDelta:
+        """Compares a fine-tuned model with its base and takes the entries that differ.
 
         ``config["diff"]`` says how many entries changed, how many are kept, and their share of the squared change.
 
         Args:
             base: the pretrained model, plain, or the path of its checkpoint, which is read a tensor at a time.
-            tuned: the fine-tuned model, likewise. Tensors that the base lacks are stored whole; what only the base has
-                is left out.
+            tuned: the fine-tuned model, or the path of its checkpoint. Tensors that the base lacks are stored whole;
+                those that only the base has are left out.
             budget: keep the entries with the largest absolute change only, in the whole model; ``None``: all, exactly.
             progress: show a progress bar.
 
@@ -183,8 +172,25 @@ class SparseDelta(Summable, Exchange):
         """
         return cls(*diff(base, tuned, budget, progress=progress))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the delta, whole or not at all; what was there before is replaced.
+    @classmethod
+    def from_peft(cls, folder: StrPath, base: Base) -> SparseDelta:
+        """Reads a SHiRA or Supertuning adapter that PEFT, or :meth:`to_peft`, wrote.
+
+        Args:
+            folder: with ``adapter_config.json`` and ``adapter_model.safetensors``; pickles are not read.
+            base: the model that the adapter was trained on, in the dtype it is used in, or the path of its checkpoint.
+
+        Returns:
+            The entries that differ from the base, with the values that PEFT computes with.
+
+        Raises:
+            DeltaFormatError: when the adapter is broken, or of another type.
+            BaseMismatchError: when it does not fit the base.
+        """
+        return cls(*read_adapter(folder, base))
+
+    def save(self, path: StrPath) -> None:
+        """Writes the delta, completely or not at all; a delta that was there before is replaced.
 
         Args:
             path: a folder, made if need be, that gets ``sparse_delta.safetensors``, and ``sparse_delta_config.json``
@@ -194,26 +200,50 @@ class SparseDelta(Summable, Exchange):
             SparsifyError: when ``config`` does not go into JSON, a name is both in ``tensors`` and in ``whole``, or the
                 path is that of another file. Nothing is written then.
         """
-        path = Path(path)
-        if path.suffix == ".safetensors" and not path.is_dir():
-            delta_format.write(path, self.tensors, self.whole, self.config)
-            return
-        if path.is_file():
-            raise SparsifyError(
-                f"`{path}` is a file, and a delta is saved into a folder: give a folder, or a path that ends in "
-                "`.safetensors`."
-            )
-        delta_format.write(path / FILE_NAME, self.tensors, self.whole, self.config, sidecar=path / CONFIG_NAME)
+        storage.save(Path(path), self.tensors, self.whole, self.config)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+    ) -> CommitInfo:
+        """Puts the delta on the hub, with a model card, in one commit; the repository is made if need be.
+
+        In a card that is there already only the part between our two comments is renewed; a card without them is left
+        unchanged. A base that is a folder of this machine is not published; to name it, set
+        ``config["base_model_name_or_path"]`` to its id on the hub first.
+
+        Args:
+            repo_id: ``"user/name"``; a bare name goes to the token's owner.
+            private: whether a new repository is private; the owner's default where ``None``.
+            token: a token that may write, ``None`` or ``True`` for the one that ``hf auth login`` stored.
+            revision: the branch to write to, made if need be.
+            create_pr: open a pull request instead of writing to the branch.
+            commit_message: the commit's first line.
+
+        Returns:
+            huggingface_hub's ``CommitInfo``: its ``oid`` is a revision for :meth:`load`.
+
+        Raises:
+            SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
+        """
+        options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
+        return storage.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Puts the delta's values into a base model, in place; all checks come before the first write.
+        """Writes the delta's values into a base model, in place; all checks come before the first write.
 
         A base in another dtype than the delta was trained on cannot be checked: one warning says so, and the values
         are cast.
 
-        Over a quantized weight the delta is laid: its layer's output gets what the trained entries add, and no state
-        dict has it. A delta that was trained on one goes onto the weights from before they were quantized, too, which
-        cannot be checked either.
+        Over a quantized weight nothing is written: the trained entries' part of its layer's output is added to it, and
+        no state dict holds them. A delta that was trained on a quantized weight also goes onto the weight from before
+        it was quantized, which cannot be checked either.
 
         Args:
             model: the base that the delta was trained on, wrapped or not, on any device.
@@ -225,16 +255,8 @@ class SparseDelta(Summable, Exchange):
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
         """
-        if model in self._applied:
-            raise SparsifyError(
-                "this delta is already applied to this model, and applying it again would lose the original values: "
-                "call `revert(model)` first."
-            )
-        edits = self.plan(model)
-        with uninterrupted():
-            write_all(edits, model)
-            self._applied[model] = edits
-        return model
+        self._applied.check_free(model)
+        return self._applied.write(self.plan(model), model)
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Puts back, bit for bit, what :meth:`apply` replaced; the model may have moved or been cast since.
@@ -248,19 +270,11 @@ class SparseDelta(Summable, Exchange):
         Raises:
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
         """
-        if model not in self._applied:
-            raise SparsifyError(
-                "this delta is not applied to this model, so there is nothing to revert: pass the object that `apply` "
-                "got, not a copy or a wrapper of it."
-            )
-        check_plain(model)
-        with uninterrupted():
-            undo_all(self._applied[model], model)
-            del self._applied[model]
+        self._applied.undo(model)
         return model
 
     def swap(self, model: nn.Module, other: SparseDelta) -> nn.Module:
-        """Takes this delta off and puts another one on; only the entries of the two are read and written.
+        """Reverts this delta and applies another one; only the entries of the two are read and written.
 
         Args:
             model: a model that this delta is applied to.
@@ -272,14 +286,12 @@ class SparseDelta(Summable, Exchange):
         Raises:
             SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
         """
-        edits = self._applied.get(model, [])
         with uninterrupted():
-            self.revert(model)
+            plan = self._applied.undo(model)
             try:
                 return other.apply(model)
             except BaseException:
-                write_all(edits, model)
-                self._applied[model] = edits
+                self._applied.write(plan, model)
                 raise
 
     @contextmanager
@@ -291,22 +303,134 @@ class SparseDelta(Summable, Exchange):
         finally:
             self.revert(model)
 
-    def plan(self, model: nn.Module) -> list[Edit]:
-        """The edits that :meth:`apply` would write into a model, all checked; nothing is written."""
+    def plan(self, model: nn.Module) -> PatchPlan:
+        """Plans and checks the writes of :meth:`apply`; nothing is written."""
         check_plain(model)
         delta_format.check_names(self.tensors, self.whole)
         targets = find_targets([*self.tensors, *self.whole], model, self.whole)
-        edits = [plan_entries(name, delta, targets[name]) for name, delta in self.tensors.items()]
-        edits += [plan_whole(name, tensor, targets[name]) for name, tensor in self.whole.items()]
-        parts = {name: part.dtype for part_of in (self.tensors, self.whole) for name, part in part_of.items()}
-        warn_of_casts({n: (dtype, targets[n].dtype) for n, dtype in parts.items() if targets[n].dtype != dtype})
-        return edits
+        plan = [plan_entries(name, part, targets[name]) for name, part in self.tensors.items()]
+        plan += [plan_dense(name, tensor, targets[name]) for name, tensor in self.whole.items()]
+        parts: dict[str, Any] = {**self.tensors, **self.whole}
+        dtypes = {name: (part.dtype, targets[name].dtype) for name, part in parts.items()}
+        warn_of_casts({name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held})
+        return plan
+
+    def check(self, base: Base) -> CheckReport:
+        """Checks whether a base is the one that the delta was trained on; nothing is changed.
+
+        Args:
+            base: a model, or the path of a checkpoint, of which only the pages with changed entries are read.
+
+        Returns:
+            A report, to be printed.
+
+        Raises:
+            BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
+            SparsifyError: when there is no checkpoint at the path, or the model is being trained sparsely.
+
+        Example:
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> delta = SparseDelta.diff(base, tuned, progress=False)
+            >>> print(delta.check(base))
+            3 entries in 2 tensors: the base holds the values that the delta was trained on.
+        """
+        check_not_extended(self.config, "check")
+        return check_base(self.tensors, self.whole, base)
+
+    def merge(self, base: StrPath, out: StrPath) -> Path:
+        """Writes the trained model as an ordinary checkpoint, shard by shard, in the memory of one tensor.
+
+        All checks come before the first write, and the new folder appears complete or not at all. The base's config,
+        tokenizer and the like are copied; dense tensors that the base lacks go into a shard of their own.
+
+        Args:
+            base: the folder of the checkpoint that the delta was trained on, in safetensors files.
+            out: the folder to write; it must not exist, or be empty.
+
+        Returns:
+            The path of ``out``.
+
+        Raises:
+            BaseMismatchError: when the checkpoint is not that of the delta's base.
+            SparsifyError: when there is no checkpoint, ``out`` is not free, or transformers converts a tensor at load
+                in a way that entries cannot be followed through.
+
+        Example:
+            >>> import tempfile
+            >>> from safetensors.torch import load_file, save_file
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> save_file(base.state_dict(), folder / "model.safetensors")
+            >>> merged = SparseDelta.diff(base, tuned, progress=False).merge(folder, folder / "merged")
+            >>> load_file(merged / "model.safetensors")["weight"].equal(tuned.weight)
+            True
+        """
+        check_not_extended(self.config, "merge")
+        return merge(self.tensors, self.whole, self.config, base, out)
+
+    def patches(self, checkpoint: StrPath | None = None) -> Iterator[WeightPatch]:
+        """Yields the delta as patches of a checkpoint's tensors, the form in which inference engines take weights.
+
+        Args:
+            checkpoint: the path of the checkpoint that the engine has loaded. Names, shapes and dtypes of the patches
+                are then the checkpoint's, also where transformers renames or fuses tensors at load, and everything is
+                checked before the first patch. Without it they are the model's at run time.
+
+        Returns:
+            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None.
+
+        Raises:
+            BaseMismatchError: when the checkpoint is not that of the delta's base.
+            SparsifyError: without a checkpoint, when the delta stores differences.
+
+        Example:
+            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> for patch in SparseDelta.diff(base, tuned, progress=False).patches():
+            ...     print(patch.name, patch.shape, patch.indices.tolist())
+            weight (1, 2) [0, 1]
+            bias (1,) [0]
+        """
+        check_not_extended(self.config, "patches")
+        return make_patches(self.tensors, self.whole, checkpoint)
+
+    def to_peft(self, folder: StrPath, method: str = "supertuning", base: Base | None = None) -> PeftAdapter:
+        """Writes the delta as an adapter that PEFT loads by itself: ``PeftModel.from_pretrained(base, folder)``.
+
+        PEFT trains a number of entries in every layer that follows from the layer's size. It is chosen to fit the
+        fullest layer; in the others, differences of zero fill the rest. All of PEFT's sparse adapters' entries are in
+        weights of ``nn.Linear``; modules that the delta stores whole become ``modules_to_save``.
+
+        Args:
+            folder: made if need be; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
+            method: ``"supertuning"``, or ``"shira"``, which is larger, and which transformers' ``load_adapter`` loses.
+            base: the model that the delta was trained on, or the path of its checkpoint; it is only read. It has to
+                be given, since PEFT stores differences.
+
+        Returns:
+            A report of the method's settings and the padding, to be printed.
+
+        Raises:
+            BaseMismatchError: when it is not the delta's base.
+            SparsifyError: when PEFT's format cannot hold the delta; nothing is written then.
+
+        Example:
+            >>> import tempfile
+            >>> base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+            >>> tuned = copy.deepcopy(base)
+            >>> tuned[0].weight.data[1, 2] += 1
+            >>> delta = SparseDelta.diff(base, tuned, progress=False)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     adapter = delta.to_peft(folder, "supertuning", base)
+            ...     adapter.settings, adapter.padding, SparseDelta.from_peft(folder, base)
+            ({'sparsity': 0.9166666666666666}, 0, SparseDelta(1 entry in 1 tensor, 0 tensors stored whole))
+        """
+        check_not_extended(self.config, "to_peft")
+        return write_adapter(folder, method, self.tensors, self.whole, self.config, base)
 
     def entries_only(self) -> SparseDelta:
         """The same delta without the tensors that it stores whole, such as a head: the changed entries alone.
 
-        Deltas of tasks with a head each have a sum this way: ``a.entries_only() + 0.5 * b.entries_only()``, or, of the
-        sum as a whole, ``(a + 0.5 * b).entries_only()``.
+        Deltas of tasks with a head each can be summed this way: ``(a + 0.5 * b).entries_only()``.
 
         Example:
             >>> import torch
@@ -340,7 +464,7 @@ class SparseDelta(Summable, Exchange):
 
     @property
     def num_entries(self) -> int:
-        """Number of changed entries, those of tensors stored whole not counted: see :attr:`entries_in_whole`."""
+        """Number of changed entries; those of tensors stored whole are counted in :attr:`entries_in_whole`."""
         return sum(tensor.count for tensor in self.tensors.values())
 
     @property
@@ -361,32 +485,8 @@ class SparseDelta(Summable, Exchange):
             whole += f", with {counted(trained, 'trained entry', 'trained entries')}"
         return f"SparseDelta({entries}{whole})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave behind which models the delta is applied to."""
-        return {"tensors": self.tensors, "whole": self.whole, "config": self.config}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-
-def _tensor_delta(item: Any) -> TensorDelta:
-    """One tensor's entries as the engine exports them."""
-    try:
-        return TensorDelta(
-            indices=own_copy(item.indices),
-            values=own_copy(item.values),
-            shape=tuple(item.shape),
-            dtype=item.base_values.dtype,
-            kind="replace" if item.quantization is None else "add",
-            base_sha256=digest(item.base_values) if item.drawn is None else item.drawn[1],
-            drawn=None if item.drawn is None else item.drawn[0],
-            quantization=item.quantization,
-        )
-    except SparsifyError as error:
-        raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error
-
 
 def _library_versions() -> dict[str, str]:
-    """Versions of the libraries in use; none is imported for it."""
+    """Versions of those of the libraries that are imported already."""
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _RECORDED_VERSIONS}
     return {name: str(version) for name, version in versions.items() if version is not None}

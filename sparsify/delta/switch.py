@@ -1,13 +1,13 @@
-"""Several deltas at hand for one model, one of them on at a time: what serving many tasks from one base takes.
+"""Switches a model between named deltas, to serve many tasks from one base.
 
-In: a base model and named deltas. Each is checked against the base once, when it is attached; from then on a change of
-delta reads and writes the entries of the two concerned.
+Each delta is checked against the base once, when it is attached; afterwards a change of delta reads and writes the
+entries of the two concerned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from os import PathLike
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.patch_plan import Edit, redo_all, undo_all, write_all
+from sparsify.delta.patch_plan import PatchPlan, redo_plan, undo_plan, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
@@ -23,7 +23,7 @@ from sparsify.errors import SparsifyError
 class DeltaSwitch:
     """Named deltas on one model, at most one of them active.
 
-    The model must not be used while a delta is being changed: a server takes turns (``examples/serve_many_tasks.py``).
+    The model must not be used during a change: a server takes turns (``examples/serve_many_tasks.py``).
 
     Args:
         model: the base that all deltas were trained on; it is changed in place.
@@ -33,15 +33,13 @@ class DeltaSwitch:
         active: the name of the active delta; ``None`` while the model is the base itself.
 
     Example:
-        >>> import torch
-        >>> from sparsify.delta.entries import TensorDelta, digest
+        >>> import copy
         >>> base = nn.Linear(2, 1, bias=False)
-        >>> entry = torch.tensor([1])
-        >>> sha = digest(base.weight[0, 1])
+        >>> before = base.weight.detach().clone()
         >>> def task(value):
-        ...     return SparseDelta(
-        ...         {"weight": TensorDelta(entry, torch.tensor([value]), (1, 2), torch.float32, "replace", sha)}
-        ...     )
+        ...     tuned = copy.deepcopy(base)
+        ...     tuned.weight.data[0, 1] = value
+        ...     return SparseDelta.diff(base, tuned, progress=False)
         >>> switch = DeltaSwitch(base)
         >>> switch.attach("five", task(5.0))
         >>> switch.attach("seven", task(7.0))
@@ -50,22 +48,22 @@ class DeltaSwitch:
         >>> base.weight[0, 1].item()
         7.0
         >>> switch.deactivate()
-        >>> digest(base.weight[0, 1]) == sha
+        >>> base.weight.equal(before)
         True
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.active: str | None = None
-        self._edits: dict[str, list[Edit]] = {}
+        self._plans: dict[str, PatchPlan] = {}
 
     def attach(self, name: str, delta: SparseDelta | DeltaSum | str | PathLike[str]) -> None:
-        """Checks a delta against the base and keeps it at hand; what is active stays.
+        """Checks a delta against the base and plans its writes; the active delta stays active.
 
         Args:
-            name: what to call it.
-            delta: the delta, or a sum of deltas; or where to load one from, as :meth:`SparseDelta.load` does: a folder,
-                a file, or the id of a repository on the hub.
+            name: the name to activate it by.
+            delta: the delta, or a sum of deltas; or what :meth:`SparseDelta.load` takes: a folder, a file, or the id
+                of a repository on the hub.
 
         Raises:
             DeltaFormatError: when the file is broken, or no delta.
@@ -73,35 +71,33 @@ class DeltaSwitch:
             SparsifyError: when the name is taken, there is no delta at the path, or the active delta is no longer what
                 the model holds.
         """
-        if name in self._edits:
+        if name in self._plans:
             raise SparsifyError(f"a delta called {name!r} is attached already: `detach({name!r})` it, or take another.")
         if isinstance(delta, (str, PathLike)):
             delta = SparseDelta.load(delta)
         if not isinstance(delta, (SparseDelta, DeltaSum)):
-            raise SparsifyError(
-                f"a {type(delta).__name__} cannot be attached; expected a SparseDelta, a sum of them, or the path or "
-                "hub id of one."
-            )
+            what = "expected a SparseDelta, a sum of them, or the path or hub id of one."
+            raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {what}")
         with self.deactivated():
-            self._edits[name] = delta.plan(self.model)
+            self._plans[name] = delta.plan(self.model)
 
     def detach(self, name: str) -> None:
-        """Lets go of a delta; the active one is taken off first.
+        """Forgets a delta; the active one is deactivated first.
 
         Raises:
-            SparsifyError: when no delta has that name, or it cannot be taken off.
+            SparsifyError: when no delta has that name, or the model no longer holds the active delta's values.
         """
         self._check_name(name)
         if name == self.active:
             self.deactivate()
-        del self._edits[name]
+        del self._plans[name]
 
     def activate(self, name: str) -> None:
-        """Puts a delta on, in place of the active one.
+        """Applies a delta in place of the active one.
 
         Raises:
-            SparsifyError: when no delta has that name, or the model no longer holds what is to be replaced; what was
-                active is active still.
+            SparsifyError: when no delta has that name, or the model no longer holds the values to be replaced; the
+                active delta then stays active.
         """
         self._check_name(name)
         if name == self.active:
@@ -110,63 +106,60 @@ class DeltaSwitch:
         with uninterrupted():
             self.deactivate()
             try:
-                redo_all(self._edits[name], self.model)
+                redo_plan(self._plans[name], self.model)
             except BaseException:
                 if before is not None:
-                    write_all(self._edits[before], self.model)
+                    write_plan(self._plans[before], self.model)
                     self.active = before
                 raise
             self.active = name
 
     def deactivate(self) -> None:
-        """Takes the active delta off, if there is one: the model is the base again, bit for bit.
+        """Reverts the active delta, if there is one: the model is the base again, bit for bit.
 
         Raises:
             SparsifyError: when the model no longer holds the active delta's values.
         """
         with uninterrupted():
             if self.active is not None:
-                undo_all(self._edits[self.active], self.model)
+                undo_plan(self._plans[self.active], self.model)
                 self.active = None
 
-    @contextmanager
-    def activated(self, name: str) -> Iterator[nn.Module]:
-        """Another delta for the length of a ``with`` block; afterwards what was active before."""
-        before = self.active
-        self.activate(name)
-        try:
-            yield self.model
-        finally:
-            self._back_to(before)
+    def activated(self, name: str) -> AbstractContextManager[nn.Module]:
+        """Activates a delta for the length of a ``with`` block; afterwards the one that was active before."""
+        return self._switched(name)
 
-    @contextmanager
-    def deactivated(self) -> Iterator[nn.Module]:
-        """The base itself for the length of a ``with`` block; afterwards what was active before."""
-        before = self.active
-        self.deactivate()
-        try:
-            yield self.model
-        finally:
-            self._back_to(before)
+    def deactivated(self) -> AbstractContextManager[nn.Module]:
+        """Makes the model the base for the length of a ``with`` block; afterwards activates what was active before."""
+        return self._switched(None)
 
     def __len__(self) -> int:
-        return len(self._edits)
+        return len(self._plans)
 
     def __iter__(self) -> Iterator[str]:
         """The names of the attached deltas."""
-        return iter(self._edits)
+        return iter(self._plans)
 
     def __repr__(self) -> str:
-        return f"DeltaSwitch({', '.join(f'*{name}' if name == self.active else name for name in self._edits)})"
+        return f"DeltaSwitch({', '.join(f'*{name}' if name == self.active else name for name in self._plans)})"
 
-    def _back_to(self, name: str | None) -> None:
+    @contextmanager
+    def _switched(self, name: str | None) -> Iterator[nn.Module]:
+        before = self.active
+        self._switch(name)
+        try:
+            yield self.model
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: str | None) -> None:
         if name is None:
             self.deactivate()
         else:
             self.activate(name)
 
     def _check_name(self, name: str) -> None:
-        if name not in self._edits:
-            near = get_close_matches(str(name), map(str, self._edits), n=3) or list(self._edits)[:3]
+        if name not in self._plans:
+            near = get_close_matches(str(name), map(str, self._plans), n=3) or list(self._plans)[:3]
             hint = f" (there are: {', '.join(map(repr, near))})" if near else ""
             raise SparsifyError(f"no delta called {name!r} is attached{hint}: `attach({name!r}, delta)` it first.")

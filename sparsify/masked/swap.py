@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from sparsify.common.quantized import is_quantized, unreadable
-from sparsify.delta.quantized_delta import has_overlay
+from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
@@ -148,7 +148,7 @@ def _masked_class(module: nn.Module) -> type[nn.Module] | None:
 def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
     """Returns why a quantized weight cannot be masked, as the end of a sentence; ``None`` if it can."""
     kind = type(module).__name__
-    if has_overlay(module):
+    if has_quantized_delta(module):
         return f"({kind}) has a delta applied to it; revert it before sparsify()"
     objection = unreadable(module, attribute)
     if objection is not None:

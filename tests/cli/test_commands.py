@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from delta_bytes import as_version_1
 from deltas import fine_tuned, make_base, task
-from fuzz_format import as_version_1
 from hub_server import OWNER, client_environment, hub_server
 from models import bert
 from peft import PeftModel

@@ -94,6 +94,7 @@ def test_indices_survive_the_round_trip_in_the_smallest_encoding(gaps):
         ([131_070], [131_070], torch.uint32),
         ([2**32 - 1], [2**32 - 1], torch.uint32),
         ([2**32], [2**32], torch.uint64),
+        ([2**62], [2**62], torch.uint64),  # the gap stream would take 2^46 numbers
         ([2**62, 2**63 - 1], [2**62, 2**63 - 1], torch.uint64),
     ],
 )
@@ -111,10 +112,6 @@ def test_a_gap_stream_is_decoded_alike_whatever_the_chunks(gaps, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparsify_entries, "_CHUNK", chunk)
         assert torch.equal(decode_indices(stored, len(gaps)), positions_from(gaps))
-
-
-def test_a_far_entry_does_not_build_a_long_gap_stream():
-    assert encode_indices(torch.tensor([2**62])).numel() == 1  # the gap stream would take 2^46 numbers
 
 
 @pytest.mark.parametrize(
@@ -505,21 +502,14 @@ def test_a_config_is_as_deep_as_is_allowed_whatever_is_in_it(path, leaf):
     depth = 61 if leaf == [{}] else 62
     write(path, {}, {}, {"a": nested(depth, leaf)})
     assert read(path).config == {"a": nested(depth, leaf)}
-    with pytest.raises(SparsifyError, match="more than 64 deep in each other"):
-        write(path, {}, {}, {"a": nested(depth + 1, leaf)})
-
-
-def test_a_config_as_deep_as_is_allowed_is_written_and_read(path):
-    config = {"a": nested(62)}  # with the document and the config itself: 64
-    write(path, {}, {}, config, sidecar=path.with_name("c.json"))
-    assert read(path).config == config
-    with pytest.raises(SparsifyError, match="more than 64 deep in each other"):
-        write(path, {}, {}, {"a": nested(63)})
     endless = {}
     endless["a"] = endless
-    with pytest.raises(SparsifyError, match="config does not go into JSON"):
-        write(path, {}, {}, endless)
-    assert read(path).config == config
+    for config, message in (
+        ({"a": nested(depth + 1, leaf)}, "more than 64 deep in each other"),
+        (endless, "into JSON"),
+    ):
+        with pytest.raises(SparsifyError, match=message):
+            write(path, {}, {}, config)
 
 
 def test_a_config_of_very_many_lists_is_refused_both_ways(path, good):
@@ -608,34 +598,13 @@ def test_sizes_are_checked_before_any_tensor_is_loaded(path, good, monkeypatch):
         read_bytes(path, rewritten(good, b__values__values=torch.ones(3)))
 
 
-def test_a_file_cut_short_anywhere_is_refused(path, good):
+def test_a_file_cut_short_anywhere_or_with_more_at_its_end_is_refused(path, good):
     payload_bytes = len(split(good)[1])
     for length in [*range(0, len(good) - payload_bytes, 5), *range(len(good) - payload_bytes - 9, len(good))]:
         with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
             read_bytes(path, good[:length])
-
-
-def test_bytes_after_the_end_are_refused(path, good):
     with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
         read_bytes(path, good + b"\0")
-
-
-@PROPERTY
-@given(data=st.data())
-def test_flipped_bytes_give_an_error_or_a_valid_delta(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flipped", numbered=True)
-    path = folder / "delta.safetensors"
-    write(path, {"a": entries()}, {"h": torch.ones(2)}, {"steps": 3})
-    damaged = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        result = read_bytes(path, bytes(damaged))
-    except DeltaFormatError:
-        return
-    for tensor in result.tensors.values():  # what is read, can be written
-        write(path, {"again": tensor}, result.whole, result.config)
-        assert torch.equal(read(path).tensors["again"].indices, tensor.indices)
 
 
 def test_a_flipped_bit_anywhere_in_the_header_gives_an_error_or_a_valid_delta(path):

@@ -45,22 +45,13 @@ def golden():
 
 def described():
     """The delta that the text describes."""
-    w = TensorDelta(
-        indices=torch.tensor([2, 65_538, 65_539]),
-        values=torch.tensor([1.0, -2.0, 0.5]),
-        shape=(2, 50_000),
-        dtype=torch.float32,
-        kind="replace",
-        base_sha256=digest(torch.full((3,), 0.25)),
-    )
-    b = TensorDelta(
-        indices=torch.tensor([1]),
-        values=torch.tensor([0.5], dtype=torch.bfloat16),
-        shape=(3,),
-        dtype=torch.bfloat16,
-        kind="add",
-        base_sha256=digest(torch.ones(1, dtype=torch.bfloat16)),
-    )
+
+    def part(indices, values, shape, kind, base):
+        values = torch.tensor(values, dtype=base.dtype)
+        return TensorDelta(torch.tensor(indices), values, shape, base.dtype, kind, digest(base))
+
+    w = part([2, 65_538, 65_539], [1.0, -2.0, 0.5], (2, 50_000), "replace", torch.full((3,), 0.25))
+    b = part([1], [0.5], (3,), "add", torch.ones(1, dtype=torch.bfloat16))
     return SparseDelta({"w": w, "b": b}, {"n": torch.tensor(7)}, {"strategy": "id3"})
 
 
@@ -71,23 +62,12 @@ def reader():
     return names
 
 
-def test_the_described_delta_is_written_as_exactly_these_bytes(tmp_path):
+def test_the_described_delta_is_written_as_exactly_these_bytes_and_read_from_them(tmp_path):
     described().save(tmp_path / "x.safetensors")
     assert (tmp_path / "x.safetensors").read_bytes() == golden()
-
-
-def test_these_bytes_are_read_as_the_described_delta(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(golden())
-    read, expected = SparseDelta.load(tmp_path / "x.safetensors"), described()
-    assert list(read.tensors) == list(expected.tensors)
-    for name, part in expected.tensors.items():
-        assert torch.equal(read.tensors[name].indices, part.indices)
-        assert torch.equal(read.tensors[name].values, part.values)
-        for field in ("shape", "dtype", "kind", "base_sha256"):
-            assert getattr(read.tensors[name], field) == getattr(part, field)
-    assert {name: tensor.tolist() for name, tensor in read.whole.items()} == {"n": 7}
-    assert read.whole["n"].dtype == torch.int64
-    assert read.config == {"strategy": "id3"}
+    read = SparseDelta.load(tmp_path / "x.safetensors")
+    assert read == described()
+    assert (list(read.tensors), read.config) == (["w", "b"], {"strategy": "id3"})
 
 
 def test_the_same_delta_in_a_file_of_version_1_is_still_read(tmp_path, reader):
@@ -100,14 +80,10 @@ def test_the_same_delta_in_a_file_of_version_1_is_still_read(tmp_path, reader):
 
 
 def test_the_reader_notices_a_changed_bit_in_the_payload(reader):
-    data = golden()
-    payload_start = 8 + int.from_bytes(data[:8], "little")
+    data = bytearray(golden())
+    data[8 + int.from_bytes(data[:8], "little") + 8] ^= 1  # the first bit of w's first value
     with pytest.raises(AssertionError):
-        reader["read_delta"](flipped(data, payload_start + 8))  # the first bit of w's first value
-
-
-def flipped(data, at):
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        reader["read_delta"](bytes(data))
 
 
 def test_the_metadata_is_the_one_that_is_shown():
@@ -178,7 +154,7 @@ def test_the_reader_draws_what_sparsify_draws(reader, tmp_path, distribution, sc
     exact = torch.tensor(reader["drawn"]("вес.w", record), dtype=torch.float64)
     rounded = exact if dtype == torch.float64 else exact.float().to(dtype)
     assert torch.equal(rounded, values.flatten())
-    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].drawn == draw
+    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].initializer == draw
 
 
 WHOLE = st.sampled_from(
@@ -211,11 +187,3 @@ def test_the_reader_agrees_with_sparsify_on_every_entry(reader, tensors, whole, 
         for name, tensor in whole.items()
     }
     assert read_config == config == again.config
-
-
-@pytest.mark.parametrize("dtype", ["U16", "U32", "U64"])
-def test_the_generated_gaps_cover_every_encoding(dtype, tmp_path):
-    gap = {"U16": 1, "U32": 2**20, "U64": 2**40}[dtype]
-    part = TensorDelta(torch.tensor([gap]), torch.ones(1), (2**41,), torch.float32, "replace", "0" * 64)
-    SparseDelta({"w": part}).save(tmp_path / "x.safetensors")
-    assert f'"dtype":"{dtype}"'.encode() in (tmp_path / "x.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Many deltas at hand for one model: what is active is what applying it alone would give, and the base comes back."""
+"""Several named deltas on one model: the active one alone is applied, and the base comes back bit for bit."""
 
 from pathlib import Path
 
@@ -157,16 +157,6 @@ def test_a_delta_is_attached_from_where_it_was_saved(base, deltas, switch, tmp_p
     expected = bits(base)
     switch.activate("loaded")
     assert bits(base) == expected
-
-
-def test_a_delta_is_attached_from_the_hub(base, deltas, tmp_path, monkeypatch):
-    deltas["1"].save(tmp_path)
-    monkeypatch.setattr(
-        "sparsify.delta.hub.download", lambda repo, name, **_: tmp_path / name if repo == "me/one" else None
-    )
-    switch = DeltaSwitch(base)
-    switch.attach("one", "me/one")
-    assert list(switch) == ["one"]
 
 
 def test_what_is_no_delta_is_not_attached_and_what_is_active_stays(base, switch, tmp_path):

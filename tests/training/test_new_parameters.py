@@ -104,7 +104,7 @@ def test_a_parameter_with_a_recipe_is_stored_as_its_entries_alone():
     assert not of_lora & set(stored.tensors)
     assert not of_lora & set(drawn.whole)
     assert sum(drawn.tensors[name].count for name in of_lora) == 500
-    assert {drawn.tensors[name].drawn.distribution for name in of_lora} == {"uniform", "constant"}
+    assert {drawn.tensors[name].initializer.distribution for name in of_lora} == {"uniform", "constant"}
 
 
 def test_frozen_new_parameters_are_part_of_the_delta_too():
@@ -148,7 +148,7 @@ def test_a_wrong_recipe_is_an_error_and_changes_nothing():
     model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
     delta = SparseDelta.from_model(model)
     name = next(name for name in delta.tensors if "lora_A" in name)
-    object.__setattr__(delta.tensors[name], "drawn", InitializerRecipe("uniform", 32**-0.5, seed=1))
+    object.__setattr__(delta.tensors[name], "initializer", InitializerRecipe("uniform", 32**-0.5, seed=1))
     base = lora(bert(), seed=2)
     before = copy.deepcopy(base.state_dict())
     with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):

@@ -19,7 +19,7 @@ from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
 from sparsify.delta.entries import DTYPES, TensorDelta
 from sparsify.delta.format import DeltaFile
-from sparsify.delta.patch_plan import check_whole, counted
+from sparsify.delta.patch_plan import check_dense, counted
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, held_dtype
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
@@ -162,6 +162,6 @@ def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[str], tensors: Map
     """Raises unless every other tensor replaces one of the base's, or belongs to a module that was saved whole."""
     for name, tensor in whole.items():
         if name in tensors:
-            check_whole(name, tensor, tensors[name].shape, tensors[name].dtype)
+            check_dense(name, tensor, tensors[name].shape, tensors[name].dtype)
         elif not any(f".{module}." in f".{name}" for module in saved):
             raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")

@@ -23,7 +23,7 @@ from sparsify.delta.checkpoint.conversion import model_without_weights
 from sparsify.delta.checkpoint.reader import open_base
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import check_names
-from sparsify.delta.patch_plan import Edit, check_has_values, check_whole, counted, own_copy, plan_entries
+from sparsify.delta.patch_plan import TensorPatch, check_dense, check_has_values, counted, own_copy, plan_entries
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -214,7 +214,7 @@ def _why_not(name: str, source: _Source) -> str | None:
     return None
 
 
-def _find_sums(method: Method, edits: Mapping[str, Edit]) -> dict[str, tuple[Tensor, Tensor]]:
+def _find_sums(method: Method, edits: Mapping[str, TensorPatch]) -> dict[str, tuple[Tensor, Tensor]]:
     """For every layer, the entry that each difference belongs to (used,), and the differences (used,)."""
     sums = {}
     for name, edit in edits.items():
@@ -225,7 +225,9 @@ def _find_sums(method: Method, edits: Mapping[str, Edit]) -> dict[str, tuple[Ten
     return sums
 
 
-def _fit(method: Method, edits: Mapping[str, Edit], needed: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
+def _fit(
+    method: Method, edits: Mapping[str, TensorPatch], needed: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, int]]:
     """The smallest setting with the places that every layer needs, and those it gets; raises if one is too small."""
     settings = method.fit({name: (needed[name], edit.shape) for name, edit in edits.items()})
     places = {name: method.places(settings, edit.shape) for name, edit in edits.items()}
@@ -246,7 +248,7 @@ def _fit(method: Method, edits: Mapping[str, Edit], needed: Mapping[str, int]) -
 
 
 def _sparse_tensors(
-    name: str, edit: Edit, sums: tuple[Tensor, Tensor], places: int, method: Method
+    name: str, edit: TensorPatch, sums: tuple[Tensor, Tensor], places: int, method: Method
 ) -> dict[str, Tensor]:
     """PEFT's tensors for one layer, by PEFT's names: differences, then -0.0 at the first positions without one."""
     assert edit.indices is not None  # a layer's edit is one of entries
@@ -263,7 +265,7 @@ def _sparse_tensors(
 
 
 def _whole_module(
-    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, Edit], source: _Source
+    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, TensorPatch], source: _Source
 ) -> dict[str, Tensor]:
     """All trained tensors of a module, by PEFT's names."""
     parts = {}
@@ -277,7 +279,7 @@ def _whole_module(
             )
         if name in whole:
             if source.path is None or name in source.tensors:
-                check_whole(name, whole[name], source.tensor(name).shape, source.tensor(name).dtype)
+                check_dense(name, whole[name], source.tensor(name).shape, source.tensor(name).dtype)
             parts[PREFIX + name] = own_copy(whole[name])
         else:
             dtype = edits[name].new.dtype if name in edits else None

@@ -1,0 +1,389 @@
+"""Delta files built to attack: a valid file is taken apart, changed, and put together with a payload hash that fits.
+
+Some attacks know nothing of the format and damage bytes or JSON; others use its grammar, and change keys, encodings,
+counts, shapes, names, recipes or config to values that are legal, nearly legal or absurd, in a file that is otherwise
+valid, so that they get past the first checks. ``fuzz_format.py`` sends them through the library.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import random
+import struct
+
+from delta_bytes import join, split
+
+INTEGERS = [0, 1, -1, 2, 3, 7, 2**16, 10**6, 10**9, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 10**308]
+NUMBERS = [*INTEGERS, 10**309, 0.5, -0.0, 5e-324, 1e308, True, False, None, "3", [], {}, [3], "x" * 5000]
+DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+DTYPES |= {"F8_E4M3": 1, "F8_E5M2": 1, "C64": 8}
+NAMES = """__metadata__ a a.values a.values.values classifier.weight classifier.weight.whole module.a . .. a..b [bold]
+    _orig_mod.classifier.weight base_model.model.classifier.bias ../../etc/passwd вес.😀 lm_head.weight %s{} 0
+    bert.embeddings.word_embeddings.weight bert.pooler.dense.weight bert.encoder.layer.0.output.dense.weight
+    bert.encoder.layer.99.output.dense.weight bert.encoder.layer.0.attention.self.query.lora_A.default.weight""".split()  # noqa: SIM905
+NAMES += ["", "x" * 1000, "x" * 1001, "a\n", "a\x1b[2J", "\u202e", "\ud800", "layer." + "9" * 500]
+PATTERNS = r"""(a+)+$ ([a-z.0-9_]+)+! (([a-z]+)*)*[0-9]x .*(\w+\.?)+\w+# ( [ (?P<a> * query .*query .* all-linear
+    (?:.?){60}.{60}x a{1000000000} (a{1000}){1000} \ """.split()  # noqa: SIM905
+PATTERNS += ["", "(?s:.)" * 2000, ["query"], ["("], [], {}, [["query"]], [3], None, 3, ["query"] * 10_000, {"query": 1}]
+ARCHITECTURES = """BertForSequenceClassification BertModel BertForMaskedLM BertForQuestionAnswering GPT2LMHeadModel
+    pipeline T5ForConditionalGeneration ViTForImageClassification PreTrainedModel AutoModel os __doc__ BertConfig é
+    RobertaForSequenceClassification MixtralForCausalLM __class__ modeling_utils Trainer""".split()  # noqa: SIM905
+ARCHITECTURES += ["x" * 100_000, "a b", "", None, 3, [], {}]
+TEXTS = ["", "x", "\x1b[2J", "\u202e", "a\nb", "é" * 3000, "../..", "/etc/passwd", "~", "user/name", "http://x/y", "\0"]
+HOSTILE = [*NUMBERS, *DTYPES, *TEXTS, "replace", "add", "uniform", "0" * 64, "G" * 64, "\ud800", "x" * 100_000]
+HOSTILE += [[[]], [0], [1, 1], [2**62, 4], [0, 2**62, 2**62], [-2, -3], [True, 2], [1] * 65, [8, 0], [0, 2**64], "a"]
+RAW_JSON = ["NaN", "-Infinity", "1e999", "0." + "1" * 2000, "1" * 5000, "1" + "0" * 200_000, "[" * 900 + "]" * 900]
+RAW_JSON += [
+    "[" * 200_000,
+    '{"a":' * 100_000,
+    "[" + "[]," * 100_000 + "[]]",
+    "[" + "0," * 200_000 + "0]",
+    '{"a":1,"a":2}',
+]
+RAW_JSON += [
+    "\\ud800",
+    '"\\ud800"',
+    '"\\u0000"',
+    "tru",
+    "",
+    '"',
+    "01",
+    "+1",
+    "0x10",
+    "[1,]",
+    "\ufeff1",
+    "9" * 999,
+    "1e-999",
+]
+
+
+class Parts:
+    """A delta file taken apart: header, metadata document and payload, each of which may be changed."""
+
+    def __init__(self, data):
+        self.header, self.payload = split(data)
+        self.document = json.loads(self.header["__metadata__"]["sparse_delta"])
+        self.stated = self.document.get("payload_sha256")
+
+    @property
+    def keys(self):
+        return [key for key in self.header if key != "__metadata__"]
+
+    def join(self, rehash=True):
+        """The file; the payload's hash is made to fit, unless it was itself attacked."""
+        if rehash and self.stated is not None and self.document.get("payload_sha256") == self.stated:
+            self.document["payload_sha256"] = hashlib.sha256(self.payload).hexdigest()
+        if isinstance(self.header.get("__metadata__"), dict):
+            self.header["__metadata__"]["sparse_delta"] = json.dumps(self.document)
+        return join(json.dumps(self.header).encode("utf-8", "surrogatepass"), self.payload)
+
+    def replace_tensor(self, key, dtype, shape, data):
+        """Puts other bytes in place of a tensor's; the others move, so that only this one is wrong."""
+        begin, end = self.header[key]["data_offsets"]
+        self.payload = self.payload[:begin] + data + self.payload[end:]
+        for other in self.keys:
+            low, high = self.header[other]["data_offsets"]
+            if other != key and low >= end:
+                moved = len(data) - (end - begin)
+                self.header[other]["data_offsets"] = [low + moved, high + moved]
+        self.header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
+
+    def add_tensor(self, key, dtype, shape, data=b""):
+        begin = len(self.payload)
+        self.header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
+        self.payload += data
+
+
+def some_shape(rng):
+    return rng.choice([
+        [], [0], [1], [3], [16, 16], [3, 16], [0, 3], [10**6, 0], [10**9, 0], [0, 2**62], [2**31, 2**31], [2**62],
+        [1] * 64, [1] * 65, [rng.choice(INTEGERS)], [rng.choice(NUMBERS), 3],
+    ])  # fmt: skip
+
+
+def some_record(rng, parts):
+    return rng.choice(list(parts.document["tensors"].items()))
+
+
+def places(value, path=()):
+    """The paths of everything in a JSON value, itself apart."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in items for place in [(*path, key), *places(item, (*path, key))]]
+
+
+def holder_and_key(rng, root):
+    *path, key = rng.choice(places(root))
+    for step in path:
+        root = root[step]
+    return root, key
+
+
+# Attacks that need no knowledge of the format; those that return bytes return the finished file
+
+
+def attack_bytes(rng, parts, other):
+    """Flipped, cut or appended bytes, or another length of the header."""
+    data, action = parts.join(), rng.randrange(4)
+    if action == 0:
+        data = bytearray(data)
+        for _ in range(rng.choice([1, 1, 3])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        return bytes(data)
+    if action == 1:
+        return data[: rng.randrange(len(data))]
+    if action == 2:
+        return data + rng.choice([b"\0", b"\0" * 4096, other.join(), rng.randbytes(rng.randrange(1, 64))])
+    size = int.from_bytes(data[:8], "little")
+    near = [0, 1, 2, size - 1, size + 1, size + 8, len(data), 2**25, 2**25 + 1, 2**31, 2**63, 2**64 - 1, 2**64 - 8]
+    return struct.pack("<Q", rng.choice(near)) + data[8:]
+
+
+def attack_payload(rng, parts, other):
+    payload = bytearray(parts.payload)
+    for _ in range(rng.choice([1, 1, 3])):
+        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
+    parts.payload = bytes(payload)
+    return parts.join(rehash=rng.random() < 0.7)
+
+
+def attack_json(rng, parts, other):
+    """Replaces, removes, renames, repeats or moves parts of the metadata or of the header."""
+    parts.join()
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        holder, key = holder_and_key(rng, rng.choice([parts.document, parts.header]))
+        action = rng.randrange(6)
+        if action == 0:
+            del holder[key]
+        elif action == 1 and isinstance(holder, dict):
+            holder[str(rng.choice(HOSTILE))] = holder.pop(key)
+        elif action == 2 and isinstance(holder, list):
+            holder.append(holder[key])
+        elif action == 3 and isinstance(holder[key], int):
+            holder[key] += rng.choice([-1, 1, 2, -2, 65_535, 2**32, -(2**40)])
+        else:
+            holder[key] = rng.choice(HOSTILE)
+
+
+def attack_text(rng, parts, other):
+    """Text that JSON libraries disagree on in place of a value, or a key twice."""
+    if rng.random() < 0.3:
+        data = parts.join()
+        extra = {rng.choice(parts.keys): rng.choice([*other.header.values(), *parts.header.values()])}
+        return join(json.dumps(split(data)[0]).encode()[:-1] + b"," + json.dumps(extra).encode()[1:], parts.payload)
+    in_header, raw = rng.random() < 0.5, rng.choice(RAW_JSON)
+    parts.join()
+    holder, key = holder_and_key(rng, parts.header if in_header else parts.document)
+    holder[key] = "@@"
+    if not in_header:
+        parts.header["__metadata__"]["sparse_delta"] = json.dumps(parts.document).replace('"@@"', raw)
+    text = json.dumps(parts.header)
+    return join((text.replace('"@@"', raw, 1) if in_header else text).encode("utf-8", "surrogatepass"), parts.payload)
+
+
+def attack_layout(rng, parts, other):
+    """Tensors that overlap, leave gaps or lie outside the payload; a part of one file in another."""
+    first, second = rng.choice(parts.keys), rng.choice(parts.keys)
+    begin, end = parts.header[second]["data_offsets"]
+    action = rng.randrange(4)
+    if action == 0:
+        far = [[0, len(parts.payload)], [0, 2**63], [2**64 - 8, 2**64], [begin, begin]]
+        parts.header[first]["data_offsets"] = rng.choice([[begin, end], [begin + 1, end + 1], [end, begin], *far])
+    elif action == 1:
+        parts.header[first], parts.header[second] = parts.header[second], parts.header[first]
+    elif action == 2:
+        field = rng.choice(["tensors", "whole", "config"])
+        parts.document[field] = other.document[field]
+    else:
+        parts.payload = other.payload
+
+
+# Attacks by the format's grammar
+
+
+def attack_indices(rng, parts, other):
+    """A stream from an encoding's grammar: entries, escapes, and one thing that may be wrong."""
+    name, record = some_record(rng, parts)
+    numel = rng.choice([record["count"], 1000, 2**17, 2**40, 2**63 - 1])
+    positions = sorted(rng.sample(range(min(numel, 2**20)), min(numel, record["count"])))
+    if rng.random() < 0.4:
+        positions = [*positions[:-1], numel - rng.choice([0, 1, 1, 2])]
+    dtype, code = rng.choice([("U16", "H"), ("U16", "H"), ("U32", "I"), ("U64", "Q"), ("I64", "Q")])
+    stream, previous, top = [], -1, 2 ** (8 * struct.calcsize(code))
+    for position in positions:
+        gap = position - previous - 1
+        escapes = min(max(gap, 0) // 65_535, 300)
+        stream += [*[65_535] * escapes, gap % 65_535] if dtype == "U16" else [position]
+        previous = position
+    wrong = rng.randrange(7)
+    if wrong == 0:
+        stream.append(top - 1)
+    elif wrong == 1:
+        stream.insert(0, top - 1)
+    elif wrong == 2:
+        rng.shuffle(stream)
+    elif wrong == 3:
+        stream += stream[-1:] * rng.choice([1, 65_536])
+    elif wrong == 4:
+        stream = [top - 1] * rng.choice([1000, 100_000]) + stream[-1:]
+    if rng.random() < 0.5:
+        record["shape"] = [numel]
+    numbers = [number % top for number in stream]
+    parts.replace_tensor(f"{name}.indices", dtype, [len(numbers)], struct.pack(f"<{len(numbers)}{code}", *numbers))
+
+
+def attack_records(rng, parts, other):
+    """Kinds, dtypes, counts, shapes, recipes and quantizations that are each legal, or nearly, and may not fit."""
+    name, record = some_record(rng, parts)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        field, value = rng.choice([
+            ("kind", rng.choice(["add", "replace", "ADD", None, 1])), ("dtype", rng.choice([*DTYPES, "f32", None])),
+            ("count", rng.choice([0, record["count"], *NUMBERS])), ("shape", some_shape(rng)),
+            ("base_sha256", rng.choice(["0" * 64, "F" * 64, "", None, 0])),
+            ("quantization", rng.choice(["nf4", "x (transposed)", "é", "", "x" * 101, None, 1])),
+            ("drawn", {"distribution": rng.choice(["constant", "uniform", "normal", "Uniform", None, []]),
+                       "scale": rng.choice(NUMBERS), "seed": rng.choice(NUMBERS)}),
+        ])  # fmt: skip
+        record[field] = value
+    if rng.random() < 0.5:
+        dtype = rng.choice(list(DTYPES))
+        count = record["count"] if type(record["count"]) is int and 0 <= record["count"] < 5000 else 3
+        fill = rng.choice([None, b"\xff", b"\x7f\x80", b"\x80\x7f", b"\x01\xfc", b"\x3f"])
+        size = DTYPES[dtype] * count
+        data = rng.randbytes(size) if fill is None else (fill * size)[:size]
+        parts.replace_tensor(f"{name}.values", dtype, [count], data)
+
+
+def attack_names(rng, parts, other):
+    """Other names for tensors, in the metadata and in the keys; now and then one that is there already."""
+    tensors, whole = parts.document["tensors"], parts.document["whole"]
+    new = rng.choice([*NAMES, *whole, *tensors])
+    if tensors and (not whole or rng.random() < 0.5):
+        old, record = some_record(rng, parts)
+        del tensors[old]
+        tensors[new] = record
+        roles = ("indices", "values")
+    else:
+        old = whole.pop(rng.randrange(len(whole)))
+        whole.append(new)
+        roles = ("whole",)
+    for role in roles:
+        parts.header[f"{new}.{role}"] = parts.header.pop(f"{old}.{role}")
+
+
+def attack_dense(rng, parts, other):
+    """More dense tensors, of any dtype and shape, under the base's names and others."""
+    for name in rng.sample(NAMES, rng.choice([1, 1, 2])):
+        add_dense(rng, parts, name, rng.choice(list(DTYPES)), some_shape(rng))
+
+
+def add_dense(rng, parts, name, dtype, shape):
+    sizes = shape if all(type(size) is int and size >= 0 for size in shape) else [0]
+    count = math.prod(sizes)
+    parts.document["whole"].append(name)
+    parts.add_tensor(f"{name}.whole", dtype, shape, rng.randbytes(count * DTYPES[dtype]) if count < 5000 else b"")
+
+
+def attack_recipes(rng, parts, other):
+    """Tensors to be drawn that are large, strange or not there."""
+    recipe = {"distribution": rng.choice(["constant", "uniform", "normal"]), "scale": rng.choice([0, 0.5, 1e308])}
+    recipe["seed"] = rng.choice([0, 1, 2**63 - 1])
+    record = {"shape": some_shape(rng), "dtype": rng.choice(["F32", "F64", "BF16", "F16"]), "count": 0}
+    name = rng.choice(NAMES)
+    if name not in parts.document["tensors"]:
+        parts.document["tensors"][name] = {**record, "base_sha256": "0" * 64, "drawn": recipe}
+        parts.add_tensor(f"{name}.indices", "U16", [0])
+        parts.add_tensor(f"{name}.values", record["dtype"], [0])
+
+
+def attack_limits(rng, parts, other):
+    """Much structure in few bytes, and a config at the limits of depth, size, numbers and strings."""
+    deep = rng.choice([3, "a", [], {}, None])
+    for _ in range(rng.choice([60, 61, 62, 63, 64, 200, 900])):
+        deep = [deep] if rng.random() < 0.5 else {"a": deep}
+    many, action = rng.choice([10, 1000, 20_000]), rng.randrange(5)
+    if action == 0:
+        record = {"shape": [1] * rng.choice([1, 64, 65]), "dtype": "F32", "count": 1, "base_sha256": "0" * 64}
+        parts.document["tensors"] = {str(i): record for i in range(many // 10)}
+    elif action == 1:
+        parts.document["whole"] += [str(i) for i in range(many // 5)]
+        parts.header |= {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(many // 5)}
+    elif action == 2:
+        parts.header[rng.choice(parts.keys)]["shape"] = [rng.choice([0, 1])] * many
+    else:
+        parts.document["config"] = rng.choice([
+            {"a": deep}, {"a": [[]] * many}, {"a": {str(i): {} for i in range(many)}}, {"x" * many * 50: 1},
+            {"a": rng.choice([10**308, 10**309, -(10**309), 10**999, 10**1000, 5e-324])}, {"a": "\0" * many},
+            {f"{i}\U0001f600": 0 for i in range(many)}, {"a:\"b": {"\\": "\":"}}, {"strategy": deep, "budget": deep},
+        ])  # fmt: skip
+
+
+def attack_config(rng, parts, other):
+    """A head's labels that no head bears out, an architecture, and what a config says of base and training."""
+    config, action = parts.document["config"], rng.randrange(3)
+    if action == 0:
+        config["architecture"] = rng.choice(ARCHITECTURES)
+    elif action == 1:
+        keys = "base_model_name_or_path base_model_revision base_dtypes versions strategy budget steps diff sum"
+        key = rng.choice([*keys.split(), "schedule", "entries_in_whole", "model_config", "peft", "adapters"])
+        config[key] = rng.choice(
+            [*TEXTS, *NUMBERS, ["float8_e4m3fn"], ["Tensor", "float32"], [[]], {"a": {"b": [None]}}]
+        )
+    else:
+        names = [None, [], "x", {}, {"0": "a"}, {"0": "a", "1": "a", "2": "a"}, {"-1": "a", "x": 3, "²": "b"}]
+        names += [{str(i): TEXTS[i % len(TEXTS)] for i in range(count)} for count in (2, 3, 1000)]
+        head = {"num_labels": rng.choice(NUMBERS), "id2label": rng.choice(names)}
+        head["problem_type"] = rng.choice([None, "x", 3, "regression"])
+        config["model_config"] = {key: value for key, value in head.items() if rng.random() < 0.8}
+        size = rng.choice([head["num_labels"], 3, 10**6, 10**9])
+        shape = rng.choice([[size, 0], [0, size], [size, 16], [size]]) if type(size) is int else [3]
+        add_dense(rng, parts, rng.choice(["classifier.weight", "new.weight", "a"]), "F32", shape)
+
+
+def attack_peft(rng, parts, other):
+    """Fields of the recorded adapter's config: patterns, ranks and whatever else PEFT takes."""
+    configs = parts.document["config"]["peft"]
+    settings = configs[rng.choice(list(configs))]
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        keys = "target_modules target_modules exclude_modules rank_pattern alpha_pattern r layers_pattern"
+        keys += " layers_to_transform layer_replication target_parameters modules_to_save"
+        key = rng.choice([*settings, *keys.split()])
+        types = ["LOHA", "IA3", "LOKR", "PREFIX_TUNING", "olora"]
+        value = rng.choice([*PATTERNS, *PATTERNS, *NUMBERS, *TEXTS, [[0, 10**9]], *types])
+        if key.endswith("_pattern") and rng.random() < 0.7:
+            value = {pattern: rng.choice(NUMBERS) for pattern in PATTERNS[:8]}
+        settings[key] = value
+    if rng.random() < 0.2:
+        configs[rng.choice([*TEXTS, "default.x", "a" * 1000, "__class__"])] = copy.deepcopy(settings)
+
+
+def attack_adapters(rng, parts, other):
+    """Settings of our own adapters."""
+    settings = parts.document["config"]["adapters"]
+    settings[rng.choice([*settings, "reduction_factor", "more"])] = rng.choice([*NUMBERS, *PATTERNS, *TEXTS, "houlsby"])
+    if rng.random() < 0.1:
+        del settings[rng.choice(list(settings))]
+
+
+ATTACKS = [
+    attack_bytes, attack_payload, attack_json, attack_text, attack_layout, attack_indices, attack_records, attack_names,
+    attack_dense, attack_recipes, attack_limits, attack_config, attack_peft, attack_adapters,
+]  # fmt: skip
+NEEDS = {attack_peft: b'\\"peft\\":{', attack_adapters: b'\\"adapters\\":{'}  # in the valid file
+NEEDS |= dict.fromkeys([attack_indices, attack_records], b".indices")
+
+
+def attacked(number, seed, valid):
+    """The kind and the bytes of one file; the same for the same number and seed."""
+    rng = random.Random(f"{seed}/{number}")
+    attack = ATTACKS[number % len(ATTACKS)]
+    parts, other = (
+        Parts(rng.choice([data for data in valid if NEEDS.get(attack, b"") in data])),
+        Parts(rng.choice(valid)),
+    )
+    data = attack(rng, parts, other)
+    if data is None and rng.random() < 0.2:
+        with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # it may find nothing to change
+            data = rng.choice(ATTACKS)(rng, parts, other)
+    return attack.__name__.removeprefix("attack_"), parts.join() if data is None else data
