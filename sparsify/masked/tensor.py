@@ -112,7 +112,7 @@ class Gradient:
         """Where the weight's flat indices lie in ``values``, and which of them do."""
         assert self.rows is not None
         cols = self.values.shape[1]
-        row = indices.div(cols, rounding_mode="threshold")
+        row = indices.div(cols, rounding_mode="floor")
         position = torch.searchsorted(self.rows, row).clamp_(max=self.rows.numel() - 1)
         return position * cols + indices % cols, self.rows[position] == row
 
