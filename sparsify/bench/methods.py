@@ -132,7 +132,7 @@ def _id3_every(model: nn.Module, settings: Settings) -> Trainee:
 def _growing(model: nn.Module, settings: Settings, schedule: Schedule) -> Trainee:
     trainee = _sparsified(sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS, schedule=schedule))
     trainee.resume = lambda state: load_trained(model, settings, state)
-    trainee.work = lambda: str(get_unmasker(model).counters.last)
+    trainee.work = lambda: str(get_unmasker(model).work)
     return trainee
 
 

@@ -15,7 +15,6 @@ plain: its logs have the same numbers, and its checkpoints are the Trainer's own
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from pathlib import Path
@@ -45,8 +44,6 @@ from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held
 from sparsify.training.summary import find_full
 
-logger = logging.getLogger(__name__)
-
 SAVE = "save_pretrained"  # attribute of the model in which the writer stands while it is trained
 
 
@@ -56,8 +53,7 @@ class SparsifyCallback(TrainerCallback):
     - It finds ``steps``, where ``sparsify`` was not given them; the next Trainer's, if it makes others, take their
       place.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
-      loss, for every reporter that ``report_to`` brings, and to ``trainer.state.log_history``. What the last step
-      looked at to choose is logged on the logger ``sparsify``, at level DEBUG.
+      loss, for every reporter that ``report_to`` brings, and to ``trainer.state.log_history``.
     - Its checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
       ``modules_to_save``. ``resume_from_checkpoint`` goes on bit for bit from a model that was built and sparsified in
       the same way, by the steps that the interrupted run had planned. ``trainer.save_model()``, elsewhere than in a
@@ -140,7 +136,6 @@ class SparsifyCallback(TrainerCallback):
         }
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
-        logger.debug("step %d: %s", state.global_step, now.last_work)
 
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if find_full(event["model"]):

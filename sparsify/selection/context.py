@@ -1,4 +1,4 @@
-"""What a step looks for in the gradients, and what is left of a gradient that was looked at."""
+"""Scanning a gradient for a step's best entries: what is looked for, what a scan leaves, and the work it took."""
 
 from __future__ import annotations
 
@@ -8,9 +8,49 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection.counters import Work
 from sparsify.selection.topk import TopK, offer_gradient
 from sparsify.strategies.importance import GradientImportance
+
+
+@dataclass
+class Work:
+    """Entries that a selection looked at, by the way it took; entries that are no candidates are counted too.
+
+    The numbers are known from shapes and lengths: counting waits for no device. Each rank counts its own work.
+
+    Attributes:
+        screened: computed tile by tile and compared, in bfloat16 where the CPU has matrix units.
+        verified: screened entries that could be among the best.
+        dense: taken from a whole gradient.
+        skipped: ruled out by the norms of a product's factors, so not computed.
+        wasted: screened first, then computed densely after all, as too many were left or not all might be finite.
+    """
+
+    screened: int = 0
+    verified: int = 0
+    dense: int = 0
+    skipped: int = 0
+    wasted: int = 0
+
+    def __str__(self) -> str:
+        """Describes the work.
+
+        Example:
+            >>> print(Work(screened=84_934_656, verified=312, dense=600_123))
+            84.9 M entries screened, 312 verified, 0.6 M computed densely
+        """
+        parts = [f"{_short(self.screened)} entries screened, {self.verified:,} verified"] if self.screened else []
+        if self.dense:
+            parts.append(f"{_short(self.dense)}{'' if parts else ' entries'} computed densely")
+        if self.skipped:
+            parts.append(f"{_short(self.skipped)} skipped")
+        if self.wasted:
+            parts.append(f"{_short(self.wasted)} of them screened in vain")
+        return ", ".join(parts) or "no entry was looked at"
+
+
+def _short(number: int) -> str:
+    return f"{number:,}" if number < 100_000 else f"{number / 1e6:,.1f} M"
 
 
 @dataclass(frozen=True)
@@ -20,7 +60,7 @@ class SelectionContext:
     Attributes:
         topk: takes the candidates.
         importance: scores them.
-        work: what was done for it; is added to.
+        work: what scanning took is added to it.
     """
 
     topk: TopK
@@ -29,12 +69,12 @@ class SelectionContext:
 
 
 class ScanResult(NamedTuple):
-    """What is left of a gradient that was offered.
+    """What a scan leaves of a gradient.
 
     Attributes:
         unmasked: (k,) the gradient of the unmasked entries.
-        rest: the gradient in the form that was looked at.
-        finite: bool scalar on the top-k's device: whether what was looked at is finite.
+        rest: the gradient in the form that was scanned.
+        finite: bool scalar on the top-k's device: whether everything scanned is finite.
     """
 
     unmasked: Tensor
@@ -43,19 +83,19 @@ class ScanResult(NamedTuple):
 
 
 def scan_dense(context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> ScanResult:
-    """Offers all entries of a gradient but the excluded ones.
+    """Offers all entries of a gradient but the excluded ones to the top-k.
 
     Args:
-        context: has the topk.
+        context: has the top-k.
         tensor: whose gradient it is.
-        gradient: is written to, where it is not a product still.
+        gradient: is written to, unless it is a product still.
         excluded: (e,) flat indices that are no candidates.
     """
-    context.work.multiplied += gradient.numel
+    context.work.dense += gradient.numel
     gradient = gradient.dense()
     unmasked = gradient.take(tensor.indices)
     if excluded.numel():
-        gradient.clear(excluded)  # an entry whose gradient is zero is never result
+        gradient.clear(excluded)  # an entry whose gradient is zero is never offered
     finite = offer_gradient(
         context.topk, context.importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset
     )

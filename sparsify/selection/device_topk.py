@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsify.kernels.candidates import Candidates, best_first
 from sparsify.kernels.select import cut, select
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection.counters import Work
+from sparsify.selection.context import Work
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
 
@@ -101,7 +101,7 @@ class DeviceSelector:
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         gradient = gradient.dense()
-        self._work.multiplied += gradient.numel
+        self._work.dense += gradient.numel
         unmasked = gradient.take(tensor.indices)
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         if excluded.numel():

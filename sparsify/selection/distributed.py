@@ -137,7 +137,7 @@ class DistributedSelector:
         """Flat indices (n,) of entries that could reach the threshold, best first, whether all, and what was looked at."""
         shared, most = self._pool, self._few
         if not self._proposes:
-            self._work.multiplied += gradient.numel
+            self._work.dense += gradient.numel
             gradient = gradient.dense()
             nothing = excluded[:0].to(shared.threshold.device)
             finite = torch.ones_like(shared.threshold, dtype=torch.bool)
@@ -180,7 +180,7 @@ class DistributedSelector:
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
         if isinstance(gradient, (Product, TiedGradient)):
-            self._work.multiplied += gradient.numel
+            self._work.dense += gradient.numel
         topk, gradient = self._pool, gradient.dense()
         gradient.clear(excluded)  # an entry whose gradient is zero is never result
         rows, values = None, gradient.values.to(topk.threshold.dtype)

@@ -95,7 +95,7 @@ def _screen(
         numel -= left_out.numel() * weight.shape[1]
     found = survey(product.left, product.right, tensor.indices, excluded, least, room)
     if found is None:
-        work.vain += numel
+        work.wasted += numel
         return None
     product.left_sum = found.left_sum.to(product.left.dtype)
     multiplied = min(found.multiplied, numel)  # whole tiles, beyond the product's edge

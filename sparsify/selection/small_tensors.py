@@ -59,7 +59,7 @@ class SmallGradients:
         """
         topk, importance = context.topk, context.importance
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
-        context.work.multiplied += grad.numel()
+        context.work.dense += grad.numel()
         finite = grad.isfinite().all()
         excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
         grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never result

@@ -260,7 +260,7 @@ class Run:
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
         engine = get_unmasker(self.sparse)
-        active = engine.collection.growth.active  # of repeat-S: the slots that the last choice was for
+        active = engine.collection.policy.active  # of repeat-S: the slots that the last choice was for
         if active is None and self.program.selection == "repeat":
             return self.dense.mask
         masks = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.mask).items()}

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import shutil
 import subprocess
 import sys
@@ -185,15 +184,6 @@ def counted(events, method):
         return method(*args, **event)
 
     return call
-
-
-def test_what_was_looked_at_to_choose_is_logged_for_debugging(tmp_path, caplog):
-    model = make_model()
-    with caplog.at_level(logging.DEBUG, logger="sparsify"):
-        make_trainer(model, tmp_path, save_strategy="no").train()
-    messages = [record.getMessage() for record in caplog.records if record.name.endswith("integrations.transformers")]
-    assert messages[-1] == f"step 8: {summary(model).last_work}"
-    assert len(messages) == STEPS
 
 
 def test_full_fine_tuning_takes_the_callback_too(tmp_path):

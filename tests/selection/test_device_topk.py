@@ -15,7 +15,7 @@ from torch import nn
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.masked.tensor import Gradient
 from sparsify.selection import device_topk as device_pool
-from sparsify.selection.counters import Work
+from sparsify.selection.context import Work
 from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
 from sparsify.selection.topk import TopK, offer_gradient
 

@@ -6,8 +6,7 @@ from torch import nn
 
 from sparsify import D3
 from sparsify.masked.tensor import Gradient
-from sparsify.selection.context import SelectionContext
-from sparsify.selection.counters import Work
+from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.selectors import RankedSelector, StreamingSelector
 from sparsify.selection.topk import TopK
 

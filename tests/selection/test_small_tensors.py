@@ -10,8 +10,7 @@ from torch import nn
 from sparsify import D3
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient
-from sparsify.selection.context import SelectionContext
-from sparsify.selection.counters import Work
+from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
 from sparsify.selection.topk import TopK, offer_gradient
 
