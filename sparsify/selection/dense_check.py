@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
+from sparsify.kernels.candidates import at_least_float32
 from sparsify.masked.product import Product
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.masked.tied import TiedGradient
@@ -99,7 +100,7 @@ class CheckedSelector:
     def _score(self, tensor: MaskedTensor, gradient: Gradient) -> Scored:
         """Scores a tensor's candidates."""
         rows, (grad, largest, error) = gradient.rows, _in_full(gradient)
-        weight = _at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
+        weight = at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
         self._finite &= bool(grad.isfinite().all())
         scores = self._importance.score(weight, grad)
         candidates = Gradient(scores.where((scores > 0) & scores.isfinite() & (grad != 0), 0), rows)
@@ -159,10 +160,10 @@ class CheckedSelector:
 
 
 def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a gradient (n, cols) in float32 at least, its size without cancellation, and how far rounding may move it.
+    """Returns a gradient (n, cols) in float32 at least, its size without cancellation, and the error of its rounding.
 
-    The second grows with the tokens of a product, as errors do. The third is there for 16-bit factors: the dense product
-    is rounded to their type, and single entries are not.
+    The second grows with the tokens of a product, as errors do. The third is there for 16-bit factors: the dense
+    product is rounded to their type, and single entries are not.
     """
     if isinstance(gradient, TiedGradient):
         grad, largest, error = _in_full(gradient.product)
@@ -174,9 +175,9 @@ def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
         error = error.index_add(0, at, short * rows.abs()) + short * total.abs()
         return total, largest.index_add(0, at, rows.abs()), error
     if not isinstance(gradient, Product):
-        grad = _at_least_float32(gradient.values)
+        grad = at_least_float32(gradient.values)
         return grad, grad, torch.zeros_like(grad)
-    left, right = (_at_least_float32(factor) for factor in (gradient.left, gradient.right))
+    left, right = (at_least_float32(factor) for factor in (gradient.left, gradient.right))
     left_norm, right_norm = (torch.linalg.vector_norm(factor, dim=0) for factor in (left, right))
     largest = left_norm[:, None] * right_norm * max(1.0, (left.shape[0] / FEW_TOKENS) ** 0.5)
     grad = left.t() @ right
@@ -187,7 +188,3 @@ def _rounding(gradient: Gradient) -> float:
     """Relative rounding of an entry of a product of 16-bit factors."""
     assert isinstance(gradient, Product)
     return 0.0 if gradient.left.dtype in ROUNDING else torch.finfo(gradient.left.dtype).eps
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -14,9 +14,9 @@ from torch import nn
 
 from sparsify import SparsifyError, sparsify
 from sparsify.kernels.cpu import library as native
-from sparsify.kernels.norm_bound import Room, survey
+from sparsify.kernels.norm_bound import Limits, screen
 from sparsify.kernels.sddmm import sddmm
-from sparsify.kernels.threshold import reaching
+from sparsify.kernels.threshold import find_reaching
 
 IS_THERE = "from sparsify.kernels.cpu.library import library; print(library() is not None)"
 
@@ -104,8 +104,8 @@ def test_without_a_library_the_plain_forms_run(monkeypatch, fresh, way):
     assert native.library() is None
     left, right, nothing = torch.ones(3, 2), torch.ones(3, 4), torch.empty(0, dtype=torch.int64)
     assert sddmm(left, right, torch.tensor([7])).tolist() == [3.0]
-    assert reaching(right, torch.tensor([1.0, 2.0, 2.0])).indices.tolist() == [0, 1, 2, 3]
-    found = survey(left, right, torch.tensor([7]), nothing, torch.tensor([4.0, 2.0]), Room(9, 1024))
+    assert find_reaching(right, torch.tensor([1.0, 2.0, 2.0])).indices.tolist() == [0, 1, 2, 3]
+    found = screen(left, right, torch.tensor([7]), nothing, torch.tensor([4.0, 2.0]), Limits(9, 1024))
     assert found.indices.tolist() == [4, 5, 6, 7]
 
 
@@ -186,7 +186,7 @@ def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, proces
     indices = torch.arange(0, 2000, 7)
     product = left.t() @ right
     torch.testing.assert_close(sddmm(left, right, indices), product.take(indices))
-    found = survey(left, right, indices, indices[:0], torch.full((40,), 20.0), Room(2000, 1 << 20))
+    found = screen(left, right, indices, indices[:0], torch.full((40,), 20.0), Limits(2000, 1 << 20))
     torch.testing.assert_close(found.taken, product.take(indices))
     assert found.indices.sort().values.equal((product.abs().view(-1) >= 20).nonzero().squeeze(1))
 

@@ -1,13 +1,13 @@
-"""The survey of a product finds every entry that could reach the threshold, whatever the factors are made of."""
+"""Screening a product finds every entry that could reach the threshold, whatever the factors are made of."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import FORMS, KINDS, SIZES, exact, factors, survey_in_form
+from products import FORMS, KINDS, SIZES, exact, factors, screen_in_form
 
-from sparsify.kernels import norm_bound as surveys
-from sparsify.kernels.norm_bound import Room
+from sparsify.kernels import norm_bound
+from sparsify.kernels.norm_bound import Limits
 
 NOTHING = torch.empty(0, dtype=torch.int64)
 ALL = 1 << 40  # entries that may be multiplied
@@ -17,7 +17,7 @@ ALL = 1 << 40  # entries that may be multiplied
 def form(request):
     """All forms; the compiled ones where the machine has them."""
     with pytest.MonkeyPatch.context() as patch:
-        yield survey_in_form(request.param, patch)
+        yield screen_in_form(request.param, patch)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def threads():
 def all_of(left, right, form, least=0.0, wanted=NOTHING, excluded=NOTHING):
     rows, cols = left.shape[1], right.shape[1]
     least = torch.as_tensor(least, dtype=torch.float32).expand(rows)
-    return form(left, right, wanted, excluded, least, Room(rows * cols, ALL))
+    return form(left, right, wanted, excluded, least, Limits(rows * cols, ALL))
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,7 +47,7 @@ def test_the_bound_is_above_every_entry_and_no_entry_is_missed(form, kind, token
     assert (found.most.double() >= size.view(-1)[found.indices] * (1 - 1e-6)).all()
     assert (found.most >= found.values.abs()).all()
     least = size.quantile(share, dim=1).float()
-    found = form(left, right, NOTHING, NOTHING, least, Room(rows * cols, ALL))
+    found = form(left, right, NOTHING, NOTHING, least, Limits(rows * cols, ALL))
     reached = (size >= least[:, None].double() * (1 + 1e-6)).view(-1).nonzero().squeeze(1)
     assert set(reached.tolist()) <= set(found.indices.tolist())
     assert found.indices.unique().numel() == found.indices.numel()
@@ -66,7 +66,7 @@ def test_no_entry_is_missed_where_some_tokens_say_much_more_than_others(
     left = left * weights.repeat_interleave(32)[:tokens, None].to(dtype)
     size = exact(left, right).abs()
     least = size.quantile(share, dim=1).float()
-    found = form(left, right, NOTHING, NOTHING, least, Room(rows * cols, ALL))
+    found = form(left, right, NOTHING, NOTHING, least, Limits(rows * cols, ALL))
     if found is not None:  # a product may overflow by its weight
         reached = (size >= least[:, None].double() * (1 + 1e-6)).view(-1).nonzero().squeeze(1)
         assert set(reached.tolist()) <= set(found.indices.tolist())
@@ -105,17 +105,19 @@ def test_a_value_that_is_not_rounded_is_as_good_as_a_dot_product(form, kind, tok
     found, products = all_of(left, right, form), exact(left, right).view(-1)
     if not found.rounded:
         terms = exact(left.abs(), right.abs()).view(-1)[found.indices]
-        chain = tokens if form is surveys.plain_survey else 128 + tokens / 128  # tokens summed by themselves, and sums
+        # tokens are summed in blocks first
+        chain = tokens if form is norm_bound.plain_screen else 128 + tokens / 128
         allowed = 2.0**-24 * (chain + 2) * terms + 1e-37
         assert ((found.values.double() - products[found.indices]).abs() <= allowed).all()
-    assert found.rounded == (dtype == torch.bfloat16 if form is surveys.plain_survey else surveys.has_matrix_units())
+    rounds = norm_bound.has_matrix_units() if form is not norm_bound.plain_screen else dtype == torch.bfloat16
+    assert found.rounded == rounds
 
 
 def test_the_plain_form_expects_rounding_where_torch_was_told_that_it_may_round(monkeypatch):
     left, right = factors("random", 45, 40, 35)
-    exactly = all_of(left, right, surveys.plain_survey)
+    exactly = all_of(left, right, norm_bound.plain_screen)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    roughly = all_of(left, right, surveys.plain_survey)
+    roughly = all_of(left, right, norm_bound.plain_screen)
     assert (exactly.rounded, roughly.rounded) == (False, True)
     off = left.norm(dim=0)[:, None] * right.norm(dim=0)
     assert (roughly.most - exactly.most >= (2**-8 * off).view(-1)[exactly.indices]).all()
@@ -158,9 +160,9 @@ def test_more_than_there_is_room_for_is_none(form):
     left, right = factors("random", 8, 20, 50)
     least = torch.full((20,), torch.inf)
     least[3] = 0
-    assert form(left, right, NOTHING, NOTHING, least, Room(49, ALL)) is None
-    assert form(left, right, NOTHING, NOTHING, least, Room(50, ALL)).indices.numel() == 50
-    assert form(left, right, NOTHING, NOTHING, torch.full((20,), torch.inf), Room(0, ALL)).indices.numel() == 0
+    assert form(left, right, NOTHING, NOTHING, least, Limits(49, ALL)) is None
+    assert form(left, right, NOTHING, NOTHING, least, Limits(50, ALL)).indices.numel() == 50
+    assert form(left, right, NOTHING, NOTHING, torch.full((20,), torch.inf), Limits(0, ALL)).indices.numel() == 0
 
 
 def outliers(tokens=64, size=200):
@@ -196,9 +198,9 @@ def test_a_few_tokens_with_large_gradients_do_not_count_for_all(form):
 def test_more_multiplications_than_there_is_room_for_are_not_begun(form):
     left, right, size = outliers()
     least = torch.full((200,), float(size.quantile(0.99)))
-    whole = form(left, right, NOTHING, NOTHING, least, Room(40_000, ALL))
-    assert form(left, right, NOTHING, NOTHING, least, Room(40_000, whole.multiplied - 1)) is None
-    again = form(left, right, NOTHING, NOTHING, least, Room(40_000, whole.multiplied))
+    whole = form(left, right, NOTHING, NOTHING, least, Limits(40_000, ALL))
+    assert form(left, right, NOTHING, NOTHING, least, Limits(40_000, whole.multiplied - 1)) is None
+    again = form(left, right, NOTHING, NOTHING, least, Limits(40_000, whole.multiplied))
     assert again.indices.sort().values.equal(whole.indices.sort().values)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from products import SIZES
 
 from sparsify.kernels.cpu.library import library
-from sparsify.kernels.threshold import Errors, plain_reaching, reaching
+from sparsify.kernels.threshold import Errors, find_reaching, plain_find_reaching
 
 
 @pytest.fixture(params=["compiled", "plain"], scope="module")
@@ -15,7 +15,7 @@ def form(request):
     """Both forms; the compiled one where the machine has it."""
     if request.param == "compiled" and library() is None:
         pytest.skip("needs a compiler")
-    return reaching if request.param == "compiled" else plain_reaching
+    return find_reaching if request.param == "compiled" else plain_find_reaching
 
 
 def found_by(form, values, least, errors=None):
@@ -54,7 +54,7 @@ def test_with_errors_all_are_found_that_could_reach_it(rows, cols, seed, dtype):
     least = most.median(dim=1).values.float()
     surely = (most >= least[:, None] * (1 + 1e-6)).view(-1).nonzero().squeeze(1).tolist()
     perhaps = (most >= least[:, None] * (1 - 1e-6)).view(-1).nonzero().squeeze(1).tolist()
-    for form in (reaching, plain_reaching):
+    for form in (find_reaching, plain_find_reaching):
         found, finite = found_by(form, values, least, errors)
         assert finite
         assert set(surely) <= set(found) <= set(perhaps)
@@ -104,4 +104,4 @@ def test_any_number_of_threads_finds_the_same(form):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_types_have_the_plain_form(dtype):
     values = torch.tensor([[1.0, 2.0]], dtype=dtype)
-    assert found_by(reaching, values, torch.tensor([1.5], dtype=dtype)) == ([1], True)
+    assert found_by(find_reaching, values, torch.tensor([1.5], dtype=dtype)) == ([1], True)

@@ -106,7 +106,7 @@ class TiedTable(nn.Module):
 
 @pytest.mark.parametrize(("tied", "seed"), [(False, 0), (False, 1), (True, 7)])
 def test_gradients_that_are_rounded_and_others_agree_where_they_meet_near_the_cut(monkeypatch, tied, seed):
-    monkeypatch.setattr("sparsify.selection.selectors.can_screen", lambda *_: False)
+    monkeypatch.setattr("sparsify.selection.screening.can_screen", lambda *_: False)
     monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 1 << 14)
     torch.manual_seed(seed)
     if tied:
@@ -136,19 +136,19 @@ def test_an_overflow_is_no_difference():
 
 def broken(change):
     """A screen that changes what it was to find."""
-    original = screen.survey
+    original = screen.screen
 
-    def survey(*args, **options):
+    def changed(*args, **options):
         found = original(*args, **options)
         return found and change(found)
 
-    return survey
+    return changed
 
 
 def test_a_screen_that_misses_entries_is_caught(monkeypatch):
     monkeypatch.setattr(
         screen,
-        "survey",
+        "screen",
         broken(
             lambda found: found._replace(**{part: getattr(found, part)[:0] for part in ("indices", "values", "most")})
         ),
@@ -158,14 +158,14 @@ def test_a_screen_that_misses_entries_is_caught(monkeypatch):
 
 
 def test_a_bound_that_is_too_low_is_caught(monkeypatch):
-    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(most=found.most * 0.5)))
+    monkeypatch.setattr(screen, "screen", broken(lambda found: found._replace(most=found.most * 0.5)))
     with pytest.raises(SparsifyError, match="was not unmasked; by the dense form its score is"):
         train(*checked("bert"))
 
 
 def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
     nothing = {"indices": torch.empty(0, dtype=torch.int64), "values": torch.empty(0), "most": torch.empty(0)}
-    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(**nothing, multiplied=0)))
+    monkeypatch.setattr(screen, "screen", broken(lambda found: found._replace(**nothing, multiplied=0)))
     with pytest.raises(SparsifyError, match="was not unmasked"):
         train(*checked("mlp"))
 
@@ -173,7 +173,7 @@ def test_a_bound_that_passes_over_entries_is_caught_by_its_name(monkeypatch):
 def test_a_wrong_gradient_is_caught(monkeypatch):
     sddmm = screen.sddmm
     monkeypatch.setattr(screen, "sddmm", lambda *arguments: sddmm(*arguments) * 1.001)
-    monkeypatch.setattr(screen, "survey", broken(lambda found: found._replace(values=found.values * 1.001)))
+    monkeypatch.setattr(screen, "screen", broken(lambda found: found._replace(values=found.values * 1.001)))
     with pytest.raises(SparsifyError, match="was unmasked with a score of"):
         train(*checked("mlp"))
 
@@ -209,7 +209,7 @@ def test_an_entry_that_was_no_candidate_is_caught(monkeypatch):
 def test_a_failed_check_leaves_the_model_as_it_was(monkeypatch):
     model, batches = checked("mlp")
     with monkeypatch.context() as patch:
-        patch.setattr(screen, "survey", broken(lambda found: found._replace(most=found.most * 0.01)))
+        patch.setattr(screen, "screen", broken(lambda found: found._replace(most=found.most * 0.01)))
         with pytest.raises(SparsifyError, match="was not unmasked"):
             loss_of(model, batches[0]).backward()
     assert get_unmasker(model).unmasked == 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DenseOracle, unmasked_sets
-from products import FORMS, FREE, survey_in_form
+from products import FORMS, FREE, screen_in_form
 from recorder import mask
 from torch import nn
 
@@ -17,7 +17,7 @@ from sparsify.masked.tensor import Gradient
 from sparsify.masked.tied import TiedGradient
 from sparsify.selection import screening as screen
 from sparsify.selection.context import SelectionContext, Work
-from sparsify.selection.selectors import scan
+from sparsify.selection.screening import scan
 from sparsify.selection.topk import TopK, offer_gradient
 
 ROWS, COLS, TOKENS = 48, 40, 24
@@ -52,8 +52,8 @@ def winners(offer, size, seed_scores):
 
 @pytest.fixture(params=FORMS, autouse=True)
 def form(request, monkeypatch):
-    """All forms of the survey; the compiled ones where the machine has them."""
-    monkeypatch.setattr("sparsify.selection.screening.survey", survey_in_form(request.param, monkeypatch))
+    """All forms of screening; the compiled ones where the machine has them."""
+    monkeypatch.setattr("sparsify.selection.screening.screen", screen_in_form(request.param, monkeypatch))
 
 
 @settings(max_examples=60, deadline=None)
@@ -174,7 +174,7 @@ def test_the_engine_unmasks_the_same_with_and_without_the_screen(monkeypatch):
         screened_products.append(original(*args))
         return screened_products[-1]
 
-    monkeypatch.setattr("sparsify.selection.selectors.scan_screened", counting)
+    monkeypatch.setattr("sparsify.selection.screening.scan_screened", counting)
     sets = []
     for smallest in (1, 1 << 30):
         monkeypatch.setattr(screen, "SMALLEST_SCREENED", smallest)

@@ -34,10 +34,10 @@ COMPILERS = ("c++", "g++", "clang++")
 RESULTS = {
     "sddmm_float32": None,
     "sddmm_bfloat16": None,
-    "reach_float32": ctypes.c_int64,
-    "reach_bfloat16": ctypes.c_int64,
-    "survey_float32": ctypes.c_int64,
-    "survey_bfloat16": ctypes.c_int64,
+    "find_reaching_float32": ctypes.c_int64,
+    "find_reaching_bfloat16": ctypes.c_int64,
+    "screen_float32": ctypes.c_int64,
+    "screen_bfloat16": ctypes.c_int64,
     "has_matrix_units": ctypes.c_bool,
 }
 
