@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from torch import Tensor
@@ -37,20 +37,11 @@ class Work:
 
         Example:
             >>> print(Work(screened=84_934_656, verified=312, dense=600_123))
-            84.9 M entries screened, 312 verified, 0.6 M computed densely
+            84.9 M entries screened, 312 entries verified, 0.6 M entries dense
         """
-        parts = [f"{_short(self.screened)} entries screened, {self.verified:,} verified"] if self.screened else []
-        if self.dense:
-            parts.append(f"{_short(self.dense)}{'' if parts else ' entries'} computed densely")
-        if self.skipped:
-            parts.append(f"{_short(self.skipped)} skipped")
-        if self.wasted:
-            parts.append(f"{_short(self.wasted)} of them screened in vain")
-        return ", ".join(parts) or "no entry was looked at"
-
-
-def _short(number: int) -> str:
-    return f"{number:,}" if number < 100_000 else f"{number / 1e6:,.1f} M"
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        short = {way: f"{n:,}" if n < 100_000 else f"{n / 1e6:,.1f} M" for way, n in numbers.items() if n}
+        return ", ".join(f"{number} entries {way}" for way, number in short.items()) or "no entry was looked at"
 
 
 @dataclass(frozen=True)

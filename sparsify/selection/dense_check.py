@@ -44,7 +44,7 @@ class Scored(NamedTuple):
     slack: Tensor
 
 
-class CheckedSelector:
+class CheckedSelector(Selector):
     """Selects as another selector does, and raises where the dense form would not.
 
     Args:
@@ -62,9 +62,6 @@ class CheckedSelector:
         self._scored: dict[MaskedTensor, Scored] = {}
         self._finite = True
 
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return self._selector.wants(tensor)
-
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         self._scored[tensor] = self._score(tensor, gradient)
         return self._selector.offer(tensor, gradient)
@@ -72,9 +69,6 @@ class CheckedSelector:
     @property
     def offer_small(self) -> Callable[[SmallGradients], None] | None:
         return None if self._selector.offer_small is None else self._offer_small
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        self._selector.skip(tensor)
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first.
@@ -112,7 +106,10 @@ class CheckedSelector:
         return Scored(ids, scores[at], ROUNDING[scores.dtype] * most[at] + rounding[at])
 
     def _compare(self, winners: Winners) -> None:
-        every = Scored(*(torch.cat(parts) for parts in zip(*self._on(winners.ids.device), strict=True)))
+        device = winners.ids.device
+        every = Scored(
+            *(torch.cat([part.to(device) for part in parts]) for parts in zip(*self._scored.values(), strict=True))
+        )
         ids, order = every.ids.sort()
         scores, slack = every.scores[order], every.slack[order]
         best = scores.argsort(descending=True, stable=True)[: self._size]
@@ -136,9 +133,6 @@ class CheckedSelector:
         if wrong.any():
             entry = int(wrong.nonzero()[0])
             self._raise(int(ids[entry]), float(found[entry]), float(scores[entry]), float(cut))
-
-    def _on(self, device: torch.device) -> list[tuple[Tensor, ...]]:
-        return [tuple(part.to(device) for part in scored) for scored in self._scored.values()]
 
     def _scores_of(self, winners: Winners) -> Tensor:
         """The scores (n,) of winners by the gradients that they come with."""

@@ -15,6 +15,7 @@ from sparsify.kernels.candidates import Candidates, Part, best_first
 from sparsify.kernels.select import cut, select
 from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.selection.context import Work
+from sparsify.selection.selectors import Selector
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
 
@@ -70,7 +71,7 @@ class DeviceTopK:
         return candidates.ids[: self._size], scores[: self._size], candidates.grads[: self._size]
 
 
-class DeviceSelector:
+class DeviceSelector(Selector):
     """Selects the best entries by their gradients, on one or several GPUs.
 
     Args:
@@ -81,8 +82,6 @@ class DeviceSelector:
         work: counts the entries.
         masked_only: whether unmasked entries are no candidates.
     """
-
-    offer_small = None
 
     def __init__(
         self, size: int, total: int, importance: GradientImportance, like: Tensor, work: Work, *, masked_only: bool
@@ -95,9 +94,6 @@ class DeviceSelector:
         self._work = work
         self._masked_only = masked_only
         self._topks: dict[torch.device, DeviceTopK] = {}
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return True
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         gradient = gradient.dense()
@@ -112,9 +108,6 @@ class DeviceSelector:
         weight = tensor.matrix
         self._topks[device].offer(self._importance, weight, gradient.values, gradient.rows, tensor.offset)
         return unmasked
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        pass
 
     def winners(self) -> Winners:
         best = [[part.to(self._device) for part in topk.best()] for topk in self._topks.values()]

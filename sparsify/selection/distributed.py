@@ -25,6 +25,7 @@ from sparsify.masked.tensor import Gradient, MaskedTensor
 from sparsify.masked.tied import TiedGradient
 from sparsify.selection.context import ScanResult, SelectionContext
 from sparsify.selection.screening import scan
+from sparsify.selection.selectors import Selector
 from sparsify.selection.topk import TopK, Winners, offer_gradient
 from sparsify.strategies.importance import ROUNDING_SLACK, GradientImportance
 
@@ -67,7 +68,7 @@ class Header(NamedTuple):
     rows: Tensor
 
 
-class DistributedSelector:
+class DistributedSelector(Selector):
     """Selects the best entries by the mean of all ranks' gradients.
 
     Args:
@@ -78,8 +79,6 @@ class DistributedSelector:
         mode: ``"exact"``: a rank proposes all entries that could be among the best; or ``"candidates"``: only its own
             best, as many as are wanted.
     """
-
-    offer_small = None
 
     def __init__(
         self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], *, masked_only: bool, mode: str
@@ -94,9 +93,6 @@ class DistributedSelector:
         self._exact, self._few = mode == "exact", context.topk.size * RAISING[mode]
         self._proposes = context.importance.monotone or not self._exact
         self._finite: list[Tensor] = []
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return True
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         unmasked = None

@@ -25,6 +25,7 @@ class Selector(Protocol):
 
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether it has to see this tensor's gradient."""
+        return True
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,).
@@ -35,9 +36,11 @@ class Selector(Protocol):
     @property
     def offer_small(self) -> Callable[[SmallGradients], None] | None:
         """Takes the whole gradients of all small tensors, after the others; ``None``: each is offered by itself."""
+        return None
 
     def skip(self, tensor: MaskedTensor) -> None:
         """Takes note that the tensor's gradient is empty, for want of tokens."""
+        return
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first."""
@@ -81,7 +84,7 @@ class StreamingSelector:
         return self._finite
 
 
-class RankedSelector:
+class RankedSelector(Selector):
     """Selects entries that are given.
 
     Args:
@@ -89,8 +92,6 @@ class RankedSelector:
         tensors: all masked tensors, by ascending offset.
         like: the flat gradient, for its dtype and device.
     """
-
-    offer_small = None
 
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         self._ids, self._order = ids.to(like.device).sort()
@@ -108,9 +109,6 @@ class RankedSelector:
             indices = (self._ids[own] - tensor.offset).to(tensor.parameter.device)
             self._grads[own] = gradient.take(indices).to(self._grads)
         return gradient.take(tensor.indices)
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        pass
 
     def winners(self) -> Winners:
         back = self._order.argsort()

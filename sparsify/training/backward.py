@@ -62,6 +62,9 @@ class Engine(Comparable, Listener, Protocol):
     def settle(self) -> None:
         """Brings its books in order after what came past them."""
 
+    def append(self, ids: Tensor, slots: Tensor) -> None:
+        """Adds entries (n,) given by global id to the index buffers."""
+
     def note_values(self) -> None:
         """Remembers the flat delta as it is now, in case it is replaced."""
 

@@ -124,7 +124,7 @@ def test_the_text_says_it_all():
 def test_the_text_says_what_choosing_took_where_there_was_a_choice():
     work = Work(screened=84_934_656, verified=312, dense=600_123)
     text = str(a_summary(last_work=work))
-    assert "last selection     84.9 M entries screened, 312 verified, 0.6 M computed densely" in text
+    assert "last selection     84.9 M entries screened, 312 entries verified, 0.6 M entries dense" in text
     assert "last selection" not in str(a_summary())
 
 
