@@ -107,11 +107,10 @@ class CheckedSelector(Selector):
 
     def _compare(self, winners: Winners) -> None:
         device = winners.ids.device
-        every = Scored(
-            *(torch.cat([part.to(device) for part in parts]) for parts in zip(*self._scored.values(), strict=True))
-        )
-        ids, order = every.ids.sort()
-        scores, slack = every.scores[order], every.slack[order]
+        parts = zip(*self._scored.values(), strict=True)
+        ids, scores, slack = (torch.cat([one.to(device) for one in part]) for part in parts)
+        ids, order = ids.sort()
+        scores, slack = scores[order], slack[order]
         best = scores.argsort(descending=True, stable=True)[: self._size]
         cut = scores[best[-1]] if best.numel() == self._size else scores.new_zeros(())
         known, claimed = torch.isin(winners.ids, ids), self._scores_of(winners).to(scores)
