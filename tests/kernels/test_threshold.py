@@ -66,18 +66,10 @@ def test_a_nan_reaches_nothing_and_is_told(form):
     assert found_by(form, torch.full((1, 70), torch.nan), torch.zeros(1)) == ([], False)
 
 
-def test_infinity_reaches_infinity_and_is_told(form):
-    values = torch.tensor([[1.0, -torch.inf], [3e38, 0.0]])
-    assert found_by(form, values, torch.full((2,), torch.inf)) == ([1], False)
-
-
-def test_an_error_that_is_not_finite_is_told(form):
+def test_nothing_is_found_in_nothing_and_an_error_that_is_not_finite_is_told(form):
+    assert found_by(form, torch.empty(0, 5), torch.empty(0)) == ([], True)
     errors = Errors(torch.tensor([1e30]), torch.tensor([1e30, 0.0]))
     assert found_by(form, torch.ones(1, 2), torch.full((1,), 2.0), errors) == ([0], False)
-
-
-def test_nothing_is_found_in_nothing(form):
-    assert found_by(form, torch.empty(0, 5), torch.empty(0)) == ([], True)
 
 
 def test_a_matrix_may_be_strided_and_a_threshold_expanded(form):

@@ -1,4 +1,4 @@
-"""Choosing on a GPU, forced upon the CPU: the same winners as ever, and a few waits a step however many tensors."""
+"""Selection on a GPU, forced on the CPU: the same winners, and a few waits a step for any number of tensors."""
 
 import copy
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.masked.tensor import Gradient
-from sparsify.selection import device_topk as device_pool
+from sparsify.selection import device_topk
 from sparsify.selection.context import Work
 from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
 from sparsify.selection.topk import TopK, offer_gradient
@@ -36,9 +36,9 @@ def like_a_gpu(request, monkeypatch):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Tensors of a few entries come in several parts, with cuts between them."""
-    monkeypatch.setattr(device_pool, "FEWEST_AT_ONCE", 8)
-    monkeypatch.setattr(device_pool, "MOST_AT_ONCE", 40)
-    monkeypatch.setattr(device_pool, "SMALLEST_CUT", 1)
+    monkeypatch.setattr(device_topk, "FEWEST_AT_ONCE", 8)
+    monkeypatch.setattr(device_topk, "MOST_AT_ONCE", 40)
+    monkeypatch.setattr(device_topk, "SMALLEST_CUT", 1)
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)

@@ -1,4 +1,4 @@
-"""Choosers: entries that are known ahead get their gradients, wherever their tensors come by."""
+"""Selectors: ranked entries get their gradients in whatever order the tensors come; streaming ones leave some out."""
 
 import torch
 from recorder import mask

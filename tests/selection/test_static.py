@@ -1,7 +1,6 @@
 """Static selection and pruning: which entries stay, what becomes of the others, and how the rest trains."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -273,27 +272,6 @@ def test_only_what_requires_grad_is_pruned():
     assert summary(model).unmasked == 35 == int((model.first.weight != 0).sum()) + 10
 
 
-def test_snip_unmasks_while_training_as_the_dense_oracle_does():
-    model, batches = build("mlp", dtype=torch.float64)
-    dense = copy.deepcopy(model)
-    sparsify(model, 60, Strategy(SNIP(), Increment()), steps=6)
-
-    def snip(name, step, weight, grad):
-        score = (weight * grad).abs()
-        return score.where(score > 0, -math.inf)
-
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), 60, 6, score=snip)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    for batch in batches[:6]:
-        oracle.step(loss_of(dense, batch))
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        assert unmasked_sets(model) == oracle.unmasked_sets()
-    for name, parameter in dense.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter)
-
-
 # Refusals: nothing has been changed
 
 
@@ -440,14 +418,3 @@ def test_a_random_order_is_unmasked_a_few_at_a_time_and_does_not_depend_on_the_t
     increment = train(sparsify(copy.deepcopy(model), 40, Strategy(Random(), Increment()), steps=4, seed=3), batches[:4])
     static = sparsify(copy.deepcopy(model), 40, Strategy(Random(), Static()), seed=3)
     assert unmasked_sets(increment) == unmasked_sets(static)
-
-
-def test_an_interrupted_run_goes_on_in_the_same_order():
-    strategy = Strategy(Magnitude(), Increment())
-    model, batches = build("mlp")
-    whole = train(sparsify(copy.deepcopy(model), 40, strategy, steps=4), batches[:4])
-    half = train(sparsify(copy.deepcopy(model), 40, strategy, steps=4), batches[:2])
-    resumed = sparsify(copy.deepcopy(model), 40, strategy, steps=4)
-    resumed.load_state_dict(half.state_dict())
-    train(resumed, batches[2:4])
-    assert unmasked_sets(resumed) == unmasked_sets(whole)
