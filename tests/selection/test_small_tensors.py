@@ -73,12 +73,12 @@ def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
 def test_gradients_are_kept_when_their_memory_is_used_again_and_are_not_written_to():
     tensors = small_tensors([[1], [0], [2]])
     expected = kept(tensors, gradients(tensors)).take()
-    lent = [Gradient(gradient.values, owned=False) for gradient in gradients(tensors)]
-    small = kept(tensors, lent)
+    memory = [gradient.values for gradient in gradients(tensors)]
+    small = kept(tensors, [Gradient(values, owned=False) for values in memory])
     small.offer(context_of(3), masked_only=True)
-    for gradient, before in zip(lent, gradients(tensors), strict=True):
-        assert torch.equal(gradient.values, before.values)
-        gradient.values.zero_()
+    for values, before in zip(memory, gradients(tensors), strict=True):
+        assert torch.equal(values, before.values)
+        values.zero_()
     assert torch.equal(small.take(), expected)
 
 
