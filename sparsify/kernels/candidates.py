@@ -47,23 +47,14 @@ class Candidates:
 
 
 class Part(NamedTuple):
-    """Consecutive entries of one tensor's gradient.
+    """Consecutive entries of one tensor's gradient."""
 
-    Attributes:
-        weight: (n_rows, cols), the whole tensor.
-        grad: (n, cols), the gradient of all rows, or some.
-        rows: (n,) int64, the weight's rows that ``grad`` has; ``None`` for all of them in order.
-        offset: global id of the tensor's first entry.
-        start: the first entry of the part, flat in ``grad``.
-        stop: the one after the last.
-    """
-
-    weight: Tensor
-    grad: Tensor
-    rows: Tensor | None
-    offset: int
-    start: int
-    stop: int
+    weight: Tensor  # (n_rows, cols), the whole tensor
+    grad: Tensor  # (n, cols), the gradient of all rows, or some
+    rows: Tensor | None  # (n,) int64, the weight's rows that grad has; None for all of them in order
+    offset: int  # global id of the tensor's first entry
+    start: int  # the first entry of the part, flat in grad
+    stop: int  # the one after the last
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:

@@ -39,38 +39,22 @@ LOOPS = {torch.float32: "screen_float32", torch.bfloat16: "screen_bfloat16"}
 
 
 class Limits(NamedTuple):
-    """How much screening may do before it gives up.
+    """How much screening may do before it gives up."""
 
-    Attributes:
-        candidates: entries that it may find.
-        multiplied: entries that it may multiply.
-    """
-
-    candidates: int
-    multiplied: int
+    candidates: int  # entries that it may find
+    multiplied: int  # entries that it may multiply
 
 
 class Screened(NamedTuple):
-    """What screening found.
+    """What screening found."""
 
-    Attributes:
-        taken: (k,) float32, the entries that were asked for.
-        indices: (m,) int64, flat, in no order: the entries that could reach the threshold.
-        values: (m,) float32, these entries.
-        most: (m,) float32, upper bounds of abs(entry).
-        rounded: whether the values may be worse than dot products in float32: of rounded factors, rounded themselves,
-            or summed by matrix units.
-        left_sum: (rows,) float32, the left factor's sum over the tokens.
-        multiplied: number of entries that the norms did not rule out, so that they were multiplied.
-    """
-
-    taken: Tensor
-    indices: Tensor
-    values: Tensor
-    most: Tensor
-    rounded: bool
-    left_sum: Tensor
-    multiplied: int
+    taken: Tensor  # (k,) float32, the wanted entries
+    indices: Tensor  # (m,) int64, flat, in no order: the entries that could reach the threshold
+    values: Tensor  # (m,) float32, these entries
+    most: Tensor  # (m,) float32, upper bounds of abs(entry)
+    rounded: bool  # whether values may be worse than float32 dot products: rounded, or summed by matrix units
+    left_sum: Tensor  # (rows,) float32, the left factor's sum over the tokens
+    multiplied: int  # number of entries that the norms did not rule out, so that they were multiplied
 
 
 def has_matrix_units() -> bool:

@@ -15,27 +15,17 @@ LOOPS = {torch.float32: "find_reaching_float32", torch.bfloat16: "find_reaching_
 
 
 class Reaching(NamedTuple):
-    """The entries that were found.
+    """The entries that were found."""
 
-    Attributes:
-        indices: (n,) int64, flat, in no order.
-        finite: bool scalar on the values' device: whether all values are finite, and so are they with their errors.
-    """
-
-    indices: Tensor
-    finite: Tensor
+    indices: Tensor  # (n,) int64, flat, in no order
+    finite: Tensor  # bool scalar on the values' device: whether all values are finite, with their errors too
 
 
 class Errors(NamedTuple):
-    """How far a matrix's entries may be off: entry (i, j) by no more than row[i] * column[j].
+    """How far a matrix's entries may be off: entry (i, j) by no more than row[i] * column[j]."""
 
-    Attributes:
-        row: (rows,) float32.
-        column: (cols,) float32.
-    """
-
-    row: Tensor
-    column: Tensor
+    row: Tensor  # (rows,) float32
+    column: Tensor  # (cols,) float32
 
 
 def find_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:

@@ -46,31 +46,19 @@ class Work:
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """The best entries by an importance.
+    """What a selection looks for: the best entries by an importance."""
 
-    Attributes:
-        topk: takes the candidates.
-        importance: scores them.
-        work: what scanning took is added to it.
-    """
-
-    topk: TopK
-    importance: GradientImportance
-    work: Work
+    topk: TopK  # takes the candidates
+    importance: GradientImportance  # scores them
+    work: Work  # counts the entries that are scanned
 
 
 class ScanResult(NamedTuple):
-    """What a scan leaves of a gradient.
+    """What a scan leaves of a gradient."""
 
-    Attributes:
-        unmasked: (k,) the gradient of the unmasked entries.
-        rest: the gradient in the form that was scanned.
-        finite: bool scalar on the top-k's device: whether everything scanned is finite.
-    """
-
-    unmasked: Tensor
-    rest: Gradient
-    finite: Tensor
+    unmasked: Tensor  # (k,) the gradient of the unmasked entries
+    rest: Gradient  # the gradient in the form that was scanned
+    finite: Tensor  # bool scalar on the top-k's device: whether everything scanned is finite
 
 
 def scan_dense(context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> ScanResult:

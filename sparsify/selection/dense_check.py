@@ -31,17 +31,11 @@ FEW_TOKENS = 64  # up to as many, ROUNDING holds; beyond, errors grow with the r
 
 
 class Scored(NamedTuple):
-    """Entries in the dense form.
+    """Entries in the dense form."""
 
-    Attributes:
-        ids: (n,) int64, global.
-        scores: (n,).
-        slack: (n,) what a score may be off by.
-    """
-
-    ids: Tensor
-    scores: Tensor
-    slack: Tensor
+    ids: Tensor  # (n,) int64, global
+    scores: Tensor  # (n,)
+    slack: Tensor  # (n,) how far a score may be off
 
 
 class CheckedSelector(Selector):

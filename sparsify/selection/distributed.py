@@ -55,17 +55,11 @@ class Generous:
 
 
 class Header(NamedTuple):
-    """What the ranks tell each other about a tensor; each attribute is (ranks,).
+    """What the ranks tell each other about a tensor; each attribute is (ranks,)."""
 
-    Attributes:
-        number: entries that the rank proposes.
-        complete: whether these are all that reach the threshold.
-        rows: number of rows that its gradient has; ``ALL_ROWS`` where it has all.
-    """
-
-    number: Tensor
-    complete: Tensor
-    rows: Tensor
+    number: Tensor  # entries that the rank proposes
+    complete: Tensor  # whether these are all that reach the threshold
+    rows: Tensor  # number of rows that its gradient has; ALL_ROWS where it has all
 
 
 class DistributedSelector(Selector):

@@ -33,19 +33,12 @@ from sparsify.strategies.strategy import Increment, Repeat, Strategy
 
 
 class Progress(NamedTuple):
-    """How far training is.
+    """How far training is."""
 
-    Attributes:
-        step: optimizer steps done.
-        steps: optimizer steps planned; ``None`` where the number is not known.
-        unmasked: entries unmasked so far.
-        budget: entries to unmask in all.
-    """
-
-    step: int
-    steps: int | None
-    unmasked: int
-    budget: int
+    step: int  # optimizer steps done
+    steps: int | None  # optimizer steps planned; None where the number is not known
+    unmasked: int  # entries unmasked so far
+    budget: int  # entries to unmask in all
 
 
 class UnmaskingPolicy:

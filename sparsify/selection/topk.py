@@ -19,7 +19,7 @@ from sparsify.kernels.candidates import at_least_float32, best_first
 from sparsify.kernels.threshold import BLOCK_ENTRIES, find_reaching
 from sparsify.strategies.importance import GradientImportance
 
-SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
+SMALLEST_THRESHOLD = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
 SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small operations
 
@@ -67,7 +67,7 @@ class TopK:
     @property
     def has_threshold(self) -> bool:
         """Whether the threshold rules entries out, and is far from where numbers underflow."""
-        return float(self.threshold) > SMALLEST_FLOOR
+        return float(self.threshold) > SMALLEST_THRESHOLD
 
     def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""
