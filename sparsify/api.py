@@ -18,8 +18,7 @@ from sparsify.common.shards import check_unsharded
 from sparsify.errors import SparsifyError
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.swap import check_maskable
-from sparsify.selection.ranking import find_given
-from sparsify.selection.static import check_new, choose, zero_others
+from sparsify.selection.static import check_new, choose, find_given, zero_others
 from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule

@@ -1,13 +1,14 @@
-"""The hot loops. Each file has a loop in plain torch, its specification; its faster forms are beside it.
+"""The hot loops: the plain torch form of each is its specification, and is in the file that chooses the form.
 
-    select   score, compare and keep the entries that reach a threshold, in one pass     triton_select.py
-    sddmm    single entries of a matrix product                                      triton_sddmm.py, native_sddmm.py
-    sync     base + delta into all weights at once                                   triton_sync.py
-    survey   the entries of a product that could reach a threshold                   C++, called from its own file
-    reach    the entries of a matrix that reach a threshold                          likewise
+    costs       which path to a product's entries is taken
+    norm_bound  entries of a product that could reach a threshold, by the norms of its factors  cpu/norm_bound.cpp
+    scatter     values into many weights at once                                                triton/scatter.py
+    sddmm       single entries of a product, as dot products                   cpu/sddmm.cpp,   triton/sddmm.py
+    select      scores, compares and keeps candidates in one pass, on a GPU                     triton/select.py
+    threshold   entries of a matrix that reach a threshold                                      cpu/threshold.cpp
 
-Nothing waits for a GPU: how many entries there are is known on the device only. Triton is imported, and
-``native.py`` compiles the C++, where a loop first runs; where that cannot be, or in float64, the plain form runs.
+Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported, and
+``cpu/library.py`` compiles the C++, when a loop first runs; where that fails, and in float64, the plain form runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and can run kernels there; its interpreter (``TRITON_INTERPRET=1``) runs anywhere."""
+    """Whether Triton is installed and runs on the device; its interpreter (``TRITON_INTERPRET=1``) runs on any."""
     return _is_installed() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 

@@ -1,50 +1,67 @@
-"""The candidates of a selection, in arrays of a fixed size on their device, which alone knows how many there are."""
+"""Candidates of a selection in arrays of a fixed size on their device, and the parts of tensors they come from."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Candidates:
-    """Entries that may be among the best, in arrays of a fixed size.
+    """Entries that may be among the best, in arrays of a fixed size; only their device knows how many there are.
 
     Args:
-        room: how many there may be.
-        total: all global ids are below.
+        capacity: largest number of candidates.
+        total: all global ids are below this.
         dtype: of scores and gradients.
-        device: where they live.
+        device: of the arrays.
 
     Attributes:
-        ids: (room + 1,) int64, the candidates' global ids; the last place belongs to nobody.
-        scores: (room + 1,) their scores.
-        grads: (room + 1,) their gradients.
-        count: (1,) int64, how many there are.
-        threshold: (1,) the score that a newcomer has to reach.
+        ids: (capacity + 1,) int64, global; the last place is where entries that are not kept are written.
+        scores: (capacity + 1,).
+        grads: (capacity + 1,) the gradients.
+        count: (1,) int64, number of candidates.
+        threshold: (1,) the score that an entry has to reach to join.
         finite: (1,) bool, whether all gradients so far were finite.
     """
 
-    def __init__(self, room: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.room = room
+    def __init__(self, capacity: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = capacity
         self.total = total
-        self.ids = torch.zeros(room + 1, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(room + 1, dtype=dtype, device=device)
-        self.grads = torch.zeros(room + 1, dtype=dtype, device=device)
+        self.ids = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(capacity + 1, dtype=dtype, device=device)
+        self.grads = torch.zeros(capacity + 1, dtype=dtype, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
 
     @property
     def held(self) -> Tensor:
-        """(room + 1,) bool: which places have a candidate."""
-        return torch.arange(self.room + 1, device=self.count.device) < self.count
+        """(capacity + 1,) bool: which places have a candidate."""
+        return torch.arange(self.capacity + 1, device=self.count.device) < self.count
 
     def order(self) -> Tensor:
-        """(room + 1,) int64: the places, that of the best candidate first, those that have none last."""
+        """Returns the places (capacity + 1,), that of the best candidate first, those without a candidate last."""
         return best_first(self.ids, self.scores.where(self.held, -torch.inf))
 
 
+class Part(NamedTuple):
+    """Consecutive entries of one tensor's gradient."""
+
+    weight: Tensor  # (n_rows, cols), the whole tensor
+    grad: Tensor  # (n, cols), the gradient of all rows, or some
+    rows: Tensor | None  # (n,) int64, the weight's rows that grad has; None for all of them in order
+    offset: int  # global id of the tensor's first entry
+    start: int  # the first entry of the part, flat in grad
+    stop: int  # the one after the last
+
+
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:
-    """(n,) int64: the places of some entries (n,), highest score first, equal scores by ascending id."""
+    """Returns the places (n,) of some entries (n,), highest score first, equal scores by ascending id."""
     by_id = ids.argsort()
     return by_id[scores[by_id].argsort(descending=True, stable=True)]
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from sparsify.common.devices import runs_ahead
 from sparsify.kernels import has_triton
-from sparsify.kernels.cpu import sddmm as native_sddmm
-from sparsify.kernels.cpu.library import library
+from sparsify.kernels.cpu.library import Address, Size, library
 
-SHORT = (torch.float32, torch.bfloat16, torch.float16)
+SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
+LOOPS = {torch.float32: "sddmm_float32", torch.bfloat16: "sddmm_bfloat16"}  # the C++ forms
 TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    """The entries of left^T right, (rows, cols), at some places.
+    """Computes some entries of left^T right, (rows, cols).
 
     Args:
         left: (n, rows).
@@ -30,8 +30,8 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
         tensor([ 3., 10.])
     """
     if left.device.type == "cpu" and not runs_ahead(left.device):
-        if left.dtype in native_sddmm.LOOPS and left.dtype == right.dtype and library() is not None:
-            return native_sddmm.sddmm(left, right, indices)
+        if left.dtype in LOOPS and left.dtype == right.dtype and library() is not None:
+            return _compiled(left, right, indices)
     elif has_triton(left.device) and left.dtype in SHORT and right.dtype in SHORT and left.shape[0] and indices.numel():
         from sparsify.kernels.triton.sddmm import sddmm as fused
 
@@ -47,3 +47,12 @@ def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):
         total += some_left.index_select(1, row).to(dtype).mul_(some_right.index_select(1, column)).sum(0)
     return total
+
+
+def _compiled(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
+    left, right, indices = left.contiguous(), right.contiguous(), indices.contiguous()
+    out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+    sizes = Size(left.shape[0]), Size(left.shape[1]), Size(right.shape[1])
+    loop = getattr(library(), LOOPS[left.dtype])
+    loop(Address(left), Address(right), *sizes, Address(indices), Size(indices.numel()), Address(out))
+    return out

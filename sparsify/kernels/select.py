@@ -1,66 +1,55 @@
 """Candidates for a selection, gathered on their device without the host ever knowing how many there are.
 
-    select   of some entries of a tensor, those that reach the threshold join the candidates
-    cut      where there are many by now, the best stay and the threshold rises
+    select   adds the entries of a part of a tensor that reach the threshold
+    cut      keeps the best candidates, where there are many, and raises the threshold
 
-What is selected are the entries with the highest score and, among equal ones, the lowest id, whatever order they came
-in: :class:`sparsify.selection.topk.TopK`'s order. Before ``select`` there has to be room for every entry that it is
-given; the caller makes it, with numbers that the host knows.
+The best are those with the highest score and, among equal ones, the lowest id, in whatever order they came:
+:class:`sparsify.selection.topk.TopK`'s order. ``select`` needs free places for all entries that it is given; the caller
+cuts in time, by numbers that the host knows.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from sparsify.kernels import has_triton
-from sparsify.kernels.candidates import Candidates
+from sparsify.kernels.candidates import Candidates, Part, at_least_float32
 from sparsify.strategies.importance import D3, GradientImportance
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton form computes with, in float32
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 
 
-def select(
-    candidates: Candidates,
-    importance: GradientImportance,
-    weight: Tensor,
-    grad: Tensor,
-    rows: Tensor | None,
-    offset: int,
-    start: int,
-    stop: int,
-) -> None:
-    """Entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold, join.
+def select(candidates: Candidates, importance: GradientImportance, part: Part) -> None:
+    """Adds the entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold.
 
     Args:
-        candidates: with room for ``stop - start`` more.
+        candidates: with a free place for each entry of the part.
         importance: scores the entries.
-        weight: (n_rows, cols), the whole tensor.
-        grad: (n, cols), the gradient of all rows, or of some.
-        rows: (n,) int64, which rows of the weight ``grad`` is about; ``None`` for all of them, in order.
-        offset: global id of the tensor's first entry.
-        start: the first entry of ``grad``, flat, to look at.
-        stop: the one after the last.
+        part: the entries.
     """
-    short = weight.dtype in SHORT and grad.dtype in SHORT and candidates.scores.dtype == torch.float32
-    if has_triton(grad.device) and type(importance) is D3 and short:
+    short = part.weight.dtype in SHORT and part.grad.dtype in SHORT and candidates.scores.dtype == torch.float32
+    if has_triton(part.grad.device) and type(importance) is D3 and short:
         from sparsify.kernels.triton.select import select_d3
 
-        select_d3(candidates, importance.exp, importance.eps, weight, grad, rows, offset, start, stop)
+        select_d3(candidates, importance, part)
         return
-    plain_select(candidates, importance, weight, grad, rows, offset, start, stop)
+    plain_select(candidates, importance, part)
 
 
 def cut(candidates: Candidates, size: int, limit: int) -> None:
-    """Where there are more than ``limit`` candidates, the ``size`` best stay and the worst of them is the threshold.
+    """Keeps the ``size`` best of more than ``limit`` candidates, and makes the worst of these the threshold.
 
     Args:
-        candidates: those so far.
-        size: how many are wanted, at least 1 and at most ``limit``.
-        limit: at most the room.
+        candidates: all so far.
+        size: number of candidates to keep, at least 1 and at most ``limit``.
+        limit: at most the capacity.
     """
-    if has_triton(candidates.ids.device) and candidates.scores.dtype == torch.float32 and candidates.room <= MOST_CUT:
+    if (
+        has_triton(candidates.ids.device)
+        and candidates.scores.dtype == torch.float32
+        and candidates.capacity <= MOST_CUT
+    ):
         from sparsify.kernels.triton.select import cut as fused_cut
 
         fused_cut(candidates, size, limit)
@@ -68,25 +57,17 @@ def cut(candidates: Candidates, size: int, limit: int) -> None:
     plain_cut(candidates, size, limit)
 
 
-def plain_select(
-    candidates: Candidates,
-    importance: GradientImportance,
-    weight: Tensor,
-    grad: Tensor,
-    rows: Tensor | None,
-    offset: int,
-    start: int,
-    stop: int,
-) -> None:
+def plain_select(candidates: Candidates, importance: GradientImportance, part: Part) -> None:
     """The plain torch form of :func:`select`."""
-    own = _at_least_float32(grad.reshape(-1)[start:stop])
+    weight, grad, rows, offset, start, stop = part
+    own = at_least_float32(grad.reshape(-1)[start:stop])
     places = torch.arange(start, stop, device=grad.device)  # flat in the weight
     if rows is not None:
         cols = grad.shape[1]
         places = rows[places // cols] * cols + places % cols
-    scores = importance.score(_at_least_float32(weight.take(places)), own).to(candidates.threshold)
+    scores = importance.score(at_least_float32(weight.take(places)), own).to(candidates.threshold)
     keep = (scores >= candidates.threshold) & (scores > 0) & scores.isfinite() & (own != 0)
-    position = torch.where(keep, candidates.count + keep.cumsum(0) - 1, candidates.room)
+    position = torch.where(keep, candidates.count + keep.cumsum(0) - 1, candidates.capacity)
     for kept, new in ((candidates.ids, places + offset), (candidates.scores, scores), (candidates.grads, own)):
         kept.index_put_((position,), new.to(kept))
     candidates.count += keep.sum()
@@ -98,12 +79,8 @@ def plain_cut(candidates: Candidates, size: int, limit: int) -> None:
     due = candidates.count > limit
     order = candidates.order()
     worst = candidates.scores[order[size - 1 : size]]  # (1,): a scalar index would wait for the device
-    order = torch.where(due, order, torch.arange(candidates.room + 1, device=order.device))
+    order = torch.where(due, order, torch.arange(candidates.capacity + 1, device=order.device))
     for kept in (candidates.ids, candidates.scores, candidates.grads):
         kept.copy_(kept[order])
     candidates.threshold.copy_(torch.where(due, worst, candidates.threshold))
     candidates.count.copy_(torch.where(due, size, candidates.count))
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -10,36 +10,25 @@ from torch import Tensor
 
 from sparsify.kernels.cpu.library import Address, Size, library
 
-BLOCK_ENTRIES = 1 << 18  # looked at together: small enough for a cache, large enough for a kernel launch
-NATIVE = {torch.float32: "reach_float32", torch.bfloat16: "reach_bfloat16"}
+BLOCK_ENTRIES = 1 << 18  # compared together: small enough for a cache, large enough for a kernel launch
+LOOPS = {torch.float32: "find_reaching_float32", torch.bfloat16: "find_reaching_bfloat16"}
 
 
 class Reaching(NamedTuple):
-    """The entries that were found.
+    """The entries that were found."""
 
-    Attributes:
-        indices: (n,) int64, flat, in no order.
-        finite: bool scalar on the values' device: whether all of them are finite, and so are
-            they with their errors.
-    """
-
-    indices: Tensor
-    finite: Tensor
+    indices: Tensor  # (n,) int64, flat, in no order
+    finite: Tensor  # bool scalar on the values' device: whether all values are finite, with their errors too
 
 
 class Errors(NamedTuple):
-    """How far an entry may be off: entry (i, j) by no more than row[i] * column[j].
+    """How far a matrix's entries may be off: entry (i, j) by no more than row[i] * column[j]."""
 
-    Attributes:
-        row: (rows,) float32.
-        column: (cols,) float32.
-    """
-
-    row: Tensor
-    column: Tensor
+    row: Tensor  # (rows,) float32
+    column: Tensor  # (cols,) float32
 
 
-def reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
+def find_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
     """Finds the entries with abs(value) + error >= least of their row; a NaN reaches nothing.
 
     Args:
@@ -48,29 +37,24 @@ def reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Rea
         errors: of the values; ``None`` where these are exact.
 
     Example:
-        >>> reaching(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), torch.tensor([2.0, 2.0])).indices
+        >>> find_reaching(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), torch.tensor([2.0, 2.0])).indices
         tensor([1, 2])
     """
-    native = library() if values.device.type == "cpu" and values.dtype in NATIVE else None
+    native = library() if values.device.type == "cpu" and values.dtype in LOOPS else None
     if native is None:
-        return plain_reaching(values, least, errors)
+        return plain_find_reaching(values, least, errors)
     values = values.contiguous()
+    row_error, column_error = (None, None) if errors is None else errors
     found, finite = torch.empty(values.numel(), dtype=torch.int64, device="cpu"), ctypes.c_bool()
-    number = getattr(native, NATIVE[values.dtype])(
-        Address(values),
-        Size(values.shape[0]),
-        Size(values.shape[1]),
-        Address(least.float().contiguous()),
-        Address(None if errors is None else errors.row),
-        Address(None if errors is None else errors.column),
-        Address(found),
-        ctypes.byref(finite),
+    number = getattr(native, LOOPS[values.dtype])(
+        *(Address(values), Size(values.shape[0]), Size(values.shape[1]), Address(least.float().contiguous())),
+        *(Address(row_error), Address(column_error), Address(found), ctypes.byref(finite)),
     )
     return Reaching(found[:number], torch.tensor(finite.value))
 
 
-def plain_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
-    """What :func:`reaching` says, in torch."""
+def plain_find_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
+    """The plain torch form of :func:`find_reaching`."""
     most = values.to(torch.promote_types(values.dtype, least.dtype), copy=True).abs_()
     if errors is not None:
         most.addcmul_(errors.row[:, None], errors.column)

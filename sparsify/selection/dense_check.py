@@ -1,117 +1,93 @@
-"""A step's selection, made a second time from whole gradients as the paper has it, and compared.
+"""Repeats a step's selection densely, as the paper's Algorithm 1 has it, and compares the two.
 
-    offer      every entry of the tensor is scored, and all scores are kept: more memory than dense gradients take
-    winners    the best of all scores, against those that the selector found by its shorter ways
+    offer      scores every entry of the tensor and keeps all scores: this takes more memory than dense gradients
+    winners    compares the best of all scores with the winners of the selector under test
 
-Sums over tokens are rounded in another order by one way than by the other. So a score may be off by ``ROUNDING`` of
-what the entry would score if its products did not cancel, or more where the tokens are many, and in a short type by the
-rounding of its gradient. A selection is right where the chosen entries are the best for some scores within that slack.
+The two sum over tokens in different orders. So a score may be off by ``ROUNDING`` times what the entry would score if
+its products did not cancel, by more for many tokens, and in a 16-bit type by the rounding of its gradient. A selection
+is right if its entries are the best for some scores within that slack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
+from sparsify.kernels.candidates import at_least_float32
 from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.counters import Work
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
 
 ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-12}
-WHOLE = "the whole gradient"
-WAYS = {"the screen": "screened", "the bound of the norms": "skipped", WHOLE: "multiplied"}
-FEW_TOKENS = 64  # whose sum is off by no more than that; errors grow with the root of the number of terms
+FEW_TOKENS = 64  # up to as many, ROUNDING holds; beyond, errors grow with the root of the number of tokens
 
 
 class Scored(NamedTuple):
-    """Entries in the dense form.
+    """Entries in the dense form."""
 
-    Attributes:
-        ids: (n,) int64, global.
-        scores: (n,).
-        slack: (n,) what a score may be off by.
-    """
-
-    ids: Tensor
-    scores: Tensor
-    slack: Tensor
+    ids: Tensor  # (n,) int64, global
+    scores: Tensor  # (n,)
+    slack: Tensor  # (n,) how far a score may be off
 
 
-class CheckedSelector:
-    """Chooses as another selector does, and raises where the dense form would not.
+class CheckedSelector(Selector):
+    """Selects as another selector does, and raises where the dense form would not.
 
     Args:
-        selector: who is checked.
-        size: how many entries it is to choose.
+        selector: the selector under test.
+        size: how many entries it selects.
         importance: scores the entries.
-        work: what it counts its work in.
-        masked_only: whether entries that are unmasked already are no candidates.
+        masked_only: whether unmasked entries are no candidates.
     """
 
-    def __init__(
-        self, selector: Selector, size: int, importance: GradientImportance, work: Work, *, masked_only: bool
-    ) -> None:
-        self._chooser = selector
+    def __init__(self, selector: Selector, size: int, importance: GradientImportance, *, masked_only: bool) -> None:
+        self._selector = selector
         self._size = size
         self._importance = importance
-        self._work = work
         self._masked_only = masked_only
         self._scored: dict[MaskedTensor, Scored] = {}
-        self._ways: dict[MaskedTensor, str] = {}
         self._finite = True
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return self._chooser.wants(tensor)
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         self._scored[tensor] = self._score(tensor, gradient)
-        before = replace(self._work)
-        taken = self._chooser.offer(tensor, gradient)
-        grown = [way for way, counter in WAYS.items() if getattr(self._work, counter) > getattr(before, counter)]
-        self._ways[tensor] = " and ".join(grown) or "no look at all"
-        return taken
+        return self._selector.offer(tensor, gradient)
 
     @property
     def offer_small(self) -> Callable[[SmallGradients], None] | None:
-        return None if self._chooser.offer_small is None else self._offer_small
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        self._chooser.skip(tensor)
+        return None if self._selector.offer_small is None else self._offer_small
 
     def winners(self) -> Winners:
-        """The chosen entries, best first.
+        """Returns the selected entries, best first.
 
         Raises:
-            SparsifyError: when the dense form chooses others, or they come with other gradients.
+            SparsifyError: when the dense form selects others, or gives them other gradients.
         """
-        winners = self._chooser.winners()
+        winners = self._selector.winners()
         if self._finite and self._scored:  # otherwise nothing is unmasked
             self._compare(winners)
         return winners
 
     def finite(self) -> list[Tensor]:
-        return self._chooser.finite()
+        return self._selector.finite()
 
     def _offer_small(self, small: SmallGradients) -> None:
         for tensor, gradient in small.pairs:
-            self._scored[tensor], self._ways[tensor] = self._score(tensor, gradient), WHOLE
-        offer = self._chooser.offer_small
+            self._scored[tensor] = self._score(tensor, gradient)
+        offer = self._selector.offer_small
         assert offer is not None
         offer(small)
 
     def _score(self, tensor: MaskedTensor, gradient: Gradient) -> Scored:
-        """A tensor's entries that can be chosen."""
+        """Scores a tensor's candidates."""
         rows, (grad, largest, error) = gradient.rows, _in_full(gradient)
-        weight = _at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
+        weight = at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
         self._finite &= bool(grad.isfinite().all())
         scores = self._importance.score(weight, grad)
         candidates = DenseGradient(scores.where((scores > 0) & scores.isfinite() & (grad != 0), 0), rows)
@@ -123,9 +99,11 @@ class CheckedSelector:
         return Scored(ids, scores[at], ROUNDING[scores.dtype] * most[at] + rounding[at])
 
     def _compare(self, winners: Winners) -> None:
-        every = Scored(*(torch.cat(parts) for parts in zip(*self._on(winners.ids.device), strict=True)))
-        ids, order = every.ids.sort()
-        scores, slack = every.scores[order], every.slack[order]
+        device = winners.ids.device
+        parts = zip(*self._scored.values(), strict=True)
+        ids, scores, slack = (torch.cat([one.to(device) for one in part]) for part in parts)
+        ids, order = ids.sort()
+        scores, slack = scores[order], slack[order]
         best = scores.argsort(descending=True, stable=True)[: self._size]
         cut = scores[best[-1]] if best.numel() == self._size else scores.new_zeros(())
         known, claimed = torch.isin(winners.ids, ids), self._scores_of(winners).to(scores)
@@ -148,9 +126,6 @@ class CheckedSelector:
             entry = int(wrong.nonzero()[0])
             self._raise(int(ids[entry]), float(found[entry]), float(scores[entry]), float(cut))
 
-    def _on(self, device: torch.device) -> list[tuple[Tensor, ...]]:
-        return [tuple(part.to(device) for part in scored) for scored in self._scored.values()]
-
     def _scores_of(self, winners: Winners) -> Tensor:
         """The scores (n,) of winners by the gradients that they come with."""
         scores = torch.full_like(winners.grads, torch.inf)
@@ -164,18 +139,17 @@ class CheckedSelector:
         tensor = next(t for t in self._scored if 0 <= entry - t.offset < t.numel)
         what = "was not unmasked" if found != found else f"was unmasked with a score of {found:.9g}"
         raise SparsifyError(
-            f"entry {entry - tensor.offset:,} of `{tensor.name}`, found or not by {self._ways[tensor]}, {what}; by the "
-            f"dense form its score is {score:.9g}, and the last entry to be unmasked has {cut:.9g}. Both ways should "
-            "choose the same: please report it. The environment variable SPARSIFY_NATIVE=0 tells whether it is the "
-            "compiled loops."
+            f"entry {entry - tensor.offset:,} of `{tensor.name}` {what}; by the dense form its score is {score:.9g}, "
+            f"and the last entry to be unmasked has {cut:.9g}. Both should select the same entries: please report it, "
+            "and whether it happens with SPARSIFY_NATIVE=0 in the environment (without the compiled loops) too."
         )
 
 
 def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
-    """A gradient (n, cols) in float32 at least, what it would be without cancelling, and the rounding of its own type.
+    """Returns a gradient (n, cols) in float32 at least, its size without cancellation, and the error of its rounding.
 
-    Of a product the second counts how errors grow with the tokens. The third is what rounding may move an entry by: a
-    product of short numbers is multiplied out in that type, and its single entries are not.
+    The second grows with the tokens of a product, as errors do. The third is there for 16-bit factors: the dense
+    product is rounded to their type, and single entries are not.
     """
     if isinstance(gradient, TiedGradient):
         grad, largest, error = _in_full(gradient.product)
@@ -183,13 +157,13 @@ def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
         at = gradient.looked_up.rows
         assert at is not None
         total = grad.index_add(0, at, rows)
-        short = _rounding(gradient.product)  # of the product, of the rows, and of their sum
+        short = _rounding(gradient.product)  # once for the product, the rows, and their sum
         error = error.index_add(0, at, short * rows.abs()) + short * total.abs()
         return total, largest.index_add(0, at, rows.abs()), error
     if not isinstance(gradient, Product):
-        grad = _at_least_float32(gradient.dense().values)
+        grad = at_least_float32(gradient.dense().values)
         return grad, grad, torch.zeros_like(grad)
-    left, right = (_at_least_float32(factor) for factor in (gradient.left, gradient.right))
+    left, right = (at_least_float32(factor) for factor in (gradient.left, gradient.right))
     left_norm, right_norm = (torch.linalg.vector_norm(factor, dim=0) for factor in (left, right))
     largest = left_norm[:, None] * right_norm * max(1.0, (left.shape[0] / FEW_TOKENS) ** 0.5)
     grad = left.t() @ right
@@ -197,10 +171,6 @@ def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rounding(gradient: Gradient) -> float:
-    """What a number of a product is rounded by, relative to itself, where its factors are short."""
+    """Relative rounding of an entry of a product of 16-bit factors."""
     assert isinstance(gradient, Product)
     return 0.0 if gradient.left.dtype in ROUNDING else torch.finfo(gradient.left.dtype).eps
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

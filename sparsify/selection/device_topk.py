@@ -1,8 +1,8 @@
-"""A streaming selector for a GPU, which waits for it once in a step and not at every tensor.
+"""A streaming selector for a GPU, which waits for the GPU once in a step and not at every tensor.
 
-How many entries reach the threshold is known on the device only. So a tensor is offered a part at a time, none larger than
-the room that is left in any case, and whenever the host cannot be sure of enough room the device is told to cut: it
-does, or leaves it, by numbers of its own. No candidate can be lost, and the winners are those of
+Only the device knows how many entries reach the threshold. So a tensor is offered in parts, none larger than the places
+that are free in any case. Where the host cannot be sure of enough free places, it launches a cut, which the device
+carries out if its own count calls for one. No candidate can be lost, and the winners are those of
 :class:`sparsify.selection.topk.TopK`.
 """
 
@@ -11,35 +11,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels.candidates import Candidates, best_first
+from sparsify.kernels.candidates import Candidates, Part, best_first
 from sparsify.kernels.select import cut, select
 from sparsify.masked.gradients import Gradient
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.counters import Work
+from sparsify.selection.context import Work
+from sparsify.selection.selectors import Selector
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
-FEWEST_AT_ONCE = 1 << 14  # entries in the first part of a step: the sooner there is a threshold, the fewer pass
-MOST_AT_ONCE = 1 << 20  # entries in a part; as many can be candidates before there is a cut, at 16 bytes each
+FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part: the sooner there is a threshold, the fewer entries join
+MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 16 bytes each
 
 
 class DeviceTopK:
-    """The best ``size`` of all entries result so far, on their device.
+    """The best ``size`` of all entries offered so far, on their device.
 
     Args:
         size: how many entries to keep, at least 1.
         total: number of entries of the model.
         dtype: of the scores.
-        device: of the entries and the topk.
+        device: of the entries and the top-k.
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
         self._size = size
-        self._limit = size + max(size, SMALLEST_CUT)  # candidates that may stay for now
+        self._limit = size + max(size, SMALLEST_CUT)  # candidates that may stay until a cut
         self._candidates = Candidates(self._limit + min(total, MOST_AT_ONCE), total, dtype, device)
-        self._most = 0  # there are no more candidates than this
-        self._seen = 0  # entries result so far
+        self._most = 0  # an upper bound of the number of candidates
+        self._seen = 0  # entries offered so far
 
     @property
     def finite(self) -> Tensor:
@@ -49,21 +50,21 @@ class DeviceTopK:
     def offer(
         self, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
     ) -> None:
-        """Offers the entries of one tensor whose gradient is not zero; as :func:`sparsify.kernels.select.select`."""
+        """Offers the entries of one tensor; see :func:`sparsify.selection.topk.offer_gradient`."""
         start, end = 0, grad.numel()
         while start < end:
-            room = min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, self._seen))  # beyond the limit
-            part = min(end - start, room)
-            if self._most + part > self._limit + room:
+            at_once = min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, self._seen))
+            number = min(end - start, at_once)
+            if self._most + number > self._limit + at_once:
                 cut(self._candidates, self._size, self._limit)
                 self._most = self._limit
-            select(self._candidates, importance, weight, grad, rows, offset, start, start + part)
-            start += part
-            self._most += part
-            self._seen += part
+            select(self._candidates, importance, Part(weight, grad, rows, offset, start, start + number))
+            start += number
+            self._most += number
+            self._seen += number
 
     def best(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) each, in no order: ids, scores and gradients of the best; where there are too few, scores are 0."""
+        """Returns ids, scores and gradients (size,) of the best, in no order; scores are 0 where there are too few."""
         candidates = self._candidates
         cut(candidates, self._size, self._size)
         self._most = min(self._most, self._size)
@@ -71,19 +72,17 @@ class DeviceTopK:
         return candidates.ids[: self._size], scores[: self._size], candidates.grads[: self._size]
 
 
-class DeviceSelector:
-    """The best masked entries by their gradients, whichever GPUs these are on.
+class DeviceSelector(Selector):
+    """Selects the best entries by their gradients, on one or several GPUs.
 
     Args:
-        size: how many are wanted, at least 1.
+        size: how many entries to select, at least 1.
         total: number of entries of the model.
         importance: scores the entries.
         like: the flat gradient, for its dtype and device.
-        work: is added to.
-        masked_only: whether entries that are unmasked already are no candidates.
+        work: counts the entries.
+        masked_only: whether unmasked entries are no candidates.
     """
-
-    offer_small = None
 
     def __init__(
         self, size: int, total: int, importance: GradientImportance, like: Tensor, work: Work, *, masked_only: bool
@@ -95,30 +94,24 @@ class DeviceSelector:
         self._device = like.device
         self._work = work
         self._masked_only = masked_only
-        self._pools: dict[torch.device, DeviceTopK] = {}
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return True
+        self._topks: dict[torch.device, DeviceTopK] = {}
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         gradient = gradient.dense()
-        self._work.multiplied += gradient.numel
+        self._work.dense += gradient.numel
         unmasked = gradient.take(tensor.indices)
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         if excluded.numel():
             gradient.clear(excluded)  # an entry whose gradient is zero is never a candidate
         device = gradient.values.device
-        if device not in self._pools:
-            self._pools[device] = DeviceTopK(self._size, self._total, self._dtype, device)
+        if device not in self._topks:
+            self._topks[device] = DeviceTopK(self._size, self._total, self._dtype, device)
         weight = tensor.matrix
-        self._pools[device].offer(self._importance, weight, gradient.values, gradient.rows, tensor.offset)
+        self._topks[device].offer(self._importance, weight, gradient.values, gradient.rows, tensor.offset)
         return unmasked
 
-    def skip(self, tensor: MaskedTensor) -> None:
-        """No token came by, so nothing can be chosen."""
-
     def winners(self) -> Winners:
-        best = [[part.to(self._device) for part in topk.best()] for topk in self._pools.values()]
+        best = [[part.to(self._device) for part in topk.best()] for topk in self._topks.values()]
         if not best:
             nothing = torch.empty(0, dtype=self._dtype, device=self._device)
             return Winners(nothing.long(), nothing)
@@ -127,4 +120,4 @@ class DeviceSelector:
         return Winners(ids[order], grads[order])
 
     def finite(self) -> list[Tensor]:
-        return [topk.finite.to(self._device) for topk in self._pools.values()]
+        return [topk.finite.to(self._device) for topk in self._topks.values()]

@@ -1,14 +1,14 @@
-"""A streaming selector that chooses what those of all other ranks choose: the best entries of the mean gradient.
+"""A streaming selector for several ranks, all of which select the same: the best entries of the mean gradient.
 
-    each rank        proposes the entries that its own gradient says could be among the best
-    all ranks        gather the proposals, average the gradient at their union, score it, offer it to the topk
+    each rank        proposes the entries that could be among the best by its own gradient
+    all ranks        gather the proposals, average the gradient at their union, score it, and offer it to the top-k
 
-All topks hold the same entries at all times, so that thresholds, counts and every decision are the same everywhere.
+The top-k of each rank holds the same entries at all times, so that thresholds, counts and decisions are the same too.
 
 Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
-reaches the threshold reaches it on one rank at least, as long as the importance grows with abs(grad), and is proposed by
-it. Where so many are that the gradient itself would take fewer bytes, the ranks exchange the best of them first, which
-raises the threshold, and look again; if that does not help, the gradient is averaged whole.
+reaches the threshold reaches it on one rank at least, as long as the importance grows with abs(grad), and that rank
+proposes it. Where the proposals would take more bytes than the gradient itself, the ranks exchange their best first,
+which raises the threshold, and propose again; if that does not help, the whole gradient is averaged.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import ScanResult, SelectionContext
-from sparsify.selection.selectors import scan
+from sparsify.selection.screening import scan
+from sparsify.selection.selectors import Selector
 from sparsify.selection.topk import TopK, Winners, offer_gradient
 from sparsify.strategies.importance import ROUNDING_SLACK, GradientImportance
 
 MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
-RAISING = {"exact": 4, "candidates": 1}  # a rank's best that are exchanged for that, times the entries that are wanted
+RAISING = {"exact": 4, "candidates": 1}  # entries of a rank that are exchanged for that, per entry to be selected
 ALL_ROWS = -1
 
 
 class Generous:
-    """An importance that scores a little higher: what rounding takes from a mean must not keep an entry out.
+    """An importance that scores slightly higher, so that the rounding of a mean keeps no entry out.
 
     Args:
-        importance: one that grows with abs(grad), or not.
+        importance: scores the entries.
         ranks: number of gradients in a mean.
     """
 
@@ -53,37 +54,29 @@ class Generous:
 
 
 class Header(NamedTuple):
-    """What each rank says about a tensor, (ranks,) each.
+    """What the ranks tell each other about a tensor; each attribute is (ranks,)."""
 
-    Attributes:
-        number: entries that it proposes.
-        complete: whether these are all that reach the threshold.
-        rows: rows that its gradient has; ``ALL_ROWS`` where they are the weight's.
-    """
-
-    number: Tensor
-    complete: Tensor
-    rows: Tensor
+    number: Tensor  # entries that the rank proposes
+    complete: Tensor  # whether these are all that reach the threshold
+    rows: Tensor  # number of rows that its gradient has; ALL_ROWS where it has all
 
 
-class DistributedSelector:
-    """The best entries by the mean of all ranks' gradients.
+class DistributedSelector(Selector):
+    """Selects the best entries by the mean of all ranks' gradients.
 
     Args:
-        context: its topk is of the size that is wanted; the work is this rank's.
+        context: its top-k has the size that is wanted; the work is this rank's.
         ranks: the other ranks.
         tensors: all masked tensors, by number.
-        masked_only: whether entries that are unmasked already are no candidates.
-        mode: ``"exact"``: all entries that could be among the best are proposed; or ``"candidates"``: only each rank's
-            own best, as many as are wanted.
+        masked_only: whether unmasked entries are no candidates.
+        mode: ``"exact"``: a rank proposes all entries that could be among the best; or ``"candidates"``: only its own
+            best, as many as are wanted.
     """
-
-    offer_small = None
 
     def __init__(
         self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], *, masked_only: bool, mode: str
     ) -> None:
-        self._pool = context.topk
+        self._topk = context.topk
         self._importance = context.importance
         self._generous = Generous(context.importance, num_ranks())
         self._ranks = ranks
@@ -94,16 +87,13 @@ class DistributedSelector:
         self._proposes = context.importance.monotone or not self._exact
         self._finite: list[Tensor] = []
 
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return True
-
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         unmasked = None
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         for round_number in range(MOST_ROUNDS + 1):
-            proposed, complete, looked_at = self._propose(tensor, gradient, excluded)
-            gradient = looked_at.rest
-            unmasked = looked_at.unmasked if unmasked is None else unmasked
+            proposed, complete, result = self._propose(tensor, gradient, excluded)
+            gradient = result.rest
+            unmasked = result.unmasked if unmasked is None else unmasked
             header = self._exchange_headers(tensor, gradient, proposed, complete)
             last = self._pays(tensor, header) and bool(header.complete.all() or not self._exact)
             if not last:  # raise the threshold by the best
@@ -127,21 +117,21 @@ class DistributedSelector:
         self.offer(tensor, DenseGradient(torch.zeros(0, _cols(tensor), device=nothing.device), nothing))
 
     def winners(self) -> Winners:
-        return self._pool.winners()
+        return self._topk.winners()
 
     def finite(self) -> list[Tensor]:
         return self._finite
 
     def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, ScanResult]:
-        """Flat indices (n,) of entries that could reach the threshold, best first, whether all, and what was looked at."""
-        shared, most = self._pool, self._few
+        """Finds flat indices (n,) of entries that could reach the threshold, best first, and whether these are all."""
+        shared, most = self._topk, self._few
         if not self._proposes:
-            self._work.multiplied += gradient.numel
+            self._work.dense += gradient.numel
             gradient = gradient.dense()
             nothing = excluded[:0].to(shared.threshold.device)
             finite = torch.ones_like(shared.threshold, dtype=torch.bool)
             return nothing, False, ScanResult(gradient.take(tensor.indices), gradient, finite)
-        if self._exact:  # more of them would take more bytes than the gradient
+        if self._exact:  # more proposals would take more bytes than the gradient
             most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
         own = TopK(most, shared.threshold.dtype, shared.threshold.device, shared.threshold)
         result = scan(SelectionContext(own, self._generous, self._work), tensor, gradient, excluded)
@@ -152,11 +142,11 @@ class DistributedSelector:
     def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
         numbers = (proposed.numel(), int(complete), rows)
-        device = self._pool.threshold.device
+        device = self._topk.threshold.device
         return Header(*self._ranks.headers(tensor.number, numbers, self._names, device).unbind(1))
 
     def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
-        """Whether exchanging the proposals takes fewer bytes than the mean of the whole gradient."""
+        """Whether exchanging the proposals takes no more bytes than averaging the whole gradient."""
         if not self._proposes:
             return False
         if (header.rows == ALL_ROWS).any():
@@ -168,7 +158,7 @@ class DistributedSelector:
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: Gradient, union: Tensor) -> None:
         """Offers the entries (k,) with the mean of their gradients."""
-        topk, indices = self._pool, union.to(tensor.parameter.device)
+        topk, indices = self._topk, union.to(tensor.parameter.device)
         grads = self._ranks.mean_(gradient.take(indices).to(topk.threshold))
         weight = tensor.take(indices).to(grads)
         scores = self._importance.score(weight, grads)
@@ -179,9 +169,9 @@ class DistributedSelector:
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
         if isinstance(gradient, (Product, TiedGradient)):
-            self._work.multiplied += gradient.numel
-        topk, gradient = self._pool, gradient.dense()
-        gradient.clear(excluded)  # an entry whose gradient is zero is never result
+            self._work.dense += gradient.numel
+        topk, gradient = self._topk, gradient.dense()
+        gradient.clear(excluded)  # an entry whose gradient is zero is never offered
         rows, values = None, gradient.values.to(topk.threshold.dtype)
         if (header.rows == ALL_ROWS).any():
             if gradient.rows is not None:

@@ -1,6 +1,6 @@
-"""The gradients of small tensors, kept until all are there and then looked at together.
+"""Batches the gradients of small tensors: kept until all are there, then scanned together.
 
-A bias has a few hundred entries: looking at each by itself would cost more than its entries do.
+A bias has a few hundred entries: scanning each by itself would cost more than its entries do.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from sparsify.common.devices import runs_ahead
-from sparsify.kernels.threshold import reaching
+from sparsify.kernels.threshold import find_reaching
 from sparsify.masked.gradients import DenseGradient, Gradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.topk import offer_entries
 
-LARGEST = 1 << 14  # entries of a tensor that is small
+LARGEST = 1 << 14  # entries of a small tensor
 
 
 def is_small(gradient: Gradient) -> bool:
-    """Whether a gradient is one to be kept; on a CPU only, since a GPU has work enough to hide each by itself."""
+    """Whether a gradient is to be batched; only on a CPU, as a GPU has enough other work to hide each small one."""
     on_cpu = gradient.device.type == "cpu" and not runs_ahead(gradient.device)
     return gradient.rows is None and gradient.numel <= LARGEST and on_cpu
 
 
 class SmallGradients:
-    """Whole gradients of small tensors, one after the other.
+    """Whole gradients of small tensors.
 
     Attributes:
         pairs: each tensor and its gradient, in the order that they came in.
@@ -41,30 +41,30 @@ class SmallGradients:
         return [tensor for tensor, _ in self.pairs]
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient, in memory of its own: compiled graphs use theirs again."""
+        """Keeps a tensor's gradient, in memory of its own: compiled graphs reuse theirs."""
         self.pairs.append((tensor, gradient.dense().own()))
 
     def take(self) -> Tensor:
-        """(k,) the gradient of the unmasked entries, tensor by tensor."""
+        """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
         return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
 
     def offer(self, context: SelectionContext, *, masked_only: bool) -> Tensor:
-        """Offers the entries to a topk.
+        """Offers the entries to a top-k.
 
         Args:
-            context: has the topk.
-            masked_only: whether entries that are unmasked already are no candidates.
+            context: has the top-k.
+            masked_only: whether unmasked entries are no candidates.
 
         Returns:
             Bool scalar on the top-k's device: whether all gradients are finite.
         """
         topk, importance = context.topk, context.importance
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
-        context.work.multiplied += grad.numel()
+        context.work.dense += grad.numel()
         finite = grad.isfinite().all()
         excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
-        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never result
-        found, _ = reaching(grad[None], importance.least_gradient(topk.threshold.to(grad.device), weight[None]))
+        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered
+        found, _ = find_reaching(grad[None], importance.least_gradient(topk.threshold.to(grad.device), weight[None]))
         starts = self._starts()
         of = torch.searchsorted(starts, found, right=True) - 1
         ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]
@@ -72,15 +72,15 @@ class SmallGradients:
         return finite.to(topk.threshold.device)
 
     def _joined(self) -> Tensor:
-        """(n,) all gradients in one vector that is nobody else's."""
+        """All gradients (n,) in one new vector."""
         return torch.cat([gradient.values.reshape(-1) for _, gradient in self.pairs])
 
     def _starts(self) -> Tensor:
-        """Where each tensor's begins in it."""
+        """Where each tensor's gradient begins in that vector."""
         sizes = torch.tensor([gradient.numel for _, gradient in self.pairs])
         return sizes.cumsum(0) - sizes
 
     def _places(self, indices: Sequence[Tensor]) -> Tensor:
-        """Where flat indices, some of each tensor, are in it."""
+        """Where some flat indices of each tensor are in that vector."""
         numbers = torch.tensor([some.numel() for some in indices])
         return torch.cat(list(indices)) + self._starts().repeat_interleave(numbers)

@@ -1,12 +1,13 @@
-"""Entries that are chosen once, before training: how many of each tensor, which, and what becomes of the others.
+"""Entries selected without a training step: by the weights, by a calibration's gradients, or given by the user.
 
-In: the masked tensors of a model that is still plain, the strategy and the budget. Out: global ids, best first; for
-:class:`sparsify.Prune`, also zeros where nothing was chosen.
+In: the masked tensors. Out: global ids, best first: by score, then the tensor's position, then the flat index. For
+:class:`sparsify.Prune`, the entries that were not selected are set to zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import hashlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.names import plain_name
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.ranking import rank_by_gradient, rank_by_weight
-from sparsify.selection.topk import TopK
+from sparsify.selection.topk import TopK, in_blocks, offer_scores
 from sparsify.strategies.allocation import GLOBAL, allocate
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
+from sparsify.strategies.importance import SNIP, Custom, Fisher, GradientImportance, GraSP, WeightImportance
 from sparsify.strategies.strategy import Prune, Static, Strategy
 
-Rank = Callable[[Sequence[MaskedTensor], int], Tensor]  # the best so many of some tensors: global ids, best first
+Rank = Callable[[Sequence[MaskedTensor], int], Tensor]  # (tensors, number) -> global ids (number,), best first
 
 
 def choose(
@@ -35,21 +37,21 @@ def choose(
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Tensor:
-    """The entries that a static selection trains.
+    """Selects the entries that a static selection trains.
 
     Args:
         model: still plain; only read.
         tensors: its candidates.
         strategy: with ``Static`` or ``Prune``.
-        budget: how many entries.
+        budget: number of entries.
         dtype: of the scores.
         seed: of a random importance.
         calibration: for a gradient importance.
         loss_fn: the loss in the calibration.
 
     Returns:
-        (budget,) int64 global ids, best first; with an allocation by tensor, every beginning of them is shared out as
-        the whole is. Before all others come the tensors that ``Prune`` leaves whole.
+        (budget,) int64 global ids, best first. The tensors that ``Prune`` leaves whole come before all others. With an
+        allocation by tensor, any first part of the ids is shared out among the tensors as the whole is.
 
     Raises:
         SparsifyError: when the budget leaves nothing to the matrices, or the importance or the calibration does not
@@ -58,12 +60,15 @@ def choose(
     importance: Any = strategy.importance
     selection = strategy.selection
     assert isinstance(selection, Static)
-    whole, ranked = _split(tensors, selection)
+    whole = [tensor for tensor in tensors if isinstance(selection, Prune) and not selection.removes_from(tensor.shape)]
+    ranked = [tensor for tensor in tensors if tensor not in whole]
     if not importance.uses_gradient:
         ranked = [tensor for tensor in ranked if importance.covers(tensor.name)]
-    nothing = torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
-    kept = torch.cat([nothing, *(_ids(tensor).to(nothing) for tensor in whole)])
-    left = _left_for(ranked, strategy, budget, kept.numel())
+    device = tensors[0].parameter.device
+    ids = [_candidates(tensor).nonzero().squeeze(1) + tensor.offset for tensor in whole]
+    kept = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(own.to(device) for own in ids)])
+    _check_budget(ranked, strategy, budget, kept.numel())
+    left = budget - kept.numel()
     rank = _ranking(model, ranked, importance, dtype, seed, calibration, loss_fn)
     if selection.allocation == GLOBAL:
         return torch.cat([kept, rank(ranked, left)])
@@ -74,7 +79,7 @@ def choose(
 
 
 def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
-    """Refuses to prune what may be pretrained, unless the user insists.
+    """Refuses to prune tensors that may be pretrained, unless the user insists.
 
     Args:
         tensors: the candidates.
@@ -106,26 +111,20 @@ def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) 
     cuts = torch.searchsorted(ids, torch.tensor(ends, device=ids.device)).tolist()
     for tensor, (first, last) in zip(tensors, pairwise(cuts), strict=True):
         if selection.removes_from(tensor.shape):
-            removed = torch.ones(tensor.numel, dtype=torch.bool, device=tensor.parameter.device)
+            removed = _candidates(tensor)
             removed[(ids[first:last] - tensor.offset).to(removed.device)] = False
-            removed[tensor.never_candidates] = False
             tensor.parameter.masked_fill_(removed.view(tensor.shape), 0)
 
 
-def _split(tensors: Sequence[MaskedTensor], selection: Static) -> tuple[list[MaskedTensor], list[MaskedTensor]]:
-    """Tensors that are trained whole, and those in which entries are chosen."""
-    whole = [tensor for tensor in tensors if isinstance(selection, Prune) and not selection.removes_from(tensor.shape)]
-    return whole, [tensor for tensor in tensors if tensor not in whole]
-
-
-def _ids(tensor: MaskedTensor) -> Tensor:
+def _candidates(tensor: MaskedTensor) -> Tensor:
+    """(numel,) bool: which entries may be unmasked."""
     candidates = torch.ones(tensor.numel, dtype=torch.bool, device=tensor.parameter.device)
     candidates[tensor.never_candidates] = False
-    return candidates.nonzero().squeeze(1) + tensor.offset
+    return candidates
 
 
-def _left_for(ranked: Sequence[MaskedTensor], strategy: Strategy, budget: int, kept: int) -> int:
-    """What the budget leaves to the tensors in which entries are chosen; ``kept`` entries are trained anyway."""
+def _check_budget(ranked: Sequence[MaskedTensor], strategy: Strategy, budget: int, kept: int) -> None:
+    """Checks that the budget leaves entries to the ranked tensors; ``kept`` entries are trained anyway."""
     available = sum(tensor.num_candidates for tensor in ranked)
     if not available:
         raise SparsifyError(
@@ -138,7 +137,6 @@ def _left_for(ranked: Sequence[MaskedTensor], strategy: Strategy, budget: int, k
             f"{kept:,} entries of it; expected {kept + 1:,} to {kept + available:,}, or freeze the vectors before "
             "(requires_grad_(False))."
         )
-    return budget - kept
 
 
 def _ranking(
@@ -150,7 +148,7 @@ def _ranking(
     calibration: Calibration | None,
     loss_fn: LossFunction | None,
 ) -> Rank:
-    """Ranks by the weights, or by a calibration, which is run here and once."""
+    """Returns a ranking by the weights, or by a calibration, which runs here and once."""
     device = ranked[0].parameter.device
     if calibration is None:
 
@@ -166,14 +164,122 @@ def _ranking(
         return by_weight
     parameters: Any = [tensor.parameter for tensor in ranked]
     totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
-    return lambda group, number: rank_by_gradient(
+    return lambda group, number: _rank_by_gradient(
         group, importance, [totals[tensor] for tensor in group], TopK(number, dtype, device)
     )
 
 
+def rank_by_weight(
+    tensors: Sequence[MaskedTensor], importance: WeightImportance, topk: TopK, seed: str, *, masked_only: bool
+) -> Tensor:
+    """Ranks entries by the weights alone.
+
+    Args:
+        tensors: with the entries.
+        importance: scores them.
+        topk: of the size that is wanted.
+        seed: of a random importance; each tensor draws from a generator of its own, seeded by this and its name.
+        masked_only: leave out unmasked entries.
+
+    Returns:
+        (n,) int64 global ids; fewer than wanted where no more have a finite score.
+    """
+    for tensor in tensors:
+        if importance.covers(tensor.name):
+            digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            scores = (importance.score(block, generator) for block in in_blocks(tensor.weight))
+            excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
+            offer_scores(topk, scores, tensor.offset, excluded)
+    return topk.winners().ids
+
+
+def _rank_by_gradient(
+    tensors: Sequence[MaskedTensor], importance: GradientImportance, totals: Sequence[Tensor], topk: TopK
+) -> Tensor:
+    """Ranks entries by the sums of a calibration, each in its tensor's shape; a score of 0 counts for GraSP only."""
+    for tensor, total in zip(tensors, totals, strict=True):
+        offer_scores(topk, _scores(tensor, importance, total), tensor.offset, tensor.never_candidates)
+    ids = topk.winners().ids
+    if ids.numel() < topk.size:
+        raise SparsifyError(_too_few(tensors, importance, topk.size, ids.numel()))
+    return ids
+
+
+def _scores(tensor: MaskedTensor, importance: GradientImportance, total: Tensor) -> Iterator[Tensor]:
+    for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
+        # Fisher's total is the score already; for any other importance it is a gradient
+        scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
+        # GraSP's scores have a sign: those below 0 come last, and are better than none
+        yield scores if isinstance(importance, GraSP) else scores.where((block != 0) & (scores > 0), -torch.inf)
+
+
+def _too_few(tensors: Sequence[MaskedTensor], importance: GradientImportance, wanted: int, found: int) -> str:
+    """The error text; ``wanted`` is the whole budget, or the number that the allocation gives to a single tensor."""
+    share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
+    if isinstance(importance, Custom):
+        return (
+            f"{share}, but the importance {importance.name!r} gave only {found:,} entries a score above 0 in the "
+            "calibration: NaN, infinite, negative and zero scores do not count. Correct it, or lower the budget."
+        )
+    text = (
+        f"{share}, but only {found:,} entries have an importance above 0 in the calibration; "
+        "give it more examples, or lower the budget."
+    )
+    zeros = [tensor.name for tensor in tensors if not tensor.weight.any()]
+    if isinstance(importance, SNIP) and zeros:
+        text += (
+            f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
+            f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
+        )
+    return text
+
+
 def _interleave(parts: Sequence[Tensor]) -> Tensor:
-    """One order of several tensors' ids, best first in each, whose every beginning has their proportions."""
+    """Merges several tensors' ids, best first in each, so that every first part of the result has their proportions."""
     places = [torch.arange(1, part.numel() + 1, dtype=torch.float64) / part.numel() for part in parts]
     order = torch.cat(places).argsort(stable=True)
     ids = torch.cat([part.to(parts[0].device) for part in parts])
     return ids[order.to(ids.device)]
+
+
+def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor]) -> Tensor:
+    """Returns the global ids (n,) of a given set of entries, ascending.
+
+    Args:
+        tensors: with the entries.
+        support: by tensor name, in the model or in the plain model: a bool mask, or flat indices (n,).
+
+    Raises:
+        SparsifyError: when a name is no candidate's, a mask's shape or an index does not fit, or nothing is given.
+    """
+    by_name = {plain_name(tensor.name): tensor for tensor in tensors}
+    ids = [_given_in(name, by_name, entries) for name, entries in support.items()]
+    found = torch.cat(ids).unique() if ids else torch.empty(0, dtype=torch.int64)
+    if not found.numel():
+        raise SparsifyError("the given set is empty; expected masks or indices with at least one entry.")
+    return found
+
+
+def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -> Tensor:
+    tensor = tensors.get(plain_name(name))
+    if tensor is None:
+        raise SparsifyError(
+            f"the given set has entries of `{name}`, which is no candidate of this model; "
+            f"expected names such as `{next(iter(tensors))}`."
+        )
+    entries = torch.as_tensor(entries).detach().cpu()
+    if entries.dtype == torch.bool:
+        if entries.shape != tensor.shape:
+            raise SparsifyError(
+                f"the mask of `{name}` has shape {tuple(entries.shape)}, expected {tuple(tensor.shape)}."
+            )
+        entries = entries.flatten().nonzero().squeeze(1)
+    if entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
+        raise SparsifyError(f"the given set has {entries.dtype} for `{name}`; expected a bool mask or flat indices.")
+    numel = tensor.numel
+    if entries.numel() and not (int(entries.min()) >= 0 and int(entries.max()) < numel):
+        raise SparsifyError(f"the given set has indices of `{name}` outside its {numel:,} entries.")
+    if torch.isin(entries, tensor.never_candidates.cpu()).any():
+        raise SparsifyError(f"the given set has entries of `{name}` in its padding row, which is never trained.")
+    return entries.to(torch.int64) + tensor.offset

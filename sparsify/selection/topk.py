@@ -1,10 +1,10 @@
-"""A global top-u over all tensors while they come by one at a time, exactly and in O(u) memory.
+"""A streaming top-k over all tensors, which arrive one at a time: exact, and in O(k) memory.
 
 In: blocks of scores with their entries' global ids (the tensor's offset plus the flat index) and gradients. Out: the
-best u, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
+best k, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
 
-A topk keeps the best so far and its threshold, the score that a newcomer has to reach. Entries at or above the threshold
-join, and the topk is cut back whenever it has grown by a share: selection costs one comparison an entry.
+The top-k holds the best entries so far and a threshold, the score that an entry has to reach to join. It is cut back
+whenever it has grown by a share: so selection costs one comparison an entry.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsify.kernels.threshold import BLOCK_ENTRIES, reaching
+from sparsify.kernels.candidates import at_least_float32, best_first
+from sparsify.kernels.threshold import BLOCK_ENTRIES, find_reaching
 from sparsify.strategies.importance import GradientImportance
 
-SMALLEST_FLOOR = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
-CUT_SHARE = 4  # a topk is cut for newcomers of a quarter of its size: the sooner its threshold rises, the fewer come
-SMALLEST_CUT = 1 << 7  # and for so many at least: a cut is a dozen small operations
+SMALLEST_THRESHOLD = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
+CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
+SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small operations
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class Winners:
 
 
 class TopK:
-    """The best ``size`` of all entries result so far.
+    """The best ``size`` of all entries offered so far.
 
     Args:
         size: how many entries to keep, at least 1.
         dtype: of the scores.
-        device: where the topk lives.
-        threshold: scalar; what an entry has to score at least; by default anything will do.
+        device: of the top-k.
+        threshold: scalar, the score that an entry has to reach; by default any score joins.
 
     Example:
         >>> topk = TopK(2, torch.float32, "cpu")
@@ -65,8 +66,8 @@ class TopK:
 
     @property
     def has_threshold(self) -> bool:
-        """Whether its threshold tells what cannot be among the best, and is far from where numbers underflow."""
-        return float(self.threshold) > SMALLEST_FLOOR
+        """Whether the threshold rules entries out, and is far from where numbers underflow."""
+        return float(self.threshold) > SMALLEST_THRESHOLD
 
     def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""
@@ -81,14 +82,13 @@ class TopK:
             self.cut()
 
     def winners(self) -> Winners:
-        """The best entries, highest score first, equal scores by ascending id."""
+        """Returns the best entries, highest score first, equal scores by ascending id."""
         self.cut()
-        by_id = self._ids.argsort()
-        order = by_id[self._scores[by_id].argsort(descending=True, stable=True)]
+        order = best_first(self._ids, self._scores)
         return Winners(self._ids[order], self._grads[order])
 
     def cut(self) -> None:
-        """Takes in those that wait and cuts the topk back to its size."""
+        """Takes in the entries that wait and keeps the ``size`` best."""
         if self._waiting:
             ids, scores, grads = zip(*self._waiting, strict=True)
             self._ids = torch.cat([self._ids, *ids])
@@ -98,9 +98,8 @@ class TopK:
         surplus = self._scores.numel() - self.size
         if surplus < 0:
             return
-        self.threshold = self._scores.topk(
-            self.size, sorted=False
-        ).values.amin()  # kthvalue is not deterministic on a GPU
+        # kthvalue is not deterministic on a GPU
+        self.threshold = self._scores.topk(self.size, sorted=False).values.amin()
         above = (self._scores > self.threshold).nonzero().squeeze(1)
         level = (self._scores == self.threshold).nonzero().squeeze(1)
         level = level[self._ids[level].argsort()[: self.size - above.numel()]]
@@ -117,8 +116,8 @@ def offer_gradient(
         topk: takes the candidates.
         importance: scores them.
         weight: (n_rows, cols), the whole tensor.
-        grad: (n, cols), the gradient of all rows, or of some.
-        rows: (n,) int64, which rows of the weight ``grad`` is about; ``None`` for all of them, in order.
+        grad: (n, cols), the gradient of all rows, or some.
+        rows: (n,) int64, the weight's rows that ``grad`` has; ``None`` for all of them in order.
         offset: global id of the tensor's first entry.
 
     Returns:
@@ -129,7 +128,7 @@ def offer_gradient(
     for of_weight in _row_blocks(grad.shape[0], cols, topk):
         block, first = grad[of_weight], of_weight.start
         touched = weight[of_weight if rows is None else rows[of_weight]]
-        found, block_finite = reaching(block, importance.least_gradient(topk.threshold.to(grad.device), touched))
+        found, block_finite = find_reaching(block, importance.least_gradient(topk.threshold.to(grad.device), touched))
         finite.append(block_finite)
         if found.numel():
             row, column = found.div(cols, rounding_mode="floor") + first, found % cols
@@ -139,7 +138,7 @@ def offer_gradient(
 
 
 def _row_blocks(rows: int, cols: int, topk: TopK) -> Iterator[slice]:
-    """Blocks of a matrix's rows; small ones first where the topk is not full, since anything reaches its threshold then."""
+    """Blocks of a matrix's rows, small ones first where the top-k is not full: any entry reaches its threshold then."""
     entries, first = BLOCK_ENTRIES if topk.threshold.isfinite() else 2 * topk.size, 0
     while first < rows:
         last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
@@ -157,8 +156,8 @@ def offer_entries(topk: TopK, importance: GradientImportance, ids: Tensor, weigh
         weight: (n,).
         grad: (n,).
     """
-    grad = _at_least_float32(grad)
-    scores = importance.score(_at_least_float32(weight), grad)
+    grad = at_least_float32(grad)
+    scores = importance.score(at_least_float32(weight), grad)
     keep = (scores >= topk.threshold.to(scores.device, scores.dtype)) & (scores > 0)
     if not importance.monotone:  # then a gradient of zero may score
         keep &= grad != 0
@@ -169,8 +168,8 @@ def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Te
     """Offers all entries of one tensor by their scores alone.
 
     Args:
-        topk: takes the candidates; there are no gradients yet, so it gets the scores in their place.
-        blocks: the scores (n,) of the flat tensor, a block at a time.
+        topk: takes the candidates; it gets the scores in place of gradients, of which there are none.
+        blocks: the scores (n,) of the flat tensor's entries, block by block.
         offset: global id of the tensor's first entry.
         excluded: (k,) flat indices, ascending, of entries that are no candidates.
     """
@@ -185,9 +184,5 @@ def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Te
 
 
 def in_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor of any shape as flat blocks (n,) of a size to be scored at once, in float32 or float64."""
-    return (_at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """Splits a tensor of any shape into flat blocks (n,) to be scored at once, in float32 or float64."""
+    return (at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))

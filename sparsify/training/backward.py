@@ -27,9 +27,11 @@ from sparsify.masked.gradients import Gradient
 from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.policies import Engine as Growing
-from sparsify.selection.policies import policy_of
+from sparsify.selection.context import Work
+from sparsify.selection.policies import Progress, policy_of
 from sparsify.selection.selectors import Selector
+from sparsify.selection.topk import Winners
+from sparsify.strategies.schedules import Schedule
 from sparsify.training.anchors import Anchors
 from sparsify.training.backward_pass import BackwardPass
 from sparsify.training.compiled import CompiledGraphs
@@ -47,16 +49,22 @@ OVERLAPPING = (
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ranges
 
 
-class Engine(Growing, Comparable, Listener, Protocol):
+class Engine(Comparable, Listener, Protocol):
     """What is trained, and on how many ranks."""
 
     weights: EffectiveWeights
+    schedule: Schedule
+    check: bool
+    work: Work
 
     @property
     def values(self) -> SparseValues: ...
 
     def settle(self) -> None:
         """Brings its books in order after what came past them."""
+
+    def append(self, ids: Tensor, slots: Tensor) -> None:
+        """Adds entries (n,) given by global id to the index buffers."""
 
     def note_values(self) -> None:
         """Remembers the flat delta as it is now, in case it is replaced."""
@@ -81,7 +89,9 @@ class Collection:
         self._engine = engine
         self.anchors = Anchors(self)
         self.compiled = CompiledGraphs(engine, self, self.anchors)
-        self.policy = policy_of(engine)
+        self.policy = policy_of(
+            engine.strategy, engine.schedule, seed=engine.seed, ranks=engine.ranks, sync_mode=engine.sync_mode
+        )
         self.streams = Streams()
         self.selected = False
         self.passes = 0
@@ -94,7 +104,12 @@ class Collection:
     @property
     def growing(self) -> bool:
         """Whether entries may still be unmasked, those of the step in progress among them."""
-        return self.policy.growing
+        return self.policy.growing(self._progress)
+
+    @property
+    def _progress(self) -> Progress:
+        engine = self._engine
+        return Progress(engine.step, engine.steps, engine.buffers.total, engine.budget)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_passes": {}, "_dropped": set(), "passes": 0}
@@ -159,12 +174,21 @@ class Collection:
                 self.passes += 1
                 return grad.fill_(torch.nan)
             with uninterrupted():
-                self.policy.unmask(winners, grad)
+                self._unmask(winners, grad)
                 self.selected = True
         self.passes += 1
         if self.policy.active is not None:
             grad.masked_fill_(~self.policy.active, 0)
         return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
+
+    def _unmask(self, winners: Winners, grad: Tensor) -> None:
+        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
+        engine, progress = self._engine, self._progress
+        slots, capacity = engine.buffers.all_slots, grad.numel()
+        new = self.policy.unmask(winners, progress, engine.tensors, slots, capacity)
+        free = torch.arange(progress.unmasked, progress.unmasked + new.ids.numel(), device=new.ids.device)
+        grad[free] = new.grads
+        engine.append(new.ids, free)
 
     # -------------------------------------------------------------------------------- from step to step
 
@@ -206,8 +230,14 @@ class Collection:
         self._dropped.update(failed)
 
     def _chooser(self) -> Selector | None:
-        """Who finds the entries that this backward pass is to unmask."""
-        return None if self.selected else self.policy.selector()
+        """Makes what selects the entries that this backward pass unmasks."""
+        if self.selected:
+            return None
+        engine, work = self._engine, Work()
+        selector = self.policy.selector(self._progress, engine.tensors, engine.values, work, check=engine.check)
+        if selector is not None:
+            engine.work = work
+        return selector
 
     def _compare_ranks(self) -> None:
         """In the first step, and in the next: then it shows whether gradients are averaged."""

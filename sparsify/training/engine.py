@@ -27,7 +27,7 @@ from sparsify.common.ranks import Ranks
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import BUFFERS, IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.counters import Counters
+from sparsify.selection.context import Work
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Strategy
 from sparsify.training.anchors import AnchoredUse
@@ -98,7 +98,7 @@ class Engine:
         weights: keeps the effective values in step.
         collection: takes the gradients.
         ranks: the other ranks, if there are any.
-        counters: how many entries were looked at to choose, and in which way.
+        work: the entries that the last selection looked at, by the way it took.
         check: whether each step's selection is compared with the dense form, which takes its time and memory.
     """
 
@@ -140,7 +140,7 @@ class Engine:
         self._position_seen = 0  # how often the buffer was written, when step and updates were read from it
         self._former: list[weakref.ref[SparseValues]] = []  # flat deltas, of which the last is the present one
         self.ranks = Ranks()
-        self.counters = Counters()
+        self.work = Work()
         self.check = False
         self.weights = EffectiveWeights(self)
         self.collection = Collection(self)
@@ -374,7 +374,6 @@ class Engine:
             self._forward.depth = 0  # forward passes that were interrupted have not left
             self.step += 1
             self.updates += self.trained
-            self.counters.step_done()
             self.collection.step_done()
             self._position.copy_(upload([self.step, self.updates], self._position.device))
             self._position_seen = self._position._version

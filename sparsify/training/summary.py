@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
-from sparsify.selection.counters import Work
+from sparsify.selection.context import Work
 from sparsify.strategies.strategy import PRESETS, Dense, Given, Repeat, Strategy
 from sparsify.training.engine import Engine
 from sparsify.training.flat_delta import VALUES
@@ -60,8 +60,7 @@ class Summary:
         ranks: processes that train together.
         sent_bytes: bytes that this rank has sent to choose the same entries as the others; averaging the gradient of
             the flat delta comes on top.
-        last_work: entries that the last step looked at to choose, by the way it took; on this rank.
-        total_work: entries that all steps did since ``sparsify()``.
+        last_work: entries that the last selection looked at, by the way it took; on this rank.
     """
 
     strategy: Strategy
@@ -80,7 +79,6 @@ class Summary:
     ranks: int = 1
     sent_bytes: int = 0
     last_work: Work = field(default_factory=Work)
-    total_work: Work = field(default_factory=Work)
 
     @property
     def static_updates(self) -> int:
@@ -135,8 +133,8 @@ class Summary:
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
             ("state", f"{self.state_bytes:,} bytes"),
         ]
-        if self.total_work != Work():
-            rows.append(("last step", str(self.last_work)))
+        if self.last_work != Work():
+            rows.append(("last selection", str(self.last_work)))
         if self.ranks > 1:
             rows.append(("sent to choose", f"{self.sent_bytes:,} bytes by this one of {self.ranks} ranks"))
         if self.verification is not None:
@@ -202,8 +200,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         verification=engine.verify(model) if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
-        last_work=engine.counters.last,
-        total_work=replace(engine.counters.total),
+        last_work=engine.work,
     )
 
 

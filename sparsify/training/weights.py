@@ -20,7 +20,7 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks
 from sparsify.common.shards import is_fully_sharded, is_shard, reshard
 from sparsify.errors import SparsifyError
-from sparsify.kernels.scatter import sync
+from sparsify.kernels.scatter import scatter
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.training.sharding import check_root
@@ -125,9 +125,9 @@ class EffectiveWeights:
         effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[engine.buffers.all_slots]
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
-        if not but and not traced and all(_can_sync(tensor, effective.device) for tensor in engine.tensors):
+        if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in engine.tensors):
             weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in engine.tensors), strict=True)
-            sync(weights, counts, engine.buffers.all_indices, effective)
+            scatter(weights, counts, engine.buffers.all_indices, effective)
         else:
             for tensor, own in zip(engine.tensors, engine.buffers.split(effective), strict=True):
                 if own.numel() and tensor not in but:
@@ -207,7 +207,7 @@ class EffectiveWeights:
         return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
 
 
-def _can_sync(tensor: MaskedTensor, device: torch.device) -> bool:
+def _can_scatter(tensor: MaskedTensor, device: torch.device) -> bool:
     """Whether a weight can be written to together with others, by its address."""
     parameter = tensor.parameter
     return (

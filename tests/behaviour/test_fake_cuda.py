@@ -43,7 +43,7 @@ def runs(which):
     paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py", which],
-        env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "SPARSIFY_COSTS": "fixed"},
+        env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.kernels.scatter import plain_sync
+from sparsify.kernels.scatter import plain_scatter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -13,11 +13,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.fixture(scope="module", params=["plain", "triton"])
 def form(request):
     if request.param == "plain":
-        return plain_sync
+        return plain_scatter
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    from sparsify.kernels.triton import scatter as triton_sync
+    from sparsify.kernels.triton import scatter as triton_scatter
 
-    return triton_sync.sync
+    return triton_scatter.scatter
 
 
 @settings(max_examples=25, deadline=None)

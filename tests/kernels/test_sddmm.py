@@ -1,29 +1,53 @@
-"""Single entries of a product: the Triton form sums what the plain one sums, and both are the product's."""
+"""Single entries of a product: all forms give the dot products."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products import KINDS, SIZES, exact, factors
 
+from sparsify.kernels.cpu.library import library
 from sparsify.kernels.sddmm import plain_sddmm, sddmm
 from sparsify.masked import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(scope="module", params=["plain", "triton"])
+@pytest.fixture(params=["compiled", "plain", "triton"], scope="module")
 def form(request):
-    if request.param == "plain":
-        return plain_sddmm
-    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    from sparsify.kernels.triton import sddmm as triton_sddmm
+    """All forms; the compiled ones where the machine has them."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+        from sparsify.kernels.triton import sddmm as triton_sddmm
 
-    return triton_sddmm.sddmm
+        return triton_sddmm.sddmm
+    if request.param == "compiled" and library() is None:
+        pytest.skip("needs a compiler")
+    return sddmm if request.param == "compiled" else plain_sddmm
 
 
-def factors(tokens, rows, cols, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(tokens, size, generator=generator).to(dtype) for size in (rows, cols))
+@pytest.fixture(scope="module")
+def cpu_form(form):
+    """The forms of a CPU."""
+    if form not in (sddmm, plain_sddmm):
+        pytest.skip("a form of a GPU")
+    return form
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)), tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), number=st.sampled_from([0, 1, 15, 16, 17, 100]),
+)  # fmt: skip
+def test_the_entries_are_those_of_the_product(cpu_form, kind, tokens, rows, cols, seed, dtype, number):
+    left, right = factors(kind, tokens, rows, cols, dtype, seed)
+    indices = torch.randint(rows * cols, (number,), generator=torch.Generator().manual_seed(seed))
+    taken = cpu_form(left, right, indices)
+    assert taken.dtype == torch.float32
+    # the rounding of sums in float32, and of terms that are too small for it
+    off = (left.double().abs().t() @ right.double().abs()) * tokens * 2**-23 + tokens * 2**-126
+    error = (taken.double() - exact(left, right).view(-1)[indices]).abs()
+    assert (error <= off.view(-1)[indices]).all()
 
 
 @settings(max_examples=15, deadline=None)
@@ -31,48 +55,72 @@ def factors(tokens, rows, cols, dtype, seed=0):
     st.sampled_from([1, 15, 16, 17, 255, 257, 600]), st.integers(1, 5), st.integers(1, 40),
     st.sampled_from([1, 63, 64, 65]), st.sampled_from(DTYPES), st.integers(0, 99),
 )  # fmt: skip
-def test_entries_are_those_of_the_product_summed_in_float32(form, tokens, rows, cols, number, dtype, seed):
-    left, right = factors(tokens, rows, cols, dtype, seed)
+def test_entries_in_any_short_type_are_summed_in_float32(form, tokens, rows, cols, number, dtype, seed):
+    left, right = factors("random", tokens, rows, cols, dtype, seed)
     indices = torch.randint(rows * cols, (number,), generator=torch.Generator().manual_seed(seed))
     entries = form(left, right, indices)
     assert entries.dtype == torch.float32
-    product = left.double().t() @ right.double()
-    torch.testing.assert_close(entries.double(), product.take(indices), rtol=0, atol=1e-4)
+    torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=0, atol=1e-4)
 
 
-def test_factors_that_are_transposed_are_read_as_they_are(form):
-    left, right = factors(30, 4, 6, torch.float32)
-    indices = torch.arange(24)
-    turned = left.t().contiguous().t(), right.t().contiguous().t()
-    assert torch.equal(form(*turned, indices), form(left, right, indices))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_entries_are_the_same_as_many(cpu_form, dtype):
+    left, right = factors("random", 77, 30, 40, dtype)
+    indices = torch.randperm(1200, generator=torch.Generator().manual_seed(0))
+    many = cpu_form(left, right, indices)
+    few = torch.cat([cpu_form(left, right, some) for some in indices.split(16)])
+    torch.testing.assert_close(few, many, rtol=1e-5, atol=1e-5)
 
 
+def test_entries_may_repeat_in_any_order_and_factors_be_strided(form):
+    left, right = factors("random", 40, 30, 20)
+    indices = torch.tensor([599, 0, 0, 7, 599] * 5)
+    expected = exact(left, right).view(-1)[indices].float()
+    taken = form(left.t().contiguous().t(), right.repeat_interleave(2, 1)[:, ::2], indices.repeat_interleave(2)[::2])
+    torch.testing.assert_close(taken, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [0, 3, 30])
+def test_no_entry_or_no_token_is_an_empty_sum(cpu_form, number):
+    indices = torch.zeros(number, dtype=torch.int64)
+    assert cpu_form(torch.empty(0, 2), torch.empty(0, 3), indices).tolist() == [0] * number
+
+
+@pytest.mark.parametrize("number", [1, 40])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_factor_that_is_not_finite_is_seen_where_it_counts(form, bad):
-    left, right = factors(20, 3, 4, torch.float32)
-    left[19, 1] = bad
-    assert form(left, right, torch.arange(12)).isfinite().tolist() == [True] * 4 + [False] * 4 + [True] * 4
+def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
+    left, right = factors("random", 40, 3, 3)
+    left[39, 2] = bad
+    taken = form(left, right, torch.tensor([6] * number + [0] * number))
+    assert not taken[:number].isfinite().any()
+    assert taken[number:].isfinite().all()
 
 
-def test_no_entry_or_no_token_is_an_empty_sum():
-    left, right = factors(5, 3, 4, torch.float32)
-    assert sddmm(left, right, torch.empty(0, dtype=torch.int64)).shape == (0,)
-    assert sddmm(left[:0], right[:0], torch.tensor([1, 5])).tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("number", [5, 200])
+def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, number):
+    left, right = factors("random", 300, 40, 30)
+    indices = torch.randint(1200, (number,), generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(cpu_form(left, right, indices), cpu_form(left, right, indices))
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_float64_stays_in_float64():
-    left, right = factors(50, 3, 4, torch.float64)
-    torch.testing.assert_close(sddmm(left, right, torch.arange(12)), (left.t() @ right).flatten(), rtol=1e-14, atol=0)
+def test_float64_keeps_its_precision():
+    left, right = (factor.double() for factor in factors("random", 50, 4, 4))
+    taken = sddmm(left, right, torch.arange(16))
+    torch.testing.assert_close(taken, exact(left, right).view(-1), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))
-    monkeypatch.setattr(gradients, "GPU_DOT_COST", 10)
-    left, right = factors(30, 10, 20, torch.bfloat16)
+    monkeypatch.setattr("sparsify.masked.gradients.GPU_DOT_COST", 10)
+    left, right = factors("random", 30, 10, 20, torch.bfloat16)
     indices = torch.arange(number) * 5
     entries = gradients.Product(left, right).take(indices)
     assert entries.dtype == (torch.float32 if number * 10 < 200 else torch.bfloat16)  # else the whole product's
-    torch.testing.assert_close(
-        entries.double(), (left.double().t() @ right.double()).take(indices), rtol=1e-2, atol=0.1
-    )
+    torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=1e-2, atol=0.1)

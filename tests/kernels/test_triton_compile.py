@@ -14,7 +14,7 @@ from sparsify.kernels.triton import sddmm as triton_sddmm
 
 from sparsify.kernels.triton import select as triton_select
 
-from sparsify.kernels.triton import scatter as triton_sync
+from sparsify.kernels.triton import scatter as triton_scatter
 
 TARGETS = [GPUTarget("cuda", capability, 32) for capability in (80, 90)]
 
@@ -37,7 +37,8 @@ for short in ("fp32", "bf16", "fp16"):
           entries=triton_sddmm.ENTRIES, at_once=triton_sddmm.TOKENS, share=triton_sddmm.SHARE)
 build(triton_select._cut, POOL, block=triton_select.CUT_BLOCK)
 for bits in ("i16", "i32", "i64"):
-    build(triton_sync._sync, {"addresses": "*i64", "indices": "*i64", "values": "*" + bits}, block=triton_sync.BLOCK)
+    types = {"addresses": "*i64", "indices": "*i64", "values": "*" + bits}
+    build(triton_scatter._scatter, types, block=triton_scatter.BLOCK)
 print("all compiled")
 """
 

@@ -1,4 +1,4 @@
-"""Choosing on a GPU, forced upon the CPU: the same winners as ever, and a few waits a step however many tensors."""
+"""Selection on a GPU, forced on the CPU: the same winners, and a few waits a step for any number of tensors."""
 
 import copy
 
@@ -14,8 +14,8 @@ from torch import nn
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.masked.gradients import DenseGradient
-from sparsify.selection import device_topk as device_pool
-from sparsify.selection.counters import Work
+from sparsify.selection import device_topk
+from sparsify.selection.context import Work
 from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
 from sparsify.selection.topk import TopK, offer_gradient
 
@@ -36,9 +36,9 @@ def like_a_gpu(request, monkeypatch):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Tensors of a few entries come in several parts, with cuts between them."""
-    monkeypatch.setattr(device_pool, "FEWEST_AT_ONCE", 8)
-    monkeypatch.setattr(device_pool, "MOST_AT_ONCE", 40)
-    monkeypatch.setattr(device_pool, "SMALLEST_CUT", 1)
+    monkeypatch.setattr(device_topk, "FEWEST_AT_ONCE", 8)
+    monkeypatch.setattr(device_topk, "MOST_AT_ONCE", 40)
+    monkeypatch.setattr(device_topk, "SMALLEST_CUT", 1)
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
@@ -60,12 +60,12 @@ def check_winners(shapes, size, seed, random):
         offer_gradient(expected, D3(), *tensor)
         topk.offer(D3(), *tensor)
     selector = DeviceSelector(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
-    selector._pools[torch.device("cpu")] = topk
+    selector._topks[torch.device("cpu")] = topk
     assert selector.winners().ids.tolist() == expected.winners().ids.tolist()
     assert selector.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
 
 
-def test_the_winners_are_the_pools_in_any_number_of_parts(like_a_gpu, small_parts):
+def test_the_winners_are_the_topks_in_any_number_of_parts(like_a_gpu, small_parts):
     check_winners()
 
 
@@ -78,7 +78,7 @@ def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_
 def test_the_best_of_several_devices_are_chosen(like_a_gpu):
     selector = DeviceSelector(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
     for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, 0.0])):
-        topk = selector._pools[torch.device("cuda", number)] = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
+        topk = selector._topks[torch.device("cuda", number)] = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
         topk.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
     assert selector.winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
     assert len(selector.finite()) == 2

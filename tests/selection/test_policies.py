@@ -1,4 +1,4 @@
-"""How the unmasked set unfolds, where an importance gives it nothing to unfold by."""
+"""Policies warn of an importance that leaves nothing to unmask, and of nothing else."""
 
 import warnings
 
@@ -32,22 +32,20 @@ def test_an_importance_that_scores_nothing_is_warned_of_once_by_its_name(kind, s
     assert get_unmasker(model).unmasked == 0
 
 
-def test_an_importance_of_weights_without_a_finite_score_is_warned_of_once():
-    useless = register_importance("test-policy-weights", uses_gradient=False)(lambda weight: weight / 0)
+@pytest.mark.parametrize("importance", ["weights", "snip"])
+def test_weights_without_a_finite_score_and_snip_on_zeros_are_warned_of(importance):
     model, batches = build("mlp")
-    sparsify(model, 20, Strategy(useless, Increment()), steps=5)
-    with pytest.warns(UserWarning, match="'test-policy-weights' gave no masked entry a score that is finite") as told:
+    if importance == "snip":
+        for parameter in model.head.parameters():
+            torch.nn.init.zeros_(parameter)
+        useless, message = SNIP(), "'snip' gave no masked entry a score above 0"
+    else:
+        useless = register_importance("test-policy-weights", uses_gradient=False)(lambda weight: weight / 0)
+        message = "'test-policy-weights' gave no masked entry a score that is finite"
+    sparsify(model, 20, Strategy(useless, Increment()), steps=5, target_modules=["head"])
+    with pytest.warns(UserWarning, match=message) as told:
         train(model, batches[:3])
-    assert len([warning for warning in told if "test-policy-weights" in str(warning.message)]) == 1
-
-
-def test_snip_on_weights_that_are_all_zero_is_warned_of():
-    model, batches = build("mlp")
-    for parameter in model.head.parameters():
-        torch.nn.init.zeros_(parameter)
-    sparsify(model, 20, Strategy(SNIP(), Increment()), steps=5, target_modules=["head"])
-    with pytest.warns(UserWarning, match="'snip' gave no masked entry a score above 0"):
-        train(model, batches[:2])
+    assert len([warning for warning in told if "gave no masked entry" in str(warning.message)]) == 1
 
 
 def test_no_warning_without_a_gradient_or_after_the_budget_is_unmasked():

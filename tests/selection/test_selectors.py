@@ -1,4 +1,4 @@
-"""Choosers: entries that are known ahead get their gradients, wherever their tensors come by."""
+"""Selectors: ranked entries get their gradients in whatever order the tensors come; streaming ones leave some out."""
 
 import torch
 from recorder import mask
@@ -6,8 +6,7 @@ from torch import nn
 
 from sparsify import D3
 from sparsify.masked.gradients import DenseGradient
-from sparsify.selection.context import SelectionContext
-from sparsify.selection.counters import Work
+from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.selectors import RankedSelector, StreamingSelector
 from sparsify.selection.topk import TopK
 

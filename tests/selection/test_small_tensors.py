@@ -9,8 +9,7 @@ from torch import nn
 
 from sparsify import D3
 from sparsify.masked.gradients import DenseGradient, Product
-from sparsify.selection.context import SelectionContext
-from sparsify.selection.counters import Work
+from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
 from sparsify.selection.topk import TopK, offer_gradient
 
@@ -43,6 +42,10 @@ def kept(tensors, grads):
     return small
 
 
+def context_of(size):
+    return SelectionContext(TopK(size, torch.float32, "cpu"), D3(exp=1), Work())
+
+
 def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
     tensors = small_tensors([[5, 0], [], [2]])
     grads = gradients(tensors)
@@ -55,39 +58,27 @@ def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
     seed=st.integers(0, 999), size=st.integers(1, 12), masked_only=st.booleans(),
     unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),
 )  # fmt: skip
-def test_the_pool_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
-    tensors, alone, together = small_tensors(unmasked), *(TopK(size, torch.float32, "cpu") for _ in range(2))
-    importance = D3(exp=1)
-    finite = kept(tensors, gradients(tensors, seed)).offer(
-        SelectionContext(together, importance, Work()), masked_only=masked_only
-    )
+def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
+    tensors, alone, together = small_tensors(unmasked), context_of(size).topk, context_of(size)
+    finite = kept(tensors, gradients(tensors, seed)).offer(together, masked_only=masked_only)
     for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
-        offer_gradient(alone, importance, tensor.matrix, gradient.values, None, tensor.offset)
+        offer_gradient(alone, together.importance, tensor.matrix, gradient.values, None, tensor.offset)
     assert finite
-    assert together.winners().ids.tolist() == alone.winners().ids.tolist()
-    assert torch.equal(together.winners().grads, alone.winners().grads)
+    assert together.topk.winners().ids.tolist() == alone.winners().ids.tolist()
+    assert torch.equal(together.topk.winners().grads, alone.winners().grads)
 
 
-def test_gradients_are_kept_when_the_memory_they_came_in_is_used_again():
+def test_gradients_are_kept_when_their_memory_is_used_again_and_are_not_written_to():
     tensors = small_tensors([[1], [0], [2]])
-    grads = [DenseGradient(gradient.values, owned=False) for gradient in gradients(tensors)]
-    small = kept(tensors, grads)
-    expected = small.take()
-    values = [torch.zeros(tensor.matrix.shape) for tensor in tensors]
-    lent = SmallGradients()
-    for tensor, memory, gradient in zip(tensors, values, gradients(tensors), strict=True):
-        lent.add(tensor, DenseGradient(memory.copy_(gradient.values), owned=False))
-        memory.zero_()
-    assert torch.equal(lent.take(), expected)
-
-
-def test_gradients_are_not_written_to():
-    tensors = small_tensors([[1], [0], [2]])
-    grads = gradients(tensors)
-    kept(tensors, grads).offer(SelectionContext(TopK(3, torch.float32, "cpu"), D3(), Work()), masked_only=True)
-    for gradient, before in zip(grads, gradients(tensors), strict=True):
-        assert torch.equal(gradient.values, before.values)
+    expected = kept(tensors, gradients(tensors)).take()
+    memory = [gradient.values for gradient in gradients(tensors)]
+    small = kept(tensors, [DenseGradient(values, owned=False) for values in memory])
+    small.offer(context_of(3), masked_only=True)
+    for values, before in zip(memory, gradients(tensors), strict=True):
+        assert torch.equal(values, before.values)
+        values.zero_()
+    assert torch.equal(small.take(), expected)
 
 
 @pytest.mark.parametrize("entry", [0, 3])
@@ -95,9 +86,7 @@ def test_a_number_that_is_not_finite_is_noticed_unmasked_or_not(entry):
     tensors = small_tensors([[], [3], []])
     grads = gradients(tensors)
     grads[1].values.view(-1)[entry] = torch.nan
-    assert not kept(tensors, grads).offer(
-        SelectionContext(TopK(3, torch.float32, "cpu"), D3(), Work()), masked_only=True
-    )
+    assert not kept(tensors, grads).offer(context_of(3), masked_only=True)
 
 
 def test_gradients_in_different_dtypes_are_kept_together():

@@ -21,7 +21,7 @@ from sparsify import (
     sparsify,
     summary,
 )
-from sparsify.selection.counters import Work
+from sparsify.selection.context import Work
 from sparsify.strategies.strategy import PRESETS
 from sparsify.training.summary import Summary, num_parameters, strategy_name
 
@@ -122,11 +122,10 @@ def test_the_text_says_it_all():
 
 
 def test_the_text_says_what_choosing_took_where_there_was_a_choice():
-    work = Work(screened=84_934_656, verified=312, multiplied=600_123)
-    text = str(a_summary(last_work=work, total_work=work))
-    assert "last step          84.9 M entries screened, 312 verified, 0.6 M multiplied out" in text
-    assert "last step          nothing was looked at" in str(a_summary(total_work=work))
-    assert "last step" not in str(a_summary())
+    work = Work(screened=84_934_656, verified=312, dense=600_123)
+    text = str(a_summary(last_work=work))
+    assert "last selection     84.9 M entries screened, 312 entries verified, 0.6 M entries dense" in text
+    assert "last selection" not in str(a_summary())
 
 
 def test_the_text_of_a_model_that_has_not_started_is_short():

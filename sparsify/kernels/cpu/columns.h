@@ -1,4 +1,4 @@
-// What the loops over a product left^T right share: its factors' columns, a few tokens at a time.
+// Columns of a product's factors, transposed a few tokens at a time, for the loops over left^T right.
 //
 // The factors are (n, width), row-major. An entry of the product is the dot product of two columns, and reading a
 // column misses the cache at every token. So a block of tokens is transposed first: then its columns are short
@@ -23,7 +23,7 @@ struct Factor {
   int64_t width;
 };
 
-// Writes a block of tokens as (width, TOKENS); what tokens a last block lacks is left as it was.
+// Writes a block of tokens as (width, TOKENS); a last block may lack tokens, whose places are left as they were.
 template <class T>
 void transpose(const Factor<T>& factor, int64_t first, int64_t tokens, float* out) {
   const T* rows = factor.values + first * factor.width;
@@ -72,7 +72,7 @@ inline void add_dots(const std::vector<Place>& places, const float* left, const 
   for (size_t e = 0; e < places.size(); ++e) sums[e] += dot(left + places[e].left, right + places[e].right);
 }
 
-// Sums that every thread of a parallel region makes for itself.
+// Sums that each thread of a parallel region accumulates by itself.
 class ThreadSums {
  public:
   explicit ThreadSums(int64_t number) : number_(number), sums_(omp_get_max_threads()) {}

@@ -1,8 +1,7 @@
-"""The CPU's hot loops in C++, compiled once per machine by the compiler that is there.
+"""The CPU's hot loops in C++, compiled once per machine.
 
-Where there is no compiler, or it fails, or the environment says ``SPARSIFY_NATIVE=0``, there is no library: the plain
-torch forms run instead. The logger ``sparsify.kernels.cpu.library`` gets one record of it, INFO for a compilation and
-WARNING for a missing library.
+Without a compiler, or with ``SPARSIFY_NATIVE=0`` in the environment, the plain torch forms run instead. The logger
+``sparsify.kernels.cpu.library`` gets one record, INFO for a compilation and WARNING for a missing library.
 """
 
 from __future__ import annotations
@@ -29,24 +28,20 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 LIBRARIES = ("-lstdc++",)  # a C++ compiler links it by itself; gcc, a common CXX, does not
 SWITCH = "SPARSIFY_NATIVE"  # environment variable
-OFF, ON = ("0", "false", "no", "off"), ("", "1", "true", "yes", "on")  # what it may be
+OFF, ON = ("0", "false", "no", "off"), ("", "1", "true", "yes", "on")  # its values
 COMPILERS = ("c++", "g++", "clang++")
-RESULTS = {
-    "sddmm_float32": None,
-    "sddmm_bfloat16": None,
-    "reach_float32": ctypes.c_int64,
-    "reach_bfloat16": ctypes.c_int64,
-    "survey_float32": ctypes.c_int64,
-    "survey_bfloat16": ctypes.c_int64,
-    "has_matrix_units": ctypes.c_bool,
-}
+RESULTS = {  # the types that the loops return
+    f"{loop}_{dtype}": result
+    for loop, result in {"sddmm": None, "find_reaching": ctypes.c_int64, "screen": ctypes.c_int64}.items()
+    for dtype in ("float32", "bfloat16")
+} | {"has_matrix_units": ctypes.c_bool}
 
 # of the compiler, the cache folder, the library; a home that cannot be found, a CXX that cannot be read
 FAILURES = (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError)
 
 
 class Address(ctypes.c_void_p):
-    """Where a contiguous tensor's numbers are; null for ``None``. It keeps the tensor alive as long as it lives."""
+    """The address of a contiguous tensor's numbers, null for ``None``; keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor | None) -> None:
         assert tensor is None or tensor.is_contiguous()
@@ -59,7 +54,7 @@ Size = ctypes.c_int64
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loops; ``None`` where there are none. The first call on a machine compiles them, in seconds.
+    """Returns the compiled loops, or ``None`` where there are none. The first call on a machine compiles, for seconds.
 
     Raises:
         SparsifyError: the environment's ``SPARSIFY_NATIVE`` is none of the words for on and off.
@@ -71,9 +66,8 @@ def library() -> ctypes.CDLL | None:
         if compiler is None:
             logger.warning(
                 "no C++ compiler was found (CXX, %s), so the plain torch forms run: slower, and the same results. "
-                "Install one, or set %s=0, which silences this warning.",
+                f"Install one, or set {SWITCH}=0, which silences this warning.",
                 ", ".join(COMPILERS),
-                SWITCH,
             )
             return None
         return _load(_compiled(compiler))
@@ -94,15 +88,16 @@ def _is_wanted() -> bool:
 
 
 def _compiler() -> list[str] | None:
-    """The command of the environment's ``CXX``, or of a compiler that is on the path."""
+    """The command in the environment's ``CXX``, or the first compiler on the path."""
     named = shlex.split(os.environ.get("CXX", ""))
     found = named if named and shutil.which(named[0]) else [path for path in map(shutil.which, COMPILERS) if path][:1]
     return found or None
 
 
 def _compiled(compiler: list[str]) -> Path:
-    """The library, from the cache or compiled into it."""
-    target = cache_folder() / f"native-{_fingerprint(compiler)}.so"
+    """Returns the library's file, compiled unless the cache folder has it."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    target = Path(root) / "sparsify" / f"native-{_fingerprint(compiler)}.so"
     if not target.exists():
         logger.info("compiling the C++ loops with `%s`, once for this machine, into %s", shlex.join(compiler), target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +108,7 @@ def _compiled(compiler: list[str]) -> Path:
             # without -fopenmp, so that the loops use the OpenMP that torch has loaded, and its threads
             objects = map(str, sorted(Path(folder).glob("*.o")))
             _run([*compiler, "-shared", *objects, *LIBRARIES, "-o", str(shared)])
-            shared.replace(target)  # at once, whoever else compiles it
+            shared.replace(target)  # atomic: another process may compile it at the same time
     return target
 
 
@@ -122,19 +117,13 @@ def _sources(*suffixes: str) -> list[Path]:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """What the library depends on: the sources, the compiler, and the processor, since machines may share a cache."""
+    """Hash of what the library depends on, the processor included, since machines may share a cache folder."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     processor = [line for line in lines if line.startswith("flags")][:1]
     sources = [path.read_text() for path in _sources(".cpp", ".h")]
     parts = [*sources, *FLAGS, *LIBRARIES, *compiler, _run([*compiler, "--version"]), platform.machine(), *processor]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """Where what was found out about this machine is kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "sparsify"
 
 
 def _run(command: list[str]) -> str:

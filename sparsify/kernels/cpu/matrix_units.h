@@ -21,7 +21,7 @@ class MatrixUnits {
     return may;
   }
 
-  // Sets the units' shapes for as long as it lives; whoever else had set them finds them as before.
+  // Sets the units' shapes for its own lifetime, and restores those that were set before.
   explicit MatrixUnits(int64_t widest) : columns_(new float[widest * TOKENS]()) {
     Shapes ours;
     for (int i = 0; i < 8; ++i) ours.bytes[i] = 64, ours.rows[i] = 16;
@@ -41,15 +41,15 @@ class MatrixUnits {
   template <class T>
   void pack_left(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t panels,
                  bfloat16* packed, int64_t pitch) {
-    turn_over(factor, first, tokens, places, panels * PANEL);
+    lay_out(factor, first, tokens, places, panels * PANEL);
     for (int64_t p = 0; p < panels; ++p) round_panel(p * PANEL, packed + p * pitch);
   }
 
-  // Likewise of the right factor: 16 pairs of tokens by 16 columns, the two of a pair side by side.
+  // The same for the right factor: 16 pairs of tokens by 16 columns, the two of a pair side by side.
   template <class T>
   void pack_right(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t panels,
                   bfloat16* packed, int64_t pitch) {
-    turn_over(factor, first, tokens, places, panels * PANEL);
+    lay_out(factor, first, tokens, places, panels * PANEL);
     alignas(64) float pairs[PANEL * PANEL];
     for (int64_t p = 0; p < panels; ++p) {
       round_panel(p * PANEL, reinterpret_cast<bfloat16*>(pairs));
@@ -96,9 +96,9 @@ class MatrixUnits {
     uint8_t rows[16] = {0};
   };
 
-  // Lays out the columns at some places, one by one where they are few, else wherever the whole factor's are.
+  // Transposes the columns at some places: one by one where they are few, else with the whole factor.
   template <class T>
-  void turn_over(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t number) {
+  void lay_out(const Factor<T>& factor, int64_t first, int64_t tokens, const int32_t* places, int64_t number) {
     if (tokens < TOKENS) std::fill_n(columns_.get(), factor.width * TOKENS, 0.f);
     laid_out_ = number * GATHERED_COST <= factor.width ? nullptr : places;
     if (laid_out_) return transpose(factor, first, tokens, columns_.get());

@@ -1,4 +1,5 @@
-// What bounds a product's entries, and what else a reading of its factors gives: each thread takes blocks of tokens.
+// The norms that bound a product's entries, and what else one pass over its factors gives. Each thread takes blocks of
+// tokens.
 //
 // Any scales s_t > 0 of the tokens bound an entry (Cauchy-Schwarz):
 //
@@ -16,8 +17,8 @@
 namespace {
 
 constexpr int64_t TOGETHER = 4;                // tokens whose squares are added at once
-constexpr float SQUARES_UNDERFLOW = 0x1p-63f;  // of numbers below it: what a norm may lack for each; survey.py
-constexpr float LARGEST_SCALE = 0x1p40f;       // survey.py has the reason
+constexpr float SQUARES_UNDERFLOW = 0x1p-63f;  // of numbers below it: what a norm may lack for each; norm_bound.py
+constexpr float LARGEST_SCALE = 0x1p40f;       // norm_bound.py has the reason
 
 inline float underflow_of(int64_t numbers) {
   return std::sqrt(float(std::max(numbers, int64_t(1)))) * SQUARES_UNDERFLOW;

@@ -1,4 +1,4 @@
-// The two kinds of numbers that factors are of.
+// The two types of numbers that factors have: float32 and bfloat16.
 
 #pragma once
 

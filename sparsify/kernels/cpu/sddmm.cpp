@@ -1,4 +1,7 @@
-// Single entries of a product as dot products: see native_sddmm.py.
+// Single entries of a product as dot products: see sddmm.py.
+//
+// Reading a column of a factor for each entry would miss the cache at every token. A few tokens of both factors are
+// transposed at a time instead, so that an entry costs two short contiguous reads.
 
 #include "columns.h"
 

@@ -1,4 +1,4 @@
-// Squares of numbers, turned over in the vector registers that there are.
+// SIMD transpose of a square tile.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-"""The Triton form of ``sync.py``: every entry gets the address of its weight. Bits are moved; torch has cast them."""
+"""The Triton form of ``kernels/scatter.py``: each entry gets its weight's address. Torch casts, this moves bits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sparsify.common.raw_bits import as_bits
 BLOCK = 1024  # entries of a program
 
 
-def sync(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor) -> None:
-    """:func:`sparsify.kernels.scatter.sync`."""
+def scatter(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor) -> None:
+    """See :func:`sparsify.kernels.scatter.scatter`."""
     number, device = indices.numel(), indices.device
     written = [weight for weight, count in zip(weights, counts, strict=True) if count]
     repeats = upload([count for count in counts if count], device)
@@ -24,13 +24,13 @@ def sync(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, valu
         table = [weight.data_ptr() if weight.dtype == dtype else 0 for weight in written]
         addresses = upload(table, device).repeat_interleave(repeats, output_size=number)
         with torch.cuda.device_of(values):
-            _sync[(triton.cdiv(number, BLOCK),)](addresses, indices, as_bits(values.to(dtype)), number, block=BLOCK)
+            _scatter[(triton.cdiv(number, BLOCK),)](addresses, indices, as_bits(values.to(dtype)), number, block=BLOCK)
     for weight in written:
         torch.autograd.graph.increment_version(weight)
 
 
 @triton.jit
-def _sync(addresses, indices, values, number, block: tl.constexpr):
+def _scatter(addresses, indices, values, number, block: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     address = tl.load(addresses + entry, mask=entry < number, other=0)
     mine = address != 0  # those of another dtype have their own launch

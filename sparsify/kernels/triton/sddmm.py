@@ -1,7 +1,7 @@
-"""The Triton form of ``sddmm.py``.
+"""The Triton form of ``kernels/sddmm.py``.
 
-A program takes a block of entries and a share of the tokens; the shares are summed afterwards, so that few entries keep
-the whole GPU busy and the sum is the same at every run.
+A program takes a block of entries and a share of the tokens; the shares are summed afterwards. So few entries keep the
+whole GPU busy, and the sum is the same at every run.
 """
 
 from __future__ import annotations
@@ -17,45 +17,24 @@ SHARE = 256  # tokens of a program
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    """:func:`sparsify.kernels.sddmm.sddmm`, for at least one token and one entry."""
+    """See :func:`sparsify.kernels.sddmm.sddmm`; takes at least one token and one entry."""
     tokens, number = left.shape[0], indices.numel()
     shares = triton.cdiv(tokens, SHARE)
     partial = torch.empty(shares, number, dtype=torch.float32, device=left.device)
     with torch.cuda.device_of(left):
         _sddmm[(triton.cdiv(number, ENTRIES), shares)](
-            left,
-            right,
-            indices.contiguous(),
-            partial,
-            tokens,
-            number,
-            right.shape[1],
-            *left.stride(),
-            *right.stride(),
-            entries=ENTRIES,
-            at_once=TOKENS,
-            share=SHARE,
+            *(left, right, indices.contiguous(), partial, tokens, number, right.shape[1]),
+            *(*left.stride(), *right.stride()),
+            *(ENTRIES, TOKENS, SHARE),
         )
     return partial.sum(0)
 
 
 @triton.jit
 def _sddmm(
-    left,
-    right,
-    indices,
-    partial,
-    tokens,
-    number,
-    cols,
-    left_token,
-    left_row,
-    right_token,
-    right_col,
-    entries: tl.constexpr,
-    at_once: tl.constexpr,
-    share: tl.constexpr,
-):
+    left, right, indices, partial, tokens, number, cols, left_token, left_row, right_token, right_col,
+    entries: tl.constexpr, at_once: tl.constexpr, share: tl.constexpr,
+):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64) * entries + tl.arange(0, entries)
     inside = entry < number
     index = tl.load(indices + entry, mask=inside, other=0)

@@ -1,9 +1,9 @@
-"""The Triton forms of ``select.py``: one pass over weight and gradient, and one program that cuts.
+"""The Triton forms of ``kernels/select.py``: one pass over weight and gradient, and one program that cuts.
 
-``select_d3``   a program scores a block of entries, counts those that it keeps, takes as many places of the candidates
-                with one atomic addition, and writes them there: the order is any, the set is not
-``cut``         a single program, which leaves at once where there is nothing to do; it finds the worst score that
-                stays, and the last id of those that have it, bit by bit: a positive float is ordered as its bits are
+``select_d3``   A program scores a block of entries, counts those that it keeps, reserves as many places among the
+                candidates with one atomic addition, and writes them there: in any order, but always the same set.
+``cut``         A single program, which exits at once where nothing is to be cut. It finds the worst score that stays,
+                and the last id of those that have it, bit by bit: positive floats are ordered as their bits are.
 """
 
 from __future__ import annotations
@@ -11,44 +11,24 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from sparsify.kernels.candidates import Candidates
+from sparsify.kernels.candidates import Candidates, Part
+from sparsify.strategies.importance import D3
 
 BLOCK = 1024  # entries that a program scores
 CUT_BLOCK, CUT_WARPS = 4096, 16  # entries that the one program which cuts looks at at once, and its warps
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
 
-def select_d3(
-    candidates: Candidates,
-    exp: float,
-    eps: float,
-    weight: Tensor,
-    grad: Tensor,
-    rows: Tensor | None,
-    offset: int,
-    start: int,
-    stop: int,
-) -> None:
-    """:func:`sparsify.kernels.select.select` by abs(grad) / (abs(weight) + eps)^exp."""
+def select_d3(candidates: Candidates, importance: D3, part: Part) -> None:
+    """See :func:`sparsify.kernels.select.select`."""
+    weight, grad, rows, offset, start, stop = part
+    exp, eps = importance.exp, importance.eps
     with torch.cuda.device_of(grad):
         _select[(triton.cdiv(stop - start, BLOCK),)](
-            weight.contiguous(),
-            grad.contiguous(),
-            grad if rows is None else rows.contiguous(),
-            candidates.ids,
-            candidates.scores,
-            candidates.grads,
-            candidates.count,
-            candidates.threshold,
-            candidates.finite.view(torch.int8),
-            start,
-            stop,
-            offset,
-            grad.shape[1],
-            eps,
-            float(exp),
+            *(weight.contiguous(), grad.contiguous(), grad if rows is None else rows.contiguous()),
+            *(candidates.ids, candidates.scores, candidates.grads, candidates.count, candidates.threshold),
+            *(candidates.finite.view(torch.int8), start, stop, offset, grad.shape[1], eps, float(exp)),
             exact_exp=int(exp) if exp in EXACT_EXPONENTS else -1,
             has_rows=rows is not None,
             block=BLOCK,
@@ -56,17 +36,11 @@ def select_d3(
 
 
 def cut(candidates: Candidates, size: int, limit: int) -> None:
-    """:func:`sparsify.kernels.select.cut`."""
+    """See :func:`sparsify.kernels.select.cut`."""
     with torch.cuda.device_of(candidates.ids):
         _cut[(1,)](
-            candidates.ids,
-            candidates.scores,
-            candidates.grads,
-            candidates.count,
-            candidates.threshold,
-            size,
-            limit,
-            candidates.total.bit_length(),
+            *(candidates.ids, candidates.scores, candidates.grads, candidates.count, candidates.threshold),
+            *(size, limit, candidates.total.bit_length()),
             block=CUT_BLOCK,
             num_warps=CUT_WARPS,
         )
@@ -74,25 +48,9 @@ def cut(candidates: Candidates, size: int, limit: int) -> None:
 
 @triton.jit
 def _select(
-    weight,
-    grad,
-    rows,
-    ids,
-    scores,
-    grads,
-    count,
-    threshold,
-    finite,
-    start,
-    stop,
-    offset,
-    cols,
-    eps,
-    exp,
-    exact_exp: tl.constexpr,
-    has_rows: tl.constexpr,
-    block: tl.constexpr,
-):
+    weight, grad, rows, ids, scores, grads, count, threshold, finite, start, stop, offset, cols, eps, exp,
+    exact_exp: tl.constexpr, has_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     place = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)  # flat in the gradient
     inside = place < stop
     g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-// The entries of a matrix that reach a threshold: see reach.py.
+// The entries of a matrix that reach a threshold: see threshold.py.
 
 #include "columns.h"
 
@@ -10,8 +10,8 @@ inline float size_of(float x) { return x < 0 ? -x : x; }
 inline float size_of(bfloat16 x) { return widen(bfloat16(x & 0x7fff)); }
 
 template <class T>
-int64_t reach(const T* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-              const float* column_error, int64_t* out, bool* finite) {
+int64_t find_reaching(const T* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
+                      const float* column_error, int64_t* out, bool* finite) {
   int64_t found = 0;
   uint32_t highest = 0;  // as numbers, the bits of what is not finite are above all others
 #pragma omp parallel for schedule(static) reduction(max : highest)
@@ -56,13 +56,13 @@ int64_t reach(const T* values, int64_t rows, int64_t cols, const float* least, c
 
 extern "C" {
 
-int64_t reach_float32(const float* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-                      const float* column_error, int64_t* out, bool* finite) {
-  return reach(values, rows, cols, least, row_error, column_error, out, finite);
+int64_t find_reaching_float32(const float* values, int64_t rows, int64_t cols, const float* least,
+                              const float* row_error, const float* column_error, int64_t* out, bool* finite) {
+  return find_reaching(values, rows, cols, least, row_error, column_error, out, finite);
 }
 
-int64_t reach_bfloat16(const bfloat16* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-                       const float* column_error, int64_t* out, bool* finite) {
-  return reach(values, rows, cols, least, row_error, column_error, out, finite);
+int64_t find_reaching_bfloat16(const bfloat16* values, int64_t rows, int64_t cols, const float* least,
+                               const float* row_error, const float* column_error, int64_t* out, bool* finite) {
+  return find_reaching(values, rows, cols, least, row_error, column_error, out, finite);
 }
 }

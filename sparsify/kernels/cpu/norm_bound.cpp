@@ -1,12 +1,12 @@
-// A product's candidates from its factors, and some of its entries: see survey.py.
+// The entries of a product that could reach a threshold, from its factors, and some wanted entries: see norm_bound.py.
 //
-// measure:   one reading of the factors, for the norms that bound the entries, the wanted entries' dot products, and
-//            the sums of the left one's columns;
-// rank:      rows and columns that cannot reach the threshold by their norms drop out, and the others are ordered by
-//            how far they can reach;
-// pack:      what is left of both factors, into tiles as the multiplier reads them: the registers, or matrix units;
-// multiply:  tile by tile, as far as tiles can reach; one that is done is compared while it is in the cache, and never
-//            written anywhere.
+// measure:   reads the factors once, for the norms that bound the entries, the wanted entries' dot products, and the
+//            sums of the left factor's columns;
+// rank:      drops the rows and columns that cannot reach the threshold by their norms, and orders the others by their
+//            bounds;
+// pack:      packs what is left of both factors into tiles as the multiplier reads them: registers, or matrix units;
+// multiply:  multiplies tile by tile, as far as the bounds allow; a finished tile is compared while it is in the cache,
+//            and never written anywhere.
 
 #include <cstdlib>
 
@@ -68,10 +68,10 @@ int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int6
           multiplier.pack_right(right, first, tokens, bounds.cols.places.data(), 2 * col_pairs, packed_right + tile,
                                 panel_pitch);
       }
-#pragma omp for collapse(2) schedule(static, 1)  // few rows may reach, or few columns
+#pragma omp for collapse(2) schedule(static, 1)  // few rows may be left, or few columns
       for (int64_t chunk = 0; chunk < col_pairs; chunk += PAIRS_AT_ONCE)
         for (int64_t i = start; i < stop; ++i) {
-          const int64_t end = std::min(chunk + PAIRS_AT_ONCE, bounds.reached[i]);
+          const int64_t end = std::min(chunk + PAIRS_AT_ONCE, bounds.pairs_left[i]);
           for (int64_t b = 0; b < blocks; b += Multiplier::DEPTH)
             for (int64_t j = chunk; j < end; ++j)
               multiplier.multiply(packed_left + (i - start) * pitch + b * TILE, packed_right + j * pitch + b * TILE,
@@ -86,7 +86,7 @@ int64_t multiply_and_compare(const Factor<T>& left, const Factor<T>& right, int6
 }
 
 template <class T>
-int64_t survey([[maybe_unused]] bool matrix_units, const T* left_values, const T* right_values, int64_t n, int64_t rows,
+int64_t screen([[maybe_unused]] bool matrix_units, const T* left_values, const T* right_values, int64_t n, int64_t rows,
                int64_t cols, const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
                int64_t num_excluded, const float* least, float rounding, Found found, int64_t most_multiplied,
                int64_t* multiplied) {
@@ -102,9 +102,9 @@ int64_t survey([[maybe_unused]] bool matrix_units, const T* left_values, const T
     return NOT_FINITE;
 
   const float slack = 1 + (n + 8) * 0x1p-22f;  // for the rounding of the norms, and of an entry
-  std::vector<float> reach(rows);
-  for (int64_t i = 0; i < rows; ++i) reach[i] = norms.rows[i] * slack / least[i];
-  Bounds bounds(rank(reach, largest(norms.cols)), rank(norms.cols, largest(reach)), norms, least, rounding);
+  std::vector<float> row_bounds(rows);
+  for (int64_t i = 0; i < rows; ++i) row_bounds[i] = norms.rows[i] * slack / least[i];
+  Bounds bounds(rank(row_bounds, largest(norms.cols)), rank(norms.cols, largest(row_bounds)), norms, least, rounding);
   *multiplied = bounds.to_multiply();
   if (*multiplied == 0) return 0;
   if (*multiplied > most_multiplied) return TOO_MANY;
@@ -128,20 +128,20 @@ bool has_matrix_units() {
 #endif
 }
 
-int64_t survey_float32(bool matrix_units, const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
+int64_t screen_float32(bool matrix_units, const float* left, const float* right, int64_t n, int64_t rows, int64_t cols,
                        const int64_t* wanted, int64_t k, float* taken, float* left_sums, const int64_t* excluded,
                        int64_t num_excluded, const float* least, float rounding, int64_t* found, float* values,
-                       float* most, int64_t room, int64_t most_multiplied, int64_t* multiplied) {
-  return survey(matrix_units, left, right, n, rows, cols, wanted, k, taken, left_sums, excluded, num_excluded, least,
-                rounding, Found{found, values, most, room}, most_multiplied, multiplied);
+                       float* most, int64_t most_found, int64_t most_multiplied, int64_t* multiplied) {
+  return screen(matrix_units, left, right, n, rows, cols, wanted, k, taken, left_sums, excluded, num_excluded, least,
+                rounding, Found{found, values, most, most_found}, most_multiplied, multiplied);
 }
 
-int64_t survey_bfloat16(bool matrix_units, const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows,
+int64_t screen_bfloat16(bool matrix_units, const bfloat16* left, const bfloat16* right, int64_t n, int64_t rows,
                         int64_t cols, const int64_t* wanted, int64_t k, float* taken, float* left_sums,
                         const int64_t* excluded, int64_t num_excluded, const float* least, float rounding,
-                        int64_t* found, float* values, float* most, int64_t room, int64_t most_multiplied,
+                        int64_t* found, float* values, float* most, int64_t most_found, int64_t most_multiplied,
                         int64_t* multiplied) {
-  return survey(matrix_units, left, right, n, rows, cols, wanted, k, taken, left_sums, excluded, num_excluded, least,
-                rounding, Found{found, values, most, room}, most_multiplied, multiplied);
+  return screen(matrix_units, left, right, n, rows, cols, wanted, k, taken, left_sums, excluded, num_excluded, least,
+                rounding, Found{found, values, most, most_found}, most_multiplied, multiplied);
 }
 }
