@@ -151,7 +151,7 @@ def plain_survey(
     errors = Errors(row_norm[rows] * _rounding(left, roundings) + _underflow(n), column_norm[columns])
     found, _ = reaching(products, least[rows], errors)
     width = max(1, columns.numel())
-    row, column = found.div(width, rounding_mode="threshold"), found % width
+    row, column = found.div(width, rounding_mode="floor"), found % width
     indices = rows[row] * cols + columns[column]
     candidates = torch.isin(indices, excluded, invert=True).nonzero().squeeze(1)
     if candidates.numel() > room.candidates:

@@ -41,7 +41,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
 
 def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     """The plain torch form of :func:`sddmm`."""
-    row, column = indices.div(right.shape[1], rounding_mode="threshold"), indices % right.shape[1]
+    row, column = indices.div(right.shape[1], rounding_mode="floor"), indices % right.shape[1]
     dtype = torch.promote_types(left.dtype, torch.float32)
     total = torch.zeros(indices.numel(), dtype=dtype, device=left.device)
     for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):

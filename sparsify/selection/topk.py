@@ -132,7 +132,7 @@ def offer_gradient(
         found, block_finite = reaching(block, importance.least_gradient(topk.threshold.to(grad.device), touched))
         finite.append(block_finite)
         if found.numel():
-            row, column = found.div(cols, rounding_mode="threshold") + first, found % cols
+            row, column = found.div(cols, rounding_mode="floor") + first, found % cols
             ids = (row if rows is None else rows[row]) * cols + column + offset
             offer_entries(topk, importance, ids, touched.take(found), block.take(found))
     return torch.stack(finite).all()

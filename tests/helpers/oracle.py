@@ -19,7 +19,7 @@ def cumulative_target(step, steps, budget, shape="uniform", every=1, until=1.0):
     """Entries unmasked after optimizer step ``step``, counted from 0."""
     last_of_block = (step // every) * every + every - 1
     share = min(1.0, (last_of_block + 1) / (until * steps))
-    return math.threshold(budget * SHAPES[shape](share) + 1e-9)
+    return math.floor(budget * SHAPES[shape](share) + 1e-9)
 
 
 def d3(exp, eps):
