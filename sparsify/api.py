@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +14,22 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
-from sparsify.common.shards import check_unsharded
 from sparsify.errors import SparsifyError
-from sparsify.masked.module import masked_tensors
-from sparsify.masked.swap import check_maskable
 from sparsify.selection.ranking import find_given
 from sparsify.selection.static import check_new, choose, zero_others
 from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
-from sparsify.strategies.targets import Candidate, Pattern, check_own_memory, find_targets
-from sparsify.training.engine import STATE, Engine
-from sparsify.training.install import freeze, mask_model, plan_engine, unmask_model, values_dtype
+from sparsify.strategies.targets import Pattern, Targets, find_targets
+from sparsify.training.engine import Engine
+from sparsify.training.export import digest_buffers
+from sparsify.training.install import freeze, install, uninstall
 from sparsify.training.new_parameters import find_new, find_recipes, redrawn
+from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates, values_dtype
 from sparsify.training.quantized import check_possible, check_unchanged
-from sparsify.training.state import engine_of
+from sparsify.training.state import trained_state_of
 from sparsify.training.summary import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
-from sparsify.training.trained_state import trained_state_of
-from sparsify.training.verification import digest_base
 from sparsify.training.weights import BaseWeights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -107,7 +104,7 @@ def sparsify(
 
     Source: the paper's Algorithm 1, for ``strategy="id3"``.
     """
-    _check_model(model)
+    check_model(model)
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
@@ -116,46 +113,35 @@ def sparsify(
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
-        if budget is not None:
-            raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
-        if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
-            raise SparsifyError(
-                f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA."
-            )
-        freeze(targets.frozen.values())
-        names = tuple(candidate.name for candidate in targets.candidates)
-        vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
+        _train_full(model, budget, strategy, targets)
         return model
-    _check_maskable(model, targets.candidates)
-    engine = plan_engine(model, targets, strategy, schedule, steps, seed, sync)
-    check_possible(engine.tensors, strategy)
+    check_candidates(model, targets.candidates)
+    tensors = mask_candidates(targets)
+    check_possible(tensors, strategy)
     if isinstance(strategy.selection, Given):
-        selected = find_given(engine.tensors, strategy.selection.support)
+        selected = find_given(tensors, strategy.selection.support)
         check_given_budget(budget, selected.numel())
-        engine.budget = capacity = selected.numel()
+        number = capacity = selected.numel()
     else:
-        candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
-        engine.budget = resolve_budget(budget, strategy, candidates)
-        capacity = resolve_capacity(engine.budget, strategy, schedule, steps, candidates)
-    engine.fresh_names = find_new(model, fresh_modules, targets.saved)
-    check_new(engine.tensors, strategy, engine.fresh_names)
-    with redrawn(model, find_recipes(model, engine.fresh_names, fresh, seed)) as engine.draws:
-        if not isinstance(strategy.selection, Given):
-            selected = _select(engine, calibration, loss_fn)
-
+        candidates = {tensor.name: tensor.num_candidates for tensor in tensors}
+        number = resolve_budget(budget, strategy, candidates)
+        capacity = resolve_capacity(number, strategy, schedule, steps, candidates)
+        selected = torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
+    new_names = find_new(model, fresh_modules, targets.saved)
+    check_new(tensors, strategy, new_names)
+    buffer_digests = digest_buffers(model)
+    with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
+        if isinstance(strategy.selection, Static):
+            dtype = values_dtype(tensors)
+            selected = choose(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
-        zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
-    try:
-        with uninterrupted():
-            mask_model(engine, targets, capacity)
-        engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
-        engine.append(selected, torch.arange(selected.numel(), device=selected.device))
-        engine.weights.write()
-    except BaseException:  # out of memory, or an interrupt
-        with uninterrupted():
-            if engine_of(model) is engine:
-                unmask_model(engine, dequantize=False)
-        raise
+        zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
+    install(
+        Plan(
+            model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
+            new_names, recipes, buffer_digests, seed, sync,
+        )
+    )  # fmt: skip
     vars(model).pop(FULL, None)
     return model
 
@@ -199,7 +185,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     if not dequantize:
         check_unchanged(engine.tensors)
     with uninterrupted():
-        unmask_model(engine, dequantize=dequantize)
+        uninstall(engine, dequantize=dequantize)
     return model
 
 
@@ -341,45 +327,14 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return trained_state_of(get_unmasker(model), model)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise SparsifyError("a TorchScript module cannot be sparsified; sparsify the Python module it was made from.")
-    if type(model).__name__ == "OptimizedModule":
-        raise SparsifyError("the model is wrapped by torch.compile; call sparsify() first, then torch.compile(model).")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise SparsifyError(
-            f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
-            + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
-        )
-    check_unsharded(model)
-    for name, module in model.named_modules():
-        if engine_of(module) is not None or masked_tensors(module):
-            raise SparsifyError(
-                f"`{name or '(root)'}` is already sparsified; call desparsify(model) first to start afresh."
-            )
-    if taken := [name for name in STATE if hasattr(model, name)]:
-        raise SparsifyError(
-            f"the {type(model).__name__} has a `{taken[0]}` of its own, the name of something that would be added to "
-            "it; rename it, or sparsify the module within."
-        )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise SparsifyError(
-                f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, which keeps weights away between layers; "
-                "use ZeRO stage 0."
-            )
-
-
-def _check_maskable(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
-    check_own_memory(model, candidates)
-    modules = dict(model.named_modules())
-    for candidate in candidates:
-        for name, module, attribute in candidate.owners:
-            path = name.split(".")
-            around = [modules.get(".".join(path[:end])) for end in range(len(path))]
-            check_maskable(name, module, attribute, [each for each in around if each is not None])
+def _train_full(model: nn.Module, budget: int | float | None, strategy: Strategy, targets: Targets) -> None:
+    if budget is not None:
+        raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
+    if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
+        raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
+    freeze(targets.frozen.values())
+    names = tuple(candidate.name for candidate in targets.candidates)
+    vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
 
 
 def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
@@ -393,13 +348,3 @@ def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss
             f"calibration= and loss_fn= are not used by {strategy.importance} with {strategy.selection}; leave them "
             "out. A gradient importance with Static() or Prune() uses them."
         )
-
-
-def _select(engine: Engine, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
-    """Global ids of the entries that are chosen before training, best first; none for the other selections."""
-    tensors = engine.tensors
-    if not isinstance(engine.strategy.selection, Static):
-        return torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
-    return choose(
-        engine.root, tensors, engine.strategy, engine.budget, values_dtype(tensors), engine.seed, calibration, loss_fn
-    )

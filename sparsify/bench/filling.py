@@ -33,7 +33,7 @@ from sparsify.bench.settings import PLANNED_STEPS, Settings, errors_as_answers
 from sparsify.bench.shapes import build
 from sparsify.bench.tokens import Batches
 from sparsify.strategies.schedules import Schedule
-from sparsify.training.settings import SETTINGS
+from sparsify.training.flat_delta import SETTINGS
 from sparsify.version import __version__
 
 FILL_STEPS = 24

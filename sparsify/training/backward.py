@@ -1,41 +1,41 @@
 """Backward: the gradients of all nodes on their way into one flat gradient, and the entries that they unmask.
 
 collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the masked
-          entries are shown to the step's selector, the rest is freed with the node
+          entries are offered to the step's selector, the rest is freed with the node
 commit    after the last node: the selector's winners join the index buffers, and the flat gradient is returned to
-          autograd, their own gradients included
+          autograd, the winners' own gradients included
 
-Both are ranges of torch's profiler.
+Both are ranges of torch's profiler. :class:`BackwardPass` lives for one pass; :class:`BackwardCollector` as long as the
+engine.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.ranks import num_ranks
+from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.streams import Streams
 from sparsify.errors import SparsifyError
 from sparsify.masked.arithmetic import without_autocast
+from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import Gradient, MaskedTensor
-from sparsify.selection.policies import Engine as Growing
-from sparsify.selection.policies import policy_of
+from sparsify.selection.policies import UnmaskingPolicy
 from sparsify.selection.selectors import Selector
+from sparsify.selection.small_tensors import SmallGradients, is_small
 from sparsify.training.anchors import Anchors
-from sparsify.training.backward_pass import BackwardPass
-from sparsify.training.compiled import CompiledGraphs
-from sparsify.training.flat_delta import SparseValues
-from sparsify.training.optimizer_hook import Listener
-from sparsify.training.rank_checks import Engine as Comparable
-from sparsify.training.rank_checks import agree_on_winners, check_ranks_alike
+from sparsify.training.compiled import CompiledUses
+from sparsify.training.flat_delta import flat_delta
+from sparsify.training.rank_checks import agree_on_winners
 from sparsify.training.weights import EffectiveWeights
 
 OVERLAPPING = (
@@ -46,54 +46,114 @@ OVERLAPPING = (
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ranges
 
 
-class Engine(Growing, Comparable, Listener, Protocol):
-    """What is trained, and on how many ranks."""
-
-    weights: EffectiveWeights
-
-    @property
-    def values(self) -> SparseValues: ...
-
-    def settle(self) -> None:
-        """Brings its books in order after what came past them."""
-
-    def note_values(self) -> None:
-        """Remembers the flat delta as it is now, in case it is replaced."""
-
-
-class Collection:
-    """Receives the gradients of an engine's tensors; the sink of all anchors.
+class BackwardPass:
+    """One backward pass: the flat gradient as it fills up, and the selector of its entries.
 
     Args:
-        engine: whose they are.
+        graph: autograd's id of the pass.
+        values: (capacity,) the flat delta.
+        selector: finds the entries to unmask; ``None`` where this pass unmasks none.
+        unmasked: number of entries that were unmasked when the pass began.
+
+    Attributes:
+        grad: (capacity,) the flat gradient.
+        thread: the thread that its first node ran in.
+        held: sums over the uses of tensors that are used more than once.
+    """
+
+    def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
+        self.graph = graph
+        self.unmasked = unmasked
+        self.thread = threading.get_ident()
+        self.grad = torch.zeros_like(values)
+        self.selector = selector
+        self.held: dict[MaskedTensor, Gradient] = {}
+        self._settled: set[MaskedTensor] = set()
+        self._small = SmallGradients()
+        self._keeps_small = selector is None or selector.offer_small is not None
+
+    def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Adds the gradient of one of a tensor's uses to those of the others."""
+        with without_autocast(gradient.device):
+            self.held[tensor] = self.held[tensor].add(gradient) if tensor in self.held else gradient.held()
+
+    def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
+        with without_autocast(gradient.device):  # which may be on in backward
+            if not gradient.numel:
+                if self.selector is not None:
+                    self.selector.skip(tensor)
+                return
+            self._take(tensor, gradient)
+
+    def settle_rest(self) -> None:
+        """Settles the sums that are still held, and then the small tensors, all at once."""
+        while self.held:
+            self.settle(*self.held.popitem())
+        small = self._small
+        if not small.pairs:
+            return
+        slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
+        self.grad[slots] += small.take().to(self.grad)
+        if self.selector is not None and self.selector.offer_small is not None:
+            self.selector.offer_small(small)
+
+    def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
+        self._settled.add(tensor)
+        if is_small(gradient) and self._keeps_small and not again:
+            self._small.add(tensor, gradient)
+            return
+        if self.selector is not None and not again:
+            taken = self.selector.offer(tensor, gradient)
+        else:
+            taken = gradient.take(tensor.indices)
+        if tensor.count:
+            slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
+            self.grad[slots] = self.grad[slots] + taken if again else taken
+
+
+class BackwardCollector:
+    """Receives the gradients of all masked tensors, and ends each backward pass with the flat gradient.
+
+    Args:
+        root: the model.
+        tensors: its masked tensors.
+        buffers: their unmasked entries.
+        weights: their effective values.
+        policy: how the unmasked set evolves.
+        ranks: the other ranks.
+        prepare: is called before the first node of each backward pass.
 
     Attributes:
         anchors: the uses in eager graphs.
-        compiled: the uses in compiled graphs.
-        policy: how the unmasked set unfolds.
+        compiled_uses: the uses in compiled graphs.
         streams: that its backward passes run on.
-        selected: whether the optimizer step in progress has had its selection.
+        selected: whether the entries of the optimizer step in progress have been selected.
         passes: backward passes since the last optimizer step.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.anchors = Anchors(self)
-        self.compiled = CompiledGraphs(engine, self, self.anchors)
-        self.policy = policy_of(engine)
+    def __init__(
+        self,
+        root: nn.Module,
+        tensors: Sequence[MaskedTensor],
+        buffers: IndexBuffers,
+        weights: EffectiveWeights,
+        policy: UnmaskingPolicy,
+        ranks: Ranks,
+        prepare: Callable[[], None],
+    ) -> None:
+        self._root, self._tensors, self._buffers = root, tensors, buffers
+        self._weights, self._policy, self._ranks, self._prepare = weights, policy, ranks, prepare
+        self.anchors = Anchors()
+        self.compiled_uses = CompiledUses()
         self.streams = Streams()
         self.selected = False
         self.passes = 0
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
         self._dropped: set[int] = set()  # ids of those that were taken to have failed
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
-        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
-
-    @property
-    def growing(self) -> bool:
-        """Whether entries may still be unmasked, those of the step in progress among them."""
-        return self.policy.growing
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_passes": {}, "_dropped": set(), "passes": 0}
@@ -102,7 +162,7 @@ class Collection:
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
-    # -------------------------------------------------------------------------------- as autograd calls it
+    # -------------------------------------------------------------------------------- called by autograd's nodes
 
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether the running backward pass needs this tensor's gradient."""
@@ -116,18 +176,16 @@ class Collection:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
         with self._lock, _range(COLLECT), self.streams.joined(gradient.device):
             current = self._running_pass()
-            if whole and tensor not in current.held and not self.compiled.waits(tensor):
+            if whole and tensor not in current.held and not self.compiled_uses.waits(tensor):
                 current.settle(tensor, gradient)
-                return
-            held = current.held
-            with without_autocast(gradient.device):
-                held[tensor] = held[tensor].add(gradient) if tensor in held else gradient.held()
+            else:
+                current.hold(tensor, gradient)
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
         with self._lock, _range(COLLECT):
             current = self._running_pass()
-            waits = self.compiled.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
+            waits = self.compiled_uses.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
             gradient = None if waits else current.held.pop(tensor, None)
             if gradient is not None:
                 with self.streams.joined():
@@ -135,67 +193,64 @@ class Collection:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(self._engine.values.device):
+        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(flat_delta(self._root).device):
             grad = self._commit()
+            self.passes += 1
         self.streams.forget()
         return grad
 
     def _commit(self) -> Tensor:
-        engine = self._engine
         current = self._running_pass()
         del self._passes[current.graph]
-        current.settle_held()
-        current.settle_small()
-        self.compiled.forget_recomputed()
+        current.settle_rest()
+        self.compiled_uses.forget_recomputed()
         release_memory()
         grad, selector = current.grad, current.selector
-        if engine.buffers.total != current.unmasked:
+        if self._buffers.total != current.unmasked:
             raise SparsifyError(OVERLAPPING)
         if selector is not None:
             winners, finite = selector.winners(), torch.stack([grad.isfinite().all(), *selector.finite()]).all()
-            if not (finite if num_ranks() == 1 else agree_on_winners(engine, winners, finite)):
-                # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
-                self.passes += 1
+            if num_ranks() > 1:
+                finite = agree_on_winners(self._ranks, self._tensors, flat_delta(self._root), winners, finite)
+            if (
+                not finite
+            ):  # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
                 return grad.fill_(torch.nan)
             with uninterrupted():
-                self.policy.unmask(winners, grad)
+                self._policy.unmask(winners, grad)
                 self.selected = True
-        self.passes += 1
-        if self.policy.active is not None:
-            grad.masked_fill_(~self.policy.active, 0)
-        return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
+        if self._policy.active is not None:
+            grad.masked_fill_(~self._policy.active, 0)
+        return self._ranks.average_(grad) if self._weights.sharded else grad  # DDP averages it by itself
 
     # -------------------------------------------------------------------------------- from step to step
 
     def step_done(self) -> None:
         """An optimizer step is over."""
         self._warn_of_unreached()
-        self.selected, self.passes = False, 0
-        self.compiled.forget()
+        self.compiled_uses.forget()
+        self.restart()
 
     def restart(self) -> None:
-        """The unmasked set is another one now: a state dict was loaded."""
+        """The next backward pass begins a step: after an optimizer step, or a state dict that was loaded."""
         self.selected, self.passes = False, 0
-        self.policy.restart()
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
         current = self._passes.get(graph)
         if current is None:
-            engine = self._engine
-            engine.weights.check_trained("backward()")
-            engine.settle()
-            engine.note_values()
-            self._compare_ranks()
+            self._weights.check_trained("backward()")
+            self._prepare()
             self._drop_failed(graph)
-            values = engine.values.detach()
+            values = flat_delta(self._root).detach()
             with self.streams.joined(values.device):
-                current = BackwardPass(graph, values, self._chooser(), engine.buffers.total)
+                selector = None if self.selected else self._policy.selector()
+                current = BackwardPass(graph, values, selector, self._buffers.total)
             self._passes[graph] = current
         return current
 
     def _drop_failed(self, graph: int) -> None:
-        """Drops what failed passes left behind: a thread runs one pass at a time, so its earlier one is over."""
+        """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
         if graph in self._dropped:
             raise SparsifyError(OVERLAPPING)
         thread = threading.get_ident()
@@ -204,23 +259,11 @@ class Collection:
             del self._passes[key]
         self._dropped.update(failed)
 
-    def _chooser(self) -> Selector | None:
-        """Who finds the entries that this backward pass is to unmask."""
-        return None if self.selected else self.policy.selector()
-
-    def _compare_ranks(self) -> None:
-        """In the first step, and in the next: then it shows whether gradients are averaged."""
-        step = self._engine.step
-        if len(self._compared) < 2 and step not in self._compared and num_ranks() > 1:
-            check_ranks_alike(self._engine)
-            self._compared.add(step)
-
     def _warn_of_unreached(self) -> None:
         reached, self._reached = self._reached, None
         if reached is None:
             return
-        tensors = self._engine.tensors
-        expected = tensors if self.growing else [tensor for tensor in tensors if tensor.count]
+        expected = [tensor for tensor in self._tensors if self._policy.growing or tensor.count]
         names = [tensor.name for tensor in expected if tensor not in reached]
         if names:
             warnings.warn(

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,22 @@ from sparsify.common.shards import is_shard, whole
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.training.flat_delta import VALUES
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
+
+UNKNOWN_VALUES = (
+    "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
+    "were copied or averaged into it, and its buffers were not: copy these too, as "
+    "torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
+    "own.copy_(other). Or noise was added to all of its gradient: add it to the first unmasked numbers alone."
+)
+NOT_FINITE = (
+    "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
+    "an earlier state, and clip gradients, scale the loss (GradScaler), or lower the learning rate."
+)
 
 
 class TensorEntries(NamedTuple):
@@ -65,33 +78,25 @@ class Export:
     config: dict[str, Any]
 
 
-class Engine(Protocol):
-    """What is exported."""
-
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    strategy: Strategy
-    schedule: Schedule
-    budget: int
-    steps: int | None
-    step: int
-    dense_names: tuple[str, ...]
-    frozen_names: tuple[str, ...]
-    fresh_names: tuple[str, ...]
-    draws: dict[str, tuple[InitializerRecipe, str]]
-    buffer_digests: dict[str, str]
-    base_digests: dict[str, tuple[torch.dtype, str]]
-
-    @property
-    def unmasked(self) -> int: ...
+def prepare(engine: Engine, call: str) -> None:
+    """Brings the trained weights in place for ``call``, and raises where they are no delta's."""
+    engine.weights.check_trained(call)
+    engine.refresh()
+    free = engine.values.detach()[engine.unmasked :]
+    if bool(free.any()):
+        raise SparsifyError(f"{call}: {UNKNOWN_VALUES if bool(free.isfinite().all()) else NOT_FINITE}")
+    engine.weights.reshard()
 
 
-def export(engine: Engine, budget: int | None = None) -> Export:
+def export(engine: Engine, budget: int | None, model: nn.Module) -> Export:
     """Collects the first ``budget`` unmasked entries (``None``: all) and the tensors stored whole.
+
+    Warns where parameters train in ``model``, which is the engine's or holds it, that are not exported.
 
     Raises:
         SparsifyError: when ``budget`` is not between 1 and the number of unmasked entries.
     """
+    prepare(engine, "SparseDelta.from_model()")
     unmasked = engine.unmasked
     if budget is None:
         budget = unmasked
@@ -104,17 +109,18 @@ def export(engine: Engine, budget: int | None = None) -> Export:
     parameters = dict(engine.root.named_parameters())
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
-    for name in dict.fromkeys([*masked, *(name for name in engine.fresh_names if name in parameters)]):
+    for name in dict.fromkeys([*masked, *(name for name in engine.new_names if name in parameters)]):
         trained = masked.get(name) or Untrained(parameters[name])
         entries = entries_of(plain_name(name), trained, budget)
-        if name not in engine.fresh_names and not is_pruned(engine.strategy, trained):
+        if name not in engine.new_names and not is_pruned(engine.strategy, trained):
             tensors.append(entries)
-        elif name in engine.draws and digest(_as_of(trained, 0)) == engine.draws[name][1]:
-            tensors.append(entries._replace(drawn=engine.draws[name]))
+        elif name in engine.recipes and digest(_as_of(trained, 0)) == engine.recipes[name][1]:
+            tensors.append(entries._replace(drawn=engine.recipes[name]))
         else:
             stored_whole[plain_name(name)] = _as_of(trained, budget)
             in_whole += entries.indices.numel()
     config = _config(engine, budget) | ({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {})
+    warn_of_unheld(engine, model, stacklevel=5)
     return Export(tensors, stored_whole, config)
 
 
@@ -153,7 +159,7 @@ def find_unheld(engine: Engine, model: nn.Module) -> Unheld:
     """
     own = dict(engine.root.named_parameters())
     held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
-    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.fresh_names) if name in own)
+    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
     held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
     replaced = (
@@ -257,7 +263,7 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _config(engine: Engine, budget: int) -> dict[str, Any]:
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
-    not_the_bases = {*engine.fresh_names, *engine.dense_names, VALUES}
+    not_the_bases = {*engine.new_names, *engine.dense_names, VALUES}
     dtypes = {
         str(parameter.dtype).removeprefix("torch.")
         for name, parameter in engine.root.named_parameters()

@@ -1,7 +1,7 @@
 """The settings of a run: kept in its state dict, compared when that is loaded, and extended on request.
 
 In: the engine of a sparsified model. Out: the settings as a tensor, since checkpoints hold nothing else; an error where
-a state dict was saved with other settings; or a longer flat delta, with the optimizer's state for it.
+a state dict was saved with others; or a longer flat delta, with the optimizer's state for it.
 """
 
 from __future__ import annotations
@@ -10,46 +10,24 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import COUNTS, INDICES, IndexBuffers
+from sparsify.masked.index_buffers import COUNTS, INDICES
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.budget import resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
-from sparsify.strategies.schedules import Schedule
-from sparsify.strategies.strategy import Given, Increment, Repeat, Strategy
-from sparsify.training.flat_delta import VALUES, SparseValues
+from sparsify.strategies.strategy import Given, Increment, Repeat
+from sparsify.training.flat_delta import SETTINGS, VALUES, SparseValues
 
-SETTINGS = "sparse_settings"
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
+
 _EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
-_SIZE = 512  # bytes, with the spaces at the end: copies of a model are alike though one of them knows its steps later
-
-
-class Engine(Protocol):
-    """What has settings."""
-
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    buffers: IndexBuffers
-    strategy: Strategy
-    schedule: Schedule
-    budget: int
-    steps: int | None
-    seed: int
-    extended_at: int
-
-    @property
-    def values(self) -> SparseValues: ...
-    @property
-    def unmasked(self) -> int: ...
-    @property
-    def selected(self) -> bool: ...
-    @property
-    def sharded(self) -> bool: ...
+_SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy of a model and not in another
 
 
 def settings_of(engine: Engine) -> dict[str, Any]:
@@ -142,7 +120,7 @@ def plan_extension(engine: Engine, budget: int | float | None, steps: int | None
             "a larger budget start afresh, or on top of what was learned: SparseDelta.from_model(model).apply(base), "
             "then sparsify(base, ...)."
         )
-    if engine.selected:
+    if engine.backward.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
     candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
     new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, candidates)

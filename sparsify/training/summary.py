@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,9 +15,12 @@ from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.selection.counters import Work
 from sparsify.strategies.strategy import PRESETS, Dense, Given, Repeat, Strategy
-from sparsify.training.engine import Engine
 from sparsify.training.flat_delta import VALUES
 from sparsify.training.verification import Verification
+from sparsify.training.verification import verify as run_verification
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 TENSORS_SHOWN = 10
 FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
@@ -199,7 +203,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         state_bytes=engine.values.nbytes + engine.buffers.nbytes,
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
-        verification=engine.verify(model) if verify else None,
+        verification=run_verification(engine, model) if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
         last_work=engine.counters.last,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import whole
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
-from sparsify.training.export import Engine as Exportable
-from sparsify.training.export import Unheld, find_unheld
+from sparsify.training.export import Unheld, find_unheld, prepare
 from sparsify.training.flat_delta import VALUES
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -75,20 +77,6 @@ class Verification:
         )
 
 
-class Engine(Exportable, Protocol):
-    """What is verified: what can be exported, and knows how far it should be."""
-
-    extended_at: int
-
-    @property
-    def selected(self) -> bool:
-        """Whether the step in progress has had its selection."""
-
-    @property
-    def passes(self) -> int:
-        """Backward passes since the last optimizer step."""
-
-
 def digest_base(
     model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str]
 ) -> dict[str, tuple[torch.dtype, str]]:
@@ -115,6 +103,7 @@ def digest_base(
 
 def verify(engine: Engine, model: nn.Module) -> Verification:
     """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
+    prepare(engine, "summary(verify=True)")
     now = digest_base(engine.root, engine.tensors, engine.dense_names)
     parameters = dict(engine.root.named_parameters())
     before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
@@ -123,7 +112,7 @@ def verify(engine: Engine, model: nn.Module) -> Verification:
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
     entries = sum(sizes[name] for name in before)
-    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
+    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.backward.passes
     unheld = find_unheld(engine, model)
     return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
 
@@ -140,7 +129,7 @@ def _expected(engine: Engine) -> int:
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
         return engine.budget
-    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
+    begun = engine.step + (1 if engine.backward.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
         return 0
     target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)

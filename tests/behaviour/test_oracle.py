@@ -41,7 +41,7 @@ def trained_sets(model):
     engine = get_unmasker(model)
     if not isinstance(engine.strategy.selection, Repeat):
         return unmasked_sets(model)
-    active = engine.collection.growth.active
+    active = engine.policy.active
     return {tensor.name: sorted(tensor.indices[active[tensor.slots]].tolist()) for tensor in engine.tensors}
 
 

@@ -260,7 +260,7 @@ class Run:
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
         engine = get_unmasker(self.sparse)
-        active = engine.collection.growth.active  # of repeat-S: the slots that the last choice was for
+        active = engine.policy.active  # of repeat-S: the slots that the last choice was for
         if active is None and self.program.selection == "repeat":
             return self.dense.mask
         masks = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.mask).items()}
@@ -280,7 +280,7 @@ class Run:
         """All that the library's side is."""
         engine, grad = get_unmasker(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
-        state["selected"] = torch.tensor(engine.selected)
+        state["selected"] = torch.tensor(engine.backward.selected)
         return state if grad is None else {**state, "gradient": grad.nan_to_num(nan=7.0)}
 
     def compare(self, what, sparse, dense, share=None):

@@ -409,10 +409,10 @@ class CastsToItsLayer(nn.Module):
 
 def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node(monkeypatch):
     model = sparsify_fully(nn.Sequential(CastsToItsLayer()))
-    collection, whole = get_unmasker(model).collection, []
-    original = collection.collect
+    collector, whole = get_unmasker(model).backward, []
+    original = collector.collect
     monkeypatch.setattr(
-        collection, "collect", lambda *args, **options: (whole.append(options), original(*args, **options))
+        collector, "collect", lambda *args, **options: (whole.append(options), original(*args, **options))
     )
     model(torch.randn(3, DIM)).sum().backward()
     assert whole == [{"whole": True}] * 2

@@ -201,7 +201,7 @@ def test_trained_values_are_not_drawn_again():
         UserWarning, match="fresh tensors have values that are no known initialiser's, and are stored whole"
     ):
         model = sparsify(trained, 100, steps=STEPS, fresh="seed")
-    kept = [name for name in get_unmasker(model).fresh_names if name not in get_unmasker(model).draws]
+    kept = [name for name in get_unmasker(model).new_names if name not in get_unmasker(model).recipes]
     assert any("lora_B" in name for name in kept)
 
 
@@ -256,7 +256,7 @@ def test_without_the_checkpoint_nothing_is_said_of_a_head(tmp_path):
 
 def test_the_user_may_say_what_is_fresh():
     model = sparsify(bert(), 500, steps=STEPS, fresh_modules=["pooler"])
-    assert get_unmasker(model).fresh_names == ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+    assert get_unmasker(model).new_names == ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
     with pytest.raises(SparsifyError, match=r"fresh_modules: 'poler' matches no module"):
         sparsify(bert(), 500, steps=STEPS, fresh_modules=["poler"])
 

@@ -23,7 +23,7 @@ from sparsify import (
     summary,
     trained_state,
 )
-from sparsify.training.settings import SETTINGS
+from sparsify.training.flat_delta import SETTINGS
 
 BUDGET, STEPS = 40, 8
 PLAIN, BATCHES = build("mlp", seed=0)

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
 from sparsify.common.quantized import is_quantized
-from sparsify.training.engine import STATE
+from sparsify.training.flat_delta import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
 pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")

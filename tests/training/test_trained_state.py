@@ -21,8 +21,8 @@ from sparsify import (
     sparsify,
     trained_state,
 )
-from sparsify.training.engine import STATE
-from sparsify.training.trained_state import placeholder
+from sparsify.training.flat_delta import STATE
+from sparsify.training.state import placeholder
 
 BUDGET, STEPS = 40, 8
 STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
