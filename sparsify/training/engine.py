@@ -32,25 +32,20 @@ from sparsify.training.anchors import AnchoredUse
 from sparsify.training.backward import BackwardCollector
 from sparsify.training.compiled import CompiledGraphs
 from sparsify.training.export import Export, export
-from sparsify.training.flat_delta import POSITION, VALUES, SparseValues, flat_delta
+from sparsify.training.flat_delta import POSITION, SparseValues, flat_delta
 from sparsify.training.optimizer_hook import forget_uncounted_steps, has_uncounted_step, listen, note_counted
 from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import check_ranks_alike
-from sparsify.training.settings import check_holds, lengthen, plan_extension
+from sparsify.training.settings import lengthen, plan_extension
 from sparsify.training.verification import digest_base
 from sparsify.training.weights import EffectiveWeights
 
 
 class _Forward(threading.local):
-    """The root's forward passes in one thread.
+    """The root's forward passes in one thread."""
 
-    Attributes:
-        depth: number of nested ones that have begun and not ended.
-        number: number of those that have begun.
-    """
-
-    depth = 0
-    number = 0
+    depth = 0  # number of nested ones that have begun and not ended
+    number = 0  # number of those that have begun
 
     def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
         return _Forward, ()  # a copy of the model is in none
@@ -75,9 +70,9 @@ class Engine:
         extended_at: number of entries that were unmasked when :meth:`extend` was last called.
         check: whether each step's selection is compared with the dense form, which takes its time and memory.
         counters: entries examined by the selection.
-        policy: how the unmasked set evolves.
-        weights, backward, compiled, ranks: the effective weights, the collector of gradients, what compiled graphs
-            call, and the other ranks.
+        known_values: the flat deltas so far, of which the last is the present one.
+        policy, weights, backward, compiled, ranks: how the unmasked set evolves, the effective weights, the collector
+            of gradients, what compiled graphs call, and the other ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -102,17 +97,23 @@ class Engine:
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
         self._position_seen = 0  # version of the buffer when step and updates were read from it
-        self._former: list[weakref.ref[SparseValues]] = []  # flat deltas, of which the last is the present one
+        self.known_values: list[weakref.ref[SparseValues]] = []
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_position_seen": -1, "_former": []}
+        return {**self.__dict__, "_position_seen": -1, "known_values": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         listen(self)
 
     # -------------------------------------------------------------------------------- state
+
+    def begin(self, selected: Tensor) -> None:
+        """Unmasks the entries (n,), global ids, that were chosen before training."""
+        self.weights.append(selected, torch.arange(selected.numel(), device=selected.device))
+        self._find_dormant()
+        self.weights.write()
 
     @property
     def values(self) -> SparseValues:
@@ -132,40 +133,27 @@ class Engine:
     @property
     def trained(self) -> int:
         """Number of entries that the step in progress trains."""
-        active = self.policy.active
-        return self.unmasked if active is None else int(active.sum())
+        return self.unmasked if self.policy.active is None else int(self.policy.active.sum())
+
+    def note_values(self) -> None:
+        """Remembers the flat delta as it is now, in case it is replaced."""
+        if not self.known_values or self.known_values[-1]() is not self.values:
+            self.known_values.append(weakref.ref(self.values))
+
+    @property
+    def _position(self) -> Tensor:
+        return self.root._buffers[POSITION]  # type: ignore[return-value]
+
+    def _read_position(self) -> None:
+        self.step, self.updates = self._position.tolist()
+        self._position_seen = self._position._version
+
+    # -------------------------------------------------------------------------------- forward and backward
 
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 has sharded the weights."""
         return self.weights.sharded
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it can be used: not in the middle of a copy, or in one that failed."""
-        return VALUES in self.root.__dict__.get("_parameters", ())
-
-    def has_frozen(self, ids: set[int]) -> bool:
-        """Whether a parameter with one of these ids is a masked tensor's, or a flat delta that was replaced since."""
-        former = (known() for known in self._former[:-1])
-        return any(id(parameter) in ids for parameter in (*former, *(tensor.parameter for tensor in self.tensors)))
-
-    def note_values(self) -> None:
-        """Remembers the flat delta as it is now, in case it is replaced."""
-        if not self._former or self._former[-1]() is not self.values:
-            self._former.append(weakref.ref(self.values))
-
-    @property
-    def _position(self) -> Tensor:
-        position = self.root._buffers[POSITION]
-        assert position is not None
-        return position
-
-    def _read_position(self) -> None:
-        self.step, self.updates = (int(number) for number in self._position.tolist())
-        self._position_seen = self._position._version
-
-    # -------------------------------------------------------------------------------- forward
 
     @property
     def in_forward(self) -> bool:
@@ -215,14 +203,11 @@ class Engine:
         saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return saved_by_hooks and not self.policy.static
 
-    # -------------------------------------------------------------------------------- backward
-
     def _prepare_backward(self) -> None:
-        """A backward pass begins. Ranks are compared in the first two steps; the second shows averaged gradients."""
         self.settle()
         self.note_values()
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
-            check_ranks_alike(self)
+            check_ranks_alike(self)  # in the second step, too: then it shows whether gradients are averaged
             self._compared.add(self.step)
 
     def append(self, ids: Tensor, slots: Tensor) -> None:
@@ -259,14 +244,6 @@ class Engine:
             )
         self.optimizer_stepped()
         self._counted_by_hook = False
-
-    # -------------------------------------------------------------------------------- in step with the model's state
-
-    def begin(self, selected: Tensor) -> None:
-        """Unmasks the entries (n,), global ids, that were chosen before training."""
-        self.weights.append(selected, torch.arange(selected.numel(), device=selected.device))
-        self._find_dormant()
-        self.weights.write()
 
     def settle(self) -> None:
         """Catches up with an optimizer step that was interrupted, and with buffers that were written to.
@@ -318,9 +295,8 @@ class Engine:
             )
         values = self.values
         for tensor in plain:
-            values[tensor.slots.to(values.device)] = (
-                tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)
-            ).to(values)
+            delta = tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)
+            values[tensor.slots.to(values.device)] = delta.to(values)
         self.weights.write(but=plain)
 
     def extend(
@@ -332,20 +308,20 @@ class Engine:
     ) -> None:
         """Continues a run with a larger budget, or for more steps, than it was begun with.
 
-        The entries that are unmasked stay; from here on the schedule is that of the new budget and steps. To be called
-        between two steps, as after loading an earlier run's state, and on the bare model: before DDP and
-        ``fully_shard()``. A larger budget makes ``sparse_values`` a new, longer parameter.
+        The unmasked entries stay; the schedule becomes that of the new budget and steps. To be called between two
+        steps, as after loading an earlier run's state, and before DDP and ``fully_shard()``. A larger budget makes
+        ``sparse_values`` a new, longer parameter.
 
         Args:
             budget: entries in all, or a share of the candidates; ``None``: as before.
             steps: optimizer steps in all, those done included; ``None``: as before.
-            optimizer: one that holds ``sparse_values``: it gets the new parameter, and its state for it is padded with
-                zeros, which for SGD, the Adam family and Lion is what it would be had the budget been larger from the
-                start. ``None``: an optimizer that is made afterwards.
+            optimizer: one that holds ``sparse_values``: it gets the new parameter, and its state is padded with zeros,
+                as if the budget had been larger from the start (SGD, the Adam family, Lion). ``None``: an optimizer is
+                made afterwards.
 
         Raises:
-            SparsifyError: when budget or steps get smaller, a step has begun, or the entries of a larger budget would
-                have been chosen before training; before anything has been changed.
+            SparsifyError: when budget or steps get smaller, a step has begun, or the strategy chooses its entries
+                before training; before anything has been changed.
 
         Example:
             >>> import sparsify
@@ -354,9 +330,7 @@ class Engine:
             >>> model.sparse_values.shape
             torch.Size([6])
         """
-        budget, steps, capacity = plan_extension(self, budget, steps)
-        if optimizer is not None:
-            check_holds(optimizer, self.values)
+        budget, steps, capacity = plan_extension(self, budget, steps, optimizer)
         if capacity > self.capacity:
             lengthen(self, capacity, optimizer)
         self.budget, self.steps, self.extended_at = budget, steps, self.unmasked

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.errors import SparsifyError
+from sparsify.training.flat_delta import VALUES
 
 if TYPE_CHECKING:
     from sparsify.training.engine import Engine
@@ -37,8 +38,7 @@ class _Step:
 
     def __init__(self, optimizer: torch.optim.Optimizer, depth: int, *, has_closure: bool) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.depth = depth
-        self.has_closure = has_closure
+        self.depth, self.has_closure = depth, has_closure
         self.counted: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -77,7 +77,7 @@ UNHELD = (
 
 
 def listen(engine: Engine) -> None:
-    """Tells an engine of steps from now on, for as long as it lives; one that is half made is passed over."""
+    """Tells an engine of optimizer steps from now on, for as long as it lives."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
@@ -85,7 +85,7 @@ def listen(engine: Engine) -> None:
 
 
 def stop_listening(engine: Engine) -> None:
-    """Tells an engine of no step any more."""
+    """Ends what :func:`listen` began."""
     _ENGINES.discard(engine)
 
 
@@ -95,15 +95,15 @@ def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def check_held(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ``SparsifyError`` where the one optimizer that there is does not hold the engine's flat delta."""
+    """Raises ``SparsifyError`` where the only optimizer does not hold the engine's flat delta."""
     if not holds(optimizer, engine.values):
         raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when="is to train a sparsified model"))
 
 
 def has_uncounted_step(engine: Engine) -> bool:
-    """Whether a step of the engine's optimizer was cut off, or is about to be counted.
+    """Whether a step of the engine's optimizer was interrupted, or is about to be counted.
 
-    To be asked where the flat delta has moved. A step with a closure is left alone: the model runs within it.
+    A step with a closure is left out: the model runs within it.
     """
     for step in _STEPS.begun:
         optimizer, may_be_counted = step.optimizer(), not step.has_closure and engine not in step.counted
@@ -118,7 +118,7 @@ def forget_uncounted_steps(engine: Engine) -> None:
 
 
 def note_counted(engine: Engine) -> None:
-    """The steps that have begun are not to be counted again by this engine."""
+    """Keeps the steps that have begun from being counted again by this engine."""
     for step in _STEPS.begun:
         step.counted.add(engine)
 
@@ -130,7 +130,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     engines = _whole_engines()
     for engine in engines:
         values = engine.values
-        is_suspect = engine.backward.passes and id(values) not in held and engine.has_frozen(held)
+        is_suspect = engine.backward.passes and id(values) not in held and _has_frozen(engine, held)
         if is_suspect and not any(holds(other, values) for other in _others()):
             raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if any(id(engine.values) in held for engine in engines):
@@ -161,11 +161,18 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _whole_engines() -> list[Engine]:
-    return [engine for engine in list(_ENGINES) if engine.is_whole]
+    """The engines, but for those in the middle of a copy, or in one that failed."""
+    return [engine for engine in list(_ENGINES) if VALUES in engine.root.__dict__.get("_parameters", ())]
+
+
+def _has_frozen(engine: Engine, ids: set[int]) -> bool:
+    """Whether a parameter with one of these ids is a masked tensor's, or a flat delta that was replaced since."""
+    replaced = (known() for known in engine.known_values[:-1])
+    return any(id(parameter) in ids for parameter in (*replaced, *(tensor.parameter for tensor in engine.tensors)))
 
 
 def _others() -> Iterator[torch.optim.Optimizer]:
-    """The optimizers there are: first those that are known, then all."""
+    """All optimizers that exist, the known ones first."""
     yield from list(_OPTIMIZERS)
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.optim.Optimizer):  # isinstance() would wake up lazy objects

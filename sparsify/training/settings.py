@@ -22,6 +22,7 @@ from sparsify.strategies.budget import resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
 from sparsify.strategies.strategy import Given, Increment, Repeat
 from sparsify.training.flat_delta import SETTINGS, VALUES, SparseValues
+from sparsify.training.optimizer_hook import holds
 
 if TYPE_CHECKING:
     from sparsify.training.engine import Engine
@@ -31,10 +32,7 @@ _SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy
 
 
 def settings_of(engine: Engine) -> dict[str, Any]:
-    """The settings that a run depends on once it has begun, in JSON types.
-
-    How entries were chosen before training is not among them beyond the strategy: a state dict has the entries.
-    """
+    """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.schedule
     settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": _candidates(engine.tensors)}
     if isinstance(strategy.selection, Increment):
@@ -48,27 +46,27 @@ def settings_of(engine: Engine) -> dict[str, Any]:
 
 
 def pack_settings(engine: Engine) -> Tensor:
-    """(n,) uint8: the settings as JSON, and how many entries were unmasked when the run was last extended."""
+    """(n,) uint8: the settings as JSON, and the number of entries unmasked when the run was last extended."""
     text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
     return torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
 
 
 def record_settings(engine: Engine) -> Tensor:
-    """Writes the settings, some of which become known late, into the buffer that the root's state dict has."""
+    """Writes the settings, some of which become known late, into their buffer on the root."""
     packed = engine.root._buffers[SETTINGS] = pack_settings(engine)
     return packed
 
 
 def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Raises where a state dict was saved with other settings than the engine's.
+    """Compares the settings of a state dict, which is to be loaded, with the engine's.
 
     Args:
         engine: of the model that it is to be loaded into; only read.
-        state: those of the root's own tensors that the state dict has, by name. One of an earlier version, without
-            settings, is only checked for its size.
+        state: the state dict's tensors of :data:`~sparsify.training.flat_delta.STATE`; where an earlier version has
+            saved no settings, only the size is checked.
 
     Returns:
-        The settings that it was saved with; empty where they are not known.
+        The settings of the state dict; empty where they are not known.
 
     Raises:
         SparsifyError: names each setting that differs, as it was saved and as it is here.
@@ -102,18 +100,16 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
 
 
 def adopt_settings(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Takes over from a checked state dict what the engine does not know."""
+    """Takes the settings that the engine does not know from a checked state dict."""
     if engine.steps is None:
         engine.steps = saved.get("steps")
     engine.extended_at = saved.get(_EXTENDED, 0)
 
 
-def plan_extension(engine: Engine, budget: int | float | None, steps: int | None) -> tuple[int, int | None, int]:
-    """The budget, steps and capacity of an extended run; everything is checked, nothing changed.
-
-    Raises:
-        SparsifyError: when the run cannot be extended, or not in this way.
-    """
+def plan_extension(
+    engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[int, int | None, int]:
+    """Checks an extension of a run; returns its budget, steps and capacity, and changes nothing."""
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         raise SparsifyError(
             f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. For "
@@ -136,21 +132,17 @@ def plan_extension(engine: Engine, budget: int | float | None, steps: int | None
     capacity = max(capacity, engine.values.numel())
     if engine.sharded and capacity > engine.values.numel():
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
-    return new_budget, new_steps, capacity
-
-
-def check_holds(optimizer: torch.optim.Optimizer, values: Tensor) -> None:
-    """Raises ``SparsifyError`` where an optimizer does not hold the flat delta."""
-    if not any(parameter is values for group in optimizer.param_groups for parameter in group["params"]):
+    if optimizer is not None and not holds(optimizer, engine.values):
         raise SparsifyError(
             f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that trains it, or none and make a "
             "new one afterwards."
         )
+    return new_budget, new_steps, capacity
 
 
 @torch.no_grad()
 def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
-    """Gives the root a flat delta with room for more entries; the new numbers and their optimizer state are zero."""
+    """Gives the root a longer flat delta; the new numbers and their optimizer state are zero."""
     old = engine.values
     new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
     engine.root._parameters[VALUES] = new
@@ -172,7 +164,7 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 
 
 def _candidates(tensors: Sequence[MaskedTensor]) -> str:
-    """The masked tensors, as short as they can be told from others."""
+    """A short text that identifies the masked tensors."""
     names = repr([(tensor.name, tuple(tensor.shape)) for tensor in tensors])
     total = sum(tensor.numel for tensor in tensors)
     return f"{len(tensors)} tensors of {total:,} entries, digest {hashlib.sha256(names.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Proof that training touched nothing but what it should have: digests of the base at ``sparsify()``, and now.
+"""Proof that training changed no frozen entry: digests of the base at ``sparsify()``, and now.
 
 A digest is taken of a tensor with its pretrained values back at the unmasked entries, so that it is the same before and
 after training if, and only if, the frozen entries and the kept base values are.
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
         num_frozen: entries that should not have changed.
         changed: tensors in which some of them did.
-        recast: tensors that are in another dtype than at ``sparsify()``, so that nothing can be said of them.
+        recast: tensors in another dtype than at ``sparsify()``, which cannot be compared.
         unmasked: number of unmasked entries.
-        expected: number that the schedule says; for repeat-S the number of slots in use.
-        unheld: what trains, or did, and is in no delta.
-        passes_without_step: backward passes that ran though no optimizer step has ever been counted.
+        expected: number by the schedule; for repeat-S the number of slots in use.
+        unheld: parameters that train, or trained, and are in no delta.
+        passes_without_step: backward passes, where no optimizer step has ever been counted.
     """
 
     num_frozen: int
@@ -48,15 +48,15 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether frozen entries are bit-equal to the base, the counts are the plan's, and a delta holds all else."""
+        """Whether frozen entries are unchanged, counts are as planned, and a delta holds all that trains."""
         counts = self.unmasked == self.expected and not self.passes_without_step
         return counts and not (self.changed or self.recast or str(self.unheld))
 
     def __str__(self) -> str:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
         problems = [
-            f"{len(names)} tensors {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for names, what in found
+            f"{len(names)} tensors {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for names, problem in found
             if names
         ]
         if self.unmasked != self.expected:
@@ -70,8 +70,7 @@ class Verification:
                 "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
                 "steps)"
             )
-        if str(self.unheld):
-            problems.append(str(self.unheld))
+        problems += [str(self.unheld)] if str(self.unheld) else []
         return "; ".join(problems) or (
             f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
         )
@@ -84,7 +83,7 @@ def digest_base(
 
     Args:
         model: before training, or after.
-        tensors: those masked.
+        tensors: its masked tensors.
         dense_names: parameters without a base.
     """
     masked = {tensor.name: tensor for tensor in tensors}
@@ -93,7 +92,7 @@ def digest_base(
     for name, parameter in model.named_parameters():
         tensor = masked.get(name)
         if tensor is not None and tensor.parameter is not parameter:
-            tensor = None  # replaced since, and the entries are another parameter's
+            tensor = None  # the parameter was replaced
         if tensor is not None and tensor.packed:
             digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
         elif name not in left_out and not parameter.is_meta and type(values := whole(parameter)) is Tensor:
@@ -124,7 +123,7 @@ def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
 
 
 def _expected(engine: Engine) -> int:
-    """Number of entries that are to be unmasked by now."""
+    """Number of entries that should be unmasked by now."""
     if isinstance(engine.strategy.selection, Repeat):
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
@@ -133,4 +132,4 @@ def _expected(engine: Engine) -> int:
     if engine.steps is None or not begun:
         return 0
     target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
-    return max(target, engine.extended_at)  # with more steps the schedule may have to catch up with what there was
+    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
