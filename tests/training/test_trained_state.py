@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from models import build, loss_of
+from models import run_steps as run
 from oracle import unmasked_sets
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,6 +20,7 @@ from sparsify import (
     Strategy,
     get_unmasker,
     sparsify,
+    summary,
     trained_state,
 )
 from sparsify.training.flat_delta import STATE
@@ -28,50 +30,48 @@ BUDGET, STEPS = 40, 8
 STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
 
 
-def run(model, batches, optimizer=None):
-    """A step for each batch; the losses and the optimizer."""
-    if optimizer is None:
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, optimizer
-
-
 def assert_equal_states(one, other):
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def by_safetensors(model, path):
+    save_file(trained_state(model), path)
+    return load_file(path)
+
+
+def whole_by_torch(model, path):
+    torch.save(model.state_dict(), path)
+    return torch.load(path, weights_only=True)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("name", ["mlp", "bert", "gpt2"])
-def test_training_goes_on_from_the_trained_state_bit_for_bit(name, strategy, tmp_path):
+@pytest.mark.parametrize("kept", [by_safetensors, whole_by_torch])
+def test_training_goes_on_from_the_trained_state_bit_for_bit(kept, name, strategy, tmp_path):
     plain, batches = build(name)
     options = {"modules_to_save": ["head"]} if name == "mlp" else {}
     straight = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS, **options)
-    losses, optimizer = run(straight, batches[:3])
-    save_file(trained_state(straight), tmp_path / "state.safetensors")
-    moments = copy.deepcopy(optimizer.state_dict())
+    _, optimizer = run(straight, batches[:3])
+    state, moments = kept(straight, tmp_path / "state"), copy.deepcopy(optimizer.state_dict())
     losses, _ = run(straight, batches[3:STEPS], optimizer)
 
     resumed = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS, **options)
-    resumed.load_state_dict(load_file(tmp_path / "state.safetensors"))  # strict
+    resumed.load_state_dict(state)  # strict
     _, optimizer = run(resumed, [])
     optimizer.load_state_dict(moments)
     assert run(resumed, batches[3:STEPS], optimizer)[0] == losses
     assert unmasked_sets(resumed) == unmasked_sets(straight)
+    assert summary(resumed).updates == summary(straight).updates
     assert_equal_states(resumed.state_dict(), straight.state_dict())
 
 
-def test_a_trained_state_that_is_assigned_keeps_long_indices():
+@pytest.mark.parametrize("kept", [trained_state, nn.Module.state_dict])
+def test_a_state_that_is_assigned_keeps_long_indices(kept):
     plain, batches = build("mlp")
     straight, resumed = (sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS) for _ in range(2))
     run(straight, batches[:2])
-    resumed.load_state_dict(copy.deepcopy(trained_state(straight)), assign=True)
+    resumed.load_state_dict(copy.deepcopy(kept(straight)), assign=True)
     assert run(resumed, batches[2:3])[0] == run(straight, batches[2:3])[0]
     assert_equal_states(resumed.state_dict(), straight.state_dict())
 
