@@ -208,7 +208,6 @@ def test_a_run_whose_room_is_used_up_gets_more(options, extension, size):
     get_unmasker(model).extend(**extension, optimizer=optimizer)
     assert model.sparse_values.numel() == size
     run(model, BATCHES[2 : extension["steps"]], optimizer)
-    assert get_unmasker(model).unmasked == size or options["steps"] < 4
     assert summary(model, verify=True).verification.ok
 
 
