@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from models import MLP, build, loss_of, run_steps
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from torch import nn
 from torch._subclasses import FakeTensor
 
@@ -115,7 +115,7 @@ def test_places_that_found_no_gradient_are_caught_up():
     assert counts == [4, 10, 15, 20]
 
 
-# -------------------------------------------------------------------------------- the graph
+# -------------------------------------------------------------------------------- the graph (and test_programs.py)
 
 
 def validate(model, batches):
@@ -136,77 +136,6 @@ def test_forward_passes_before_training_change_nothing(mlp, before):
     assert train(model, batches) == train(twin, batches)
     assert unmasked_sets(model) == unmasked_sets(twin)
     del kept
-
-
-def test_two_forwards_then_one_backward_is_the_oracle():
-    dense, batches = build("t5", dtype=torch.float64)
-    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=3)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, 3)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
-    for step in range(3):
-        oracle.step(loss_of(dense, batches[step]) + 2 * loss_of(dense, batches[step + 1]))
-        optimizer.zero_grad()
-        (loss_of(sparse, batches[step]) + 2 * loss_of(sparse, batches[step + 1])).backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
-
-
-def test_two_forwards_then_two_backwards_add_up():
-    dense, batches = build("bert", dtype=torch.float64)
-    sparse = sparsify(copy.deepcopy(dense), BUDGET, "pafi")
-    losses = [loss_of(sparse, batch) for batch in batches[:2]]
-    for loss in losses:
-        loss.backward()
-    together = sparse.sparse_values.grad.clone()
-    sparse.zero_grad()
-    sum(loss_of(sparse, batch) for batch in batches[:2]).backward()
-    torch.testing.assert_close(together, sparse.sparse_values.grad)
-    assert together.count_nonzero() > 0
-
-
-class BiEncoder(nn.Module):
-    """One tower, used for both sides of a pair."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(30, 8)
-        self.tower = nn.Linear(8, 6)
-
-    def forward(self, left, right):
-        left, right = (torch.tanh(self.tower(self.embedding(ids).mean(1))) for ids in (left, right))
-        return ((left - right) ** 2).sum()
-
-
-def test_a_weight_used_twice_in_one_forward_gets_both_gradients():
-    torch.manual_seed(0)
-    dense = BiEncoder().double()
-    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=4)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, 4)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
-    for _ in range(4):
-        pair = torch.randint(30, (2, 5, 3))
-        oracle.step(dense(*pair))
-        optimizer.zero_grad()
-        sparse(*pair).backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
-        for name, weight in dense.named_parameters():
-            torch.testing.assert_close(sparse.get_parameter(name), weight)
-
-
-def test_a_kept_graph_and_a_newer_one_in_one_backward_add_up():
-    model, batches = build("bert", dtype=torch.float64)
-    sparsify(model, BUDGET, "pafi")
-    kept = loss_of(model, batches[0])
-    kept.backward(retain_graph=True)
-    once = model.sparse_values.grad.clone()
-    model.zero_grad()
-    newer = loss_of(model, batches[1])
-    (kept + newer).backward()
-    both = model.sparse_values.grad.clone()
-    model.zero_grad()
-    loss_of(model, batches[1]).backward()
-    torch.testing.assert_close(both, once + model.sparse_values.grad)
 
 
 def test_a_backward_that_failed_leaves_nothing_behind(mlp):
@@ -423,13 +352,6 @@ def test_the_trained_state_without_the_weights_goes_onto_the_base():
     assert not unexpected
     assert not any(name.startswith("sparse_") for name in missing)
     assert all(torch.equal(value, plain_weights(model)[name]) for name, value in plain_weights(other).items())
-
-
-def test_a_name_that_the_model_has_itself_is_refused():
-    model = MLP()
-    model.register_buffer("sparse_slots", torch.zeros(1))
-    with pytest.raises(SparsifyError, match="the MLP has a `sparse_slots` of its own"):
-        sparsify(model, BUDGET, steps=STEPS)
 
 
 # -------------------------------------------------------------------------------- the base

@@ -63,6 +63,7 @@ def test_a_fresh_model_has_nothing_unmasked(model):
     assert found.num_parameters == sum(SIZES.values()) + 5 * 3 + 3
     assert found.tensor_sparsity == 1
     assert found.selection_entropy == 0
+    assert found.verification is None
     assert math.copysign(1, found.selection_entropy) == 1
     # the flat delta, each entry's index, slot and base value, and each tensor's count
     assert found.state_bytes == BUDGET * (4 + 8 + 8 + 4) + 8 * len(found.counts)
