@@ -54,20 +54,13 @@ class BackwardPass:
         values: (capacity,) the flat delta.
         selector: finds the entries to unmask; ``None`` where this pass unmasks none.
         unmasked: number of entries that were unmasked when the pass began.
-
-    Attributes:
-        grad: (capacity,) the flat gradient.
-        thread: the thread that its first node ran in.
-        held: sums over the uses of tensors that are used more than once.
     """
 
     def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
-        self.graph = graph
-        self.unmasked = unmasked
+        self.graph, self.selector, self.unmasked = graph, selector, unmasked
         self.thread = threading.get_ident()
-        self.grad = torch.zeros_like(values)
-        self.selector = selector
-        self.held: dict[MaskedTensor, Gradient] = {}
+        self.grad = torch.zeros_like(values)  # (capacity,)
+        self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used more than once
         self._settled: set[MaskedTensor] = set()
         self._small = SmallGradients()
         self._keeps_small = selector is None or selector.offer_small is not None

@@ -43,39 +43,25 @@ NOT_FINITE = (
 class TensorEntries(NamedTuple):
     """The exported entries of one tensor parameter, by ascending index.
 
-    Attributes:
-        name: its name in the plain model's state dict.
-        shape: its shape.
-        indices: (k,) int64, flat and row-major.
-        values: (k,) the trained values, in the weight's dtype; of a quantized weight the changes, in the delta's.
-        base_values: (k,) the pretrained values, in the weight's dtype; of a quantized weight the dequantized ones.
-        drawn: recipe of its initial values, and their digest, where the base does not have it.
-        quantization: scheme of a quantized weight.
+    The values of a quantized weight are the changes, in the delta's dtype, and its base values the dequantized ones.
     """
 
-    name: str
+    name: str  # in the plain model's state dict
     shape: tuple[int, ...]
-    indices: Tensor
-    values: Tensor
-    base_values: Tensor
-    drawn: tuple[InitializerRecipe, str] | None = None
-    quantization: str | None = None
+    indices: Tensor  # (k,) int64, flat and row-major
+    values: Tensor  # (k,) the trained values, in the weight's dtype
+    base_values: Tensor  # (k,) the pretrained values, in the weight's dtype
+    drawn: tuple[InitializerRecipe, str] | None = None  # of initial values that the base does not have, and a digest
+    quantization: str | None = None  # scheme of a quantized weight
 
 
 @dataclass(frozen=True)
 class Export:
-    """The content of a delta.
+    """The content of a delta."""
 
-    Attributes:
-        tensors: the entries of each masked or drawn tensor, which may be none.
-        whole: tensors stored whole, by plain name: dense modules, new tensors that are not drawn, and buffers that
-            training changed.
-        config: how it was trained, in JSON types.
-    """
-
-    tensors: list[TensorEntries]
-    whole: dict[str, Tensor]
-    config: dict[str, Any]
+    tensors: list[TensorEntries]  # of each masked or drawn tensor, which may have no entries
+    whole: dict[str, Tensor]  # dense modules, new tensors that are not drawn, changed buffers; by plain name
+    config: dict[str, Any]  # how it was trained, in JSON types
 
 
 def prepare(engine: Engine, call: str) -> None:
@@ -126,15 +112,10 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> Export:
 
 @dataclass(frozen=True)
 class Unheld:
-    """Parameters that train, or trained, and are in no delta; by plain name.
+    """Parameters that train, or trained, and are in no delta; by plain name."""
 
-    Attributes:
-        trainable: parameters that require grad, and were not trainable at ``sparsify()``, or lie outside of its model.
-        replaced: parameters whose entries were trained until another parameter took their place.
-    """
-
-    trainable: tuple[str, ...]
-    replaced: tuple[str, ...]
+    trainable: tuple[str, ...]  # require grad, and did not at ``sparsify()``, or lie outside of its model
+    replaced: tuple[str, ...]  # were trained until another parameter took their place
 
     def __str__(self) -> str:
         problems = []

@@ -26,39 +26,22 @@ from sparsify.training.flat_delta import STATE
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is to be trained; an :class:`~sparsify.training.engine.Engine` is built from it in one go.
+    """How a model is to be trained; an :class:`~sparsify.training.engine.Engine` is built from it in one go."""
 
-    Attributes:
-        model: still plain.
-        targets: its candidates, and the parameters that are trained dense or frozen.
-        tensors: the candidates as masked tensors, by ascending number and offset.
-        strategy: which entries to unmask.
-        schedule: how the unmasked set grows.
-        steps: planned number of optimizer steps; ``None`` where it becomes known later.
-        budget: how many entries to unmask.
-        capacity: how many there is room for: the budget, or more where repeat-S touches more.
-        selected: (n,) int64 global ids of the entries that are chosen before training, best first.
-        new_names: parameters, dense ones apart, that the base does not have.
-        recipes: how the initial values of some of these are drawn, and their digest.
-        buffer_digests: what the model's buffers were before anything ran.
-        seed: of a random importance.
-        sync: how several ranks choose the same entries: ``"exact"`` or ``"candidates"``.
-    """
-
-    model: nn.Module
-    targets: Targets
-    tensors: tuple[MaskedTensor, ...]
+    model: nn.Module  # still plain
+    targets: Targets  # the candidates, and the parameters that are trained dense or frozen
+    tensors: tuple[MaskedTensor, ...]  # the candidates, by ascending number and offset
     strategy: Strategy
     schedule: Schedule
-    steps: int | None
-    budget: int
-    capacity: int
-    selected: Tensor
-    new_names: tuple[str, ...]
-    recipes: Mapping[str, tuple[InitializerRecipe, str]]
-    buffer_digests: Mapping[str, str]
-    seed: int
-    sync: str
+    steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later
+    budget: int  # entries to unmask
+    capacity: int  # entries that there is room for: the budget, or more where repeat-S touches more
+    selected: Tensor  # (n,) int64 global ids of the entries that are chosen before training, best first
+    new_names: tuple[str, ...]  # parameters, dense ones apart, that the base does not have
+    recipes: Mapping[str, tuple[InitializerRecipe, str]]  # of the initial values of some of these, and their digest
+    buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
+    seed: int  # of a random importance
+    sync: str  # how several ranks select the same entries: ``"exact"`` or ``"candidates"``
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
@@ -68,7 +51,7 @@ class Plan:
 
 
 def mask_candidates(targets: Targets) -> tuple[MaskedTensor, ...]:
-    """The candidates as masked tensors without a collector; no module is changed."""
+    """Makes masked tensors of the candidates, without a collector; no module is changed."""
     tensors: list[MaskedTensor] = []
     offset = 0
     for number, candidate in enumerate(targets.candidates):

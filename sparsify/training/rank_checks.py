@@ -33,23 +33,15 @@ _AVERAGE = (
     "Every rank took a step of its own: wrap the model in DistributedDataParallel after sparsify(), and call the "
     "wrapper, so that gradients are averaged; load the same state on every rank."
 )
-REMEDIES = {
-    "settings": _SETTINGS,
-    "step": _SETTINGS,
-    "candidates": _SETTINGS,
-    "flat delta": _AVERAGE,  # before the weights, which are written from it
-    "weights": _SEED,
-    "unmasked entries": _SEED,
-    "base values": _SEED,
+REMEDIES = {  # by part; the flat delta before the weights, which are written from it
+    **dict.fromkeys(("settings", "step", "candidates"), _SETTINGS),
+    "flat delta": _AVERAGE,
+    **dict.fromkeys(("weights", "unmasked entries", "base values"), _SEED),
 }
 
 
 def check_ranks_alike(engine: Engine) -> None:
-    """Compares this rank with all others; to be called on all of them.
-
-    Raises:
-        SparsifyError: on all ranks, when they differ.
-    """
+    """Compares all ranks; raises ``SparsifyError`` on each of them when they differ."""
     parts = _parts(engine)
     names = [tensor.name for tensor in engine.tensors]
     headers = engine.ranks.headers(BEGIN, list(parts.values()), names, engine.values.device)

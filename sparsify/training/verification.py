@@ -26,25 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification.
+    """The result of a verification."""
 
-    Attributes:
-        num_frozen: entries that should not have changed.
-        changed: tensors in which some of them did.
-        recast: tensors in another dtype than at ``sparsify()``, which cannot be compared.
-        unmasked: number of unmasked entries.
-        expected: number by the schedule; for repeat-S the number of slots in use.
-        unheld: parameters that train, or trained, and are in no delta.
-        passes_without_step: backward passes, where no optimizer step has ever been counted.
-    """
-
-    num_frozen: int
-    changed: tuple[str, ...]
-    recast: tuple[str, ...]
-    unmasked: int
-    expected: int
+    num_frozen: int  # entries that should not have changed
+    changed: tuple[str, ...]  # tensors in which some of them did
+    recast: tuple[str, ...]  # tensors in another dtype than at ``sparsify()``, which cannot be compared
+    unmasked: int  # entries
+    expected: int  # entries by the schedule; for repeat-S the number of slots in use
     unheld: Unheld
-    passes_without_step: int = 0
+    passes_without_step: int = 0  # backward passes, where no optimizer step has ever been counted
 
     @property
     def ok(self) -> bool:
@@ -79,13 +69,7 @@ class Verification:
 def digest_base(
     model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str]
 ) -> dict[str, tuple[torch.dtype, str]]:
-    """Dtype and digest of every parameter that has a base and ordinary memory, by name.
-
-    Args:
-        model: before training, or after.
-        tensors: its masked tensors.
-        dense_names: parameters without a base.
-    """
+    """Dtype and digest of every parameter that has a base (not the dense ones) and ordinary memory, by name."""
     masked = {tensor.name: tensor for tensor in tensors}
     left_out = {*dense_names, VALUES}
     digests = {}
