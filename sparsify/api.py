@@ -1,4 +1,4 @@
-"""The public verbs: turn a model into one that trains only ``budget`` of its entries, look at it, turn it back."""
+"""The public verbs: make a model train only ``budget`` of its entries, inspect it, and make it plain again."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def sparsify(
 ) -> Model:
     """Makes a model train only ``budget`` of its entries, in place.
 
-    The model's only trainable parameter is then ``sparse_values`` (budget,), beside ``modules_to_save``; give it to
-    any optimizer of ``torch.optim``. Which entries its numbers stand for is decided while it trains. An optimizer step
-    may have several backward passes (accumulation, closures, SAM): its entries are chosen by the gradients of the first
-    one and trained by those of all.
+    Apart from ``modules_to_save``, the model's only trainable parameter is then ``sparse_values`` (budget,); give it to
+    any optimizer of ``torch.optim``. The entries that it stands for are selected while the model trains. An optimizer
+    step may have several backward passes (accumulation, closures, SAM): its entries are selected by the gradients of
+    the first one and trained by those of all.
 
     Args:
         model: any PyTorch model; its parameters that require grad are the candidates.
@@ -74,20 +74,19 @@ def sparsify(
             regular expression for the whole name, ``"all-linear"`` every linear layer but the head. What is not
             targeted is frozen. A quantized weight, which cannot require grad, is a candidate only if this names its
             layer, and never in a PEFT model.
-        exclude_modules: modules to leave out, in the same words.
+        exclude_modules: modules to leave out, matched in the same way.
         modules_to_save: modules to train dense and save whole, apart from the budget: the usual place for a new head.
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
-        sync: how several ranks choose the same entries by their mean gradient: ``"exact"``, those that one process with
-            all their batches would choose; or ``"candidates"``, the best of what is among some rank's own best, in
-            fewer bytes.
-        fresh: how a delta is to hold what the base does not have (PEFT's and adapters' weights, tensors that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
-            and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
-            left alone and stored whole.
-        fresh_modules: modules that the base does not have either, in the words of ``target_modules``; ``Prune``
-            prunes new matrices only, unless told otherwise.
+        sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
+            all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes.
+        fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
+            checkpoint lacks): ``"store"``, whole; or ``"seed"``: their initial values are drawn again, now, from
+            ``seed``, and only the trained entries are stored. A tensor whose values are no known initialiser's is
+            left unchanged and stored whole.
+        fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
+            matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.
 
     Returns:
@@ -147,14 +146,11 @@ def sparsify(
 
 
 def desparsify(model: Model, *, dequantize: bool = False) -> Model:
-    """Gives back the plain modules, the trained values in their weights; what required grad before does so again.
-
-    Of strategy "full", whose model is plain already, the latter is all there is to do.
+    """Makes a model plain again, with the trained values in its weights; parameters that required grad do so again.
 
     Args:
         model: a sparsified model.
-        dequantize: turn the quantized layers that were masked into ordinary linear layers with the trained values, in
-            the dtype of the rest of the model.
+        dequantize: turn masked quantized layers into ordinary linear layers in the dtype of the rest of the model.
 
     Returns:
         The same model object.
@@ -196,7 +192,7 @@ def get_unmasker(model: nn.Module) -> Engine:
         model: a sparsified model, or one that holds it.
 
     Returns:
-        The engine; its ``steps`` may be set until the first backward, its ``unmasked`` tells the count.
+        The engine; its ``steps`` may be set until the first backward, its ``unmasked`` is the count.
 
     Raises:
         SparsifyError: when the model is not sparsified, or several of its parts are.
@@ -218,10 +214,9 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
 
     Args:
-        model: a sparsified model, or one that strategy "full" trains, of which it says how much is trained.
-        verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, that as
-            many are unmasked as the schedule says, and that nothing else trains that no delta holds; one pass over all
-            weights.
+        model: a sparsified model, or one that strategy "full" trains.
+        verify: check, in one pass over all weights, that the frozen entries have the SHA-256 that they had at
+            ``sparsify()``, that the schedule's number of entries is unmasked, and that a delta holds all that trains.
 
     Returns:
         The numbers; ``print`` lays them out.
@@ -259,7 +254,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
 def base_weights(model: Model) -> AbstractContextManager[Model]:
     """Runs the pretrained model inside a ``with`` block, as a reference model (DPO, KL); O(budget), bit-exact.
 
-    ``modules_to_save`` keep their trained weights; they have no base.
+    ``modules_to_save``, which have no base, keep their trained weights.
 
     Args:
         model: a sparsified model; the block may only run it forward.
@@ -278,8 +273,8 @@ def base_weights(model: Model) -> AbstractContextManager[Model]:
 def optimizer_stepped(model: nn.Module) -> None:
     """Counts an optimizer step and writes the flat delta into the weights; for optimizers outside of ``torch.optim``.
 
-    To be called after each step of such an optimizer: without it an incremental strategy unmasks the entries of its
-    first step and no others. Optimizers that derive from ``torch.optim.Optimizer`` do so by themselves.
+    To be called after each step of such an optimizer; otherwise an incremental strategy unmasks the entries of its
+    first step only. Steps of optimizers that derive from ``torch.optim.Optimizer`` are counted without it.
 
     Args:
         model: a sparsified model.
@@ -300,19 +295,19 @@ def optimizer_stepped(model: nn.Module) -> None:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """What training made of the model, for a checkpoint of O(budget): its state dict without what the base has.
+    """Returns a checkpoint of O(budget): the state dict without the tensors that are the base's.
 
-    Of an interrupted run ``model.load_state_dict`` takes it, strictly, in a model that was built and sparsified in the
-    same way; the optimizer's state dict goes with it. Another strategy, schedule, budget or number of steps is refused;
+    To resume a run, ``load_state_dict`` it, strictly, into a model that was built and sparsified in the same way, and
+    the optimizer's state dict into the optimizer. Another strategy, schedule, budget or number of steps is refused;
     ``get_unmasker(model).extend(budget=..., steps=...)`` changes the latter two once it is loaded.
 
     Args:
         model: a sparsified model, or one that holds it.
 
     Returns:
-        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that the
-        state is compared by when it is loaded, the index buffers, ``modules_to_save``, what the base does not have, and
-        buffers that training changed. They are the model's own, not copies, but for the index buffers.
+        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that are
+        compared when it is loaded, the index buffers, ``modules_to_save``, tensors that the base does not have, and
+        buffers that training changed. All but the index buffers are the model's own, not copies.
 
     Raises:
         SparsifyError: when the model is not sparsified.

@@ -3,8 +3,8 @@
     before    an optimizer that was meant for a sparsified model, but does not hold its flat delta, is refused
     after     the engine whose flat delta the optimizer holds counts the step and writes the weights
 
-Steps may be nested: SAM, for one, calls the step of another optimizer. The innermost one is counted. A step that an
-interrupt cut off after it had moved the values is counted when the model is used next.
+Steps may be nested, as SAM's calls that of another optimizer; the innermost one is counted. A step that is interrupted
+after it has moved the values is counted when the model is used next.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -166,7 +167,8 @@ class EffectiveWeights:
         if self.sharded:
             first = int(slots.min()) if slots.numel() else 0
             self._buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._read_base(first))
+            read = partial(read_base, self._root, self._tensors, self._buffers, self._ranks, first)
+            torch.autograd.Variable._execution_engine.queue_callback(read)
             return
         base = [
             tensor.take(own.to(tensor.parameter.device)).to(values)
@@ -174,9 +176,6 @@ class EffectiveWeights:
             if own.numel()
         ]
         self._buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
-
-    def _read_base(self, first: int) -> None:
-        read_base(self._root, self._tensors, self._buffers, self._ranks, first)
 
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters.
