@@ -179,7 +179,7 @@ def _collect(grad: Tensor, root: Tensor, handle: Tensor, serial: int) -> Tensor:
 
 
 def _refresh(root: Tensor, handle: Tensor) -> Tensor:
-    held_by(handle).collector.refresh()
+    held_by(handle).collector.compiled.refresh()
     return root.clone()
 
 

@@ -32,13 +32,11 @@ class IndexBuffers:
 
     Args:
         root: the module that holds the buffers.
-        num_tensors: number of tensors, if they are asked about before :meth:`register`.
     """
 
-    def __init__(self, root: nn.Module, num_tensors: int = 0) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._root = root
-        # of each tensor's entries, and the end of the last one's: the counts, on the host
-        self._starts = [0] * (num_tensors + 1)
+        self._starts = [0]  # of each tensor's entries, and the end of the last one's: the counts, on the host
         self._seen: tuple[Tensor, int] | None = None  # the counts that these are of, and how often they were written
 
     def register(self, num_tensors: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:

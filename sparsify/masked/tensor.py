@@ -12,7 +12,7 @@ The parameter itself always holds the effective values: base + delta at the indi
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -198,9 +198,6 @@ class Collector(Protocol):
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
 
-    def refresh(self) -> None:
-        """Brings the weights in step with the flat delta."""
-
 
 class Compiled(Protocol):
     """A collector's part in compiled graphs, which know a tensor by its handle."""
@@ -221,6 +218,9 @@ class Compiled(Protocol):
     def use(self, tensor: MaskedTensor) -> Use:
         """One of the announced uses, in the backward pass of its graph."""
 
+    def refresh(self) -> None:
+        """Brings the weights in step with the flat delta."""
+
 
 class MaskedTensor:
     """One tensor parameter, its index buffers, and who collects its gradient.
@@ -231,7 +231,7 @@ class MaskedTensor:
         attribute: the parameter's name in its owner.
         name: its first name in the model's ``named_parameters``.
         offset: global id of its first entry: the number of entries in the tensors before it.
-        collector: gets the gradients; an engine that is built from the tensor later sets itself.
+        collector: gets the gradients.
         frozen_row: a row that is no candidate (an embedding's padding row).
 
     Attributes:
@@ -249,7 +249,7 @@ class MaskedTensor:
         attribute: str,
         name: str,
         offset: int,
-        collector: Collector | None,
+        collector: Collector,
         frozen_row: int | None = None,
     ) -> None:
         self.number = number
@@ -257,7 +257,7 @@ class MaskedTensor:
         self.attribute = attribute
         self.name = name
         self.offset = offset
-        self.collector = cast(Collector, collector)
+        self.collector = collector
         self.frozen_row = frozen_row
         self.shape = self.shape_now
         self.handle = new_handle(self)

@@ -11,7 +11,7 @@ uses behind until the next optimizer step; meanwhile sums are held to the end of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +114,7 @@ class CompiledGraphs:
         tensors: its masked tensors.
         weights: their effective values.
         collector: receives the gradients.
+        refresh: brings the weights in step with the flat delta, as a graph of the root's forward begins.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class CompiledGraphs:
         tensors: Sequence[MaskedTensor],
         weights: EffectiveWeights,
         collector: BackwardCollector,
+        refresh: Callable[[], None],
     ) -> None:
-        self._root, self._weights, self._collector = root, weights, collector
+        self._root, self._weights, self._collector, self.refresh = root, weights, collector, refresh
         self._first = tensors[0]
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
 

@@ -86,14 +86,14 @@ class Engine:
         self.new_names, self.recipes, self.buffer_digests = plan.new_names, plan.recipes, plan.buffer_digests
         self.step = self.updates = self.extended_at = 0
         self.ranks, self.counters = Ranks(), Counters()
-        self.buffers = IndexBuffers(self.root, len(self.tensors))
-        self.base_digests = digest_base(self.root, self.tensors, self.dense_names)
+        self.buffers = IndexBuffers(self.root)
+        self.base_digests = digest_base(self.root, self.tensors, self.dense_names, masked=False)
         self.weights = EffectiveWeights(self.root, self.tensors, self.buffers, self.ranks)
         self.policy = policy_of(self)
         self.backward = BackwardCollector(
             self.root, self.tensors, self.buffers, self.weights, self.policy, self.ranks, self._prepare_backward
         )
-        self.compiled = CompiledGraphs(self.root, self.tensors, self.weights, self.backward)
+        self.compiled = CompiledGraphs(self.root, self.tensors, self.weights, self.backward, self.refresh)
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
         self._position_seen = 0  # version of the buffer when step and updates were read from it

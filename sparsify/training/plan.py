@@ -57,7 +57,8 @@ def mask_candidates(targets: Targets) -> tuple[MaskedTensor, ...]:
     for number, candidate in enumerate(targets.candidates):
         _, owner, attribute = candidate.owners[0]
         kind = QuantizedTensor if is_quantized(candidate.parameter) else MaskedTensor
-        tensors.append(kind(number, owner, attribute, candidate.name, offset, None, _frozen_row(candidate)))
+        collector: Any = None  # the engine sets itself
+        tensors.append(kind(number, owner, attribute, candidate.name, offset, collector, _frozen_row(candidate)))
         offset += tensors[-1].numel
     return tuple(tensors)
 

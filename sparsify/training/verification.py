@@ -67,20 +67,26 @@ class Verification:
 
 
 def digest_base(
-    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str]
+    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str], *, masked: bool = True
 ) -> dict[str, tuple[torch.dtype, str]]:
-    """Dtype and digest of every parameter that has a base (not the dense ones) and ordinary memory, by name."""
-    masked = {tensor.name: tensor for tensor in tensors}
-    left_out = {*dense_names, VALUES}
+    """Dtype and digest of every parameter that has a base and ordinary memory, by name.
+
+    Args:
+        model: before training, or after.
+        tensors: its masked tensors.
+        dense_names: parameters without a base.
+        masked: whether the tensors have entries, which is not so before the model is changed.
+    """
+    by_name, left_out = {tensor.name: tensor for tensor in tensors}, {*dense_names, VALUES}
     digests = {}
     for name, parameter in model.named_parameters():
-        tensor = masked.get(name)
+        tensor = by_name.get(name)
         if tensor is not None and tensor.parameter is not parameter:
             tensor = None  # the parameter was replaced
         if tensor is not None and tensor.packed:
-            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
+            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor if masked else None)))
         elif name not in left_out and not parameter.is_meta and type(values := whole(parameter)) is Tensor:
-            digests[name] = (parameter.dtype, digest(_base(values, tensor)))
+            digests[name] = (parameter.dtype, digest(_base(values, tensor if masked else None)))
     return digests
 
 
