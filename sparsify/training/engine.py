@@ -107,8 +107,6 @@ class Engine:
         self.__dict__.update(state)
         listen(self)
 
-    # -------------------------------------------------------------------------------- state
-
     def begin(self, selected: Tensor) -> None:
         """Unmasks the entries (n,), global ids, that were chosen before training."""
         self.weights.append(selected, torch.arange(selected.numel(), device=selected.device))
@@ -124,11 +122,6 @@ class Engine:
     def unmasked(self) -> int:
         """Number of entries unmasked so far; their slots are 0 to ``unmasked - 1``."""
         return self.buffers.total
-
-    @property
-    def capacity(self) -> int:
-        """Number of entries that there is room for."""
-        return self.values.numel()
 
     @property
     def trained(self) -> int:
@@ -147,8 +140,6 @@ class Engine:
     def _read_position(self) -> None:
         self.step, self.updates = self._position.tolist()
         self._position_seen = self._position._version
-
-    # -------------------------------------------------------------------------------- forward and backward
 
     @property
     def sharded(self) -> bool:
@@ -196,10 +187,7 @@ class Engine:
 
     @property
     def _may_be_recomputed(self) -> bool:
-        """Whether a tensor without entries counts as used, so that a checkpoint is recomputed just as it was made.
-
-        The budget may be spent in between. What is saved for it is recomputed, too, and not kept.
-        """
+        """Whether a tensor without entries counts as used: a checkpoint may be recomputed after the budget is spent."""
         saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return saved_by_hooks and not self.policy.static
 
@@ -213,8 +201,6 @@ class Engine:
     def append(self, ids: Tensor, slots: Tensor) -> None:
         """Adds entries (n,) given by global id to the index buffers."""
         self.weights.append(ids, slots)
-
-    # -------------------------------------------------------------------------------- step
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
@@ -232,11 +218,7 @@ class Engine:
             self.weights.write()
 
     def count_step(self) -> None:
-        """Counts a step of an optimizer that is none of ``torch.optim``, on the user's call.
-
-        Raises:
-            SparsifyError: when a hook of ``torch.optim`` has counted the step.
-        """
+        """Counts a step of an optimizer that is none of ``torch.optim``; raises where the hook has counted it."""
         if self._counted_by_hook and not self.backward.passes:
             raise SparsifyError(
                 "this optimizer step was counted already: the optimizer is one of torch.optim's, or derives from it, "
@@ -331,7 +313,7 @@ class Engine:
             torch.Size([6])
         """
         budget, steps, capacity = plan_extension(self, budget, steps, optimizer)
-        if capacity > self.capacity:
+        if capacity > self.values.numel():
             lengthen(self, capacity, optimizer)
         self.budget, self.steps, self.extended_at = budget, steps, self.unmasked
         self._restart()

@@ -163,14 +163,14 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         root.__dict__[PLAIN_LOADS] = {
             tensor for tensor in engine.tensors if prefix + tensor.name in state_dict and not tensor.packed
         }
-    elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.capacity):
+    elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.values.numel()):
         raise SparsifyError(problem)
     else:
         engine.weights.write_base()  # entries that are unmasked here may be masked there
         engine.weights.mark_stale()
         if _is_trained_state(engine, state_dict, prefix):
             _prepare_partial_load(engine, state_dict, stored, prefix)
-        state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.capacity).items()})
+        state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.values.numel()).items()})
         adopt_settings(engine, saved)
 
 
@@ -224,7 +224,7 @@ def trained_state_of(
     total = int(kept[prefix + COUNTS].sum())
     # torch.save() of a part of a buffer would write all of it
     kept.update({prefix + name: kept[prefix + name][:total].clone() for name in PER_ENTRY})
-    if max(engine.capacity, *(tensor.numel for tensor in engine.tensors)) < 2**31:
+    if max(engine.values.numel(), *(tensor.numel for tensor in engine.tensors)) < 2**31:
         kept.update({prefix + name: kept[prefix + name].int() for name in (INDICES, SLOTS)})
     return kept
 
