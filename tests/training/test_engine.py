@@ -138,21 +138,6 @@ def test_forward_passes_before_training_change_nothing(mlp, before):
     del kept
 
 
-def test_a_backward_that_failed_leaves_nothing_behind(mlp):
-    model, batches = mlp
-    twin = copy.deepcopy(model)
-
-    def fail(grad):
-        raise RuntimeError("interrupted")
-
-    hidden = model.norm(torch.tanh(model.first(batches[0]["x"])))
-    hidden.register_hook(fail)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        model.head(model.second(hidden)).sum().backward()
-    assert train(model, batches) == train(twin, batches)
-    assert unmasked_sets(model) == unmasked_sets(twin)
-
-
 # -------------------------------------------------------------------------------- the root
 
 
@@ -277,18 +262,6 @@ def test_deterministic_algorithms_are_enough(tmp_path):
             assert torch.equal(loss_of(base, batches[0]), loss_of(model, batches[0]))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_gradients_that_are_zeroed_in_place_work_too(mlp):
-    model, batches = mlp
-    twin, optimizer = copy.deepcopy(model), torch.optim.AdamW([model.sparse_values], 1e-2)
-    for batch, expected in zip(batches, train(twin, batches), strict=False):
-        optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model, batch)
-        assert loss.item() == expected
-        loss.backward()
-        optimizer.step()
-    assert unmasked_sets(model) == unmasked_sets(twin)
 
 
 def test_a_step_without_a_gradient_and_one_of_another_model_are_no_steps(mlp):
