@@ -118,12 +118,6 @@ class BackwardCollector:
         ranks: the other ranks.
         prepare: is called before the first node of each backward pass.
 
-    Attributes:
-        anchors: the uses in eager graphs.
-        compiled_uses: the uses in compiled graphs.
-        streams: that its backward passes run on.
-        selected: whether the entries of the optimizer step in progress have been selected.
-        passes: backward passes since the last optimizer step.
     """
 
     def __init__(
@@ -138,11 +132,10 @@ class BackwardCollector:
     ) -> None:
         self._root, self._tensors, self._buffers = root, tensors, buffers
         self._weights, self._policy, self._ranks, self._prepare = weights, policy, ranks, prepare
-        self.anchors = Anchors()
-        self.compiled_uses = CompiledUses()
-        self.streams = Streams()
-        self.selected = False
-        self.passes = 0
+        self.anchors, self.compiled_uses = Anchors(), CompiledUses()  # the uses in eager and in compiled graphs
+        self.streams = Streams()  # that its backward passes run on
+        self.selected = False  # whether the entries of the optimizer step in progress have been selected
+        self.passes = 0  # since the last optimizer step
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
         self._dropped: set[int] = set()  # ids of those that were taken to have failed
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient

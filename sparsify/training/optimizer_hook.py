@@ -29,17 +29,12 @@ if TYPE_CHECKING:
 
 
 class _Step:
-    """A step that has begun.
-
-    Attributes:
-        depth: number of frames on the stack as it began; a step within it has more.
-        counted: the engines that have counted it, or one within it.
-    """
+    """A step that has begun."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, depth: int, *, has_closure: bool) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.depth, self.has_closure = depth, has_closure
-        self.counted: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.depth, self.has_closure = depth, has_closure  # frames on the stack; a step within it has more
+        self.counted: weakref.WeakSet[Engine] = weakref.WeakSet()  # the engines that have counted it, or one within it
 
 
 class _Steps(threading.local):
@@ -105,11 +100,9 @@ def has_uncounted_step(engine: Engine) -> bool:
 
     A step with a closure is left out: the model runs within it.
     """
-    for step in _STEPS.begun:
-        optimizer, may_be_counted = step.optimizer(), not step.has_closure and engine not in step.counted
-        if optimizer is not None and may_be_counted and holds(optimizer, engine.values):
-            return True
-    return False
+    open_steps = [step for step in _STEPS.begun if not step.has_closure and engine not in step.counted]
+    optimizers = [optimizer for step in open_steps if (optimizer := step.optimizer()) is not None]
+    return any(holds(optimizer, engine.values) for optimizer in optimizers)
 
 
 def forget_uncounted_steps(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""State dicts of a sparsified model, and the hooks that keep its weights, index buffers and state dicts in step.
+"""State dicts of a sparsified model, and the hooks that keep its weights and index buffers in step with them.
 
     root forward        the weights are refreshed if the flat delta was written to by anything but an optimizer step
     root state_dict     as well, so that a saved weight is the trained one
