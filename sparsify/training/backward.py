@@ -117,7 +117,6 @@ class BackwardCollector:
         policy: how the unmasked set evolves.
         ranks: the other ranks.
         prepare: is called before the first node of each backward pass.
-
     """
 
     def __init__(
