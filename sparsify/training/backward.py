@@ -197,10 +197,8 @@ class BackwardCollector:
             winners, finite = selector.winners(), torch.stack([grad.isfinite().all(), *selector.finite()]).all()
             if num_ranks() > 1:
                 finite = agree_on_winners(self._ranks, self._tensors, flat_delta(self._root), winners, finite)
-            if (
-                not finite
-            ):  # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
-                return grad.fill_(torch.nan)
+            if not finite:
+                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             with uninterrupted():
                 self._policy.unmask(winners, grad)
                 self.selected = True
