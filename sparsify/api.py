@@ -1,11 +1,11 @@
-"""The public verbs: turn a model into one that trains only ``budget`` of its entries, look at it, turn it back."""
+"""The public verbs: make a model train only ``budget`` of its entries, inspect it, and make it plain again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,24 +14,21 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
-from sparsify.common.shards import check_unsharded
 from sparsify.errors import SparsifyError
-from sparsify.masked.module import masked_tensors
-from sparsify.masked.swap import check_maskable
 from sparsify.selection.static import check_new, choose, find_given, zero_others
 from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
-from sparsify.strategies.targets import Candidate, Pattern, check_own_memory, find_targets
-from sparsify.training.engine import STATE, Engine
-from sparsify.training.install import freeze, mask_model, plan_engine, unmask_model, values_dtype
+from sparsify.strategies.targets import Pattern, Targets, find_targets
+from sparsify.training.engine import Engine
+from sparsify.training.export import digest_buffers
+from sparsify.training.install import freeze, install, uninstall
 from sparsify.training.new_parameters import find_new, find_recipes, redrawn
+from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates, values_dtype
 from sparsify.training.quantized import check_possible, check_unchanged
-from sparsify.training.state import engine_of
+from sparsify.training.state import trained_state_of
 from sparsify.training.summary import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
-from sparsify.training.trained_state import trained_state_of
-from sparsify.training.verification import digest_base
 from sparsify.training.weights import BaseWeights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,10 +53,10 @@ def sparsify(
 ) -> Model:
     """Makes a model train only ``budget`` of its entries, in place.
 
-    The model's only trainable parameter is then ``sparse_values`` (budget,), beside ``modules_to_save``; give it to
-    any optimizer of ``torch.optim``. Which entries its numbers stand for is decided while it trains. An optimizer step
-    may have several backward passes (accumulation, closures, SAM): its entries are chosen by the gradients of the first
-    one and trained by those of all.
+    Apart from ``modules_to_save``, the model's only trainable parameter is then ``sparse_values`` (budget,); give it to
+    any optimizer of ``torch.optim``. The entries that it stands for are selected while the model trains. An optimizer
+    step may have several backward passes (accumulation, closures, SAM): its entries are selected by the gradients of
+    the first one and trained by those of all.
 
     Args:
         model: any PyTorch model; its parameters that require grad are the candidates.
@@ -76,20 +73,19 @@ def sparsify(
             regular expression for the whole name, ``"all-linear"`` every linear layer but the head. What is not
             targeted is frozen. A quantized weight, which cannot require grad, is a candidate only if this names its
             layer, and never in a PEFT model.
-        exclude_modules: modules to leave out, in the same words.
+        exclude_modules: modules to leave out, matched in the same way.
         modules_to_save: modules to train dense and save whole, apart from the budget: the usual place for a new head.
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
-        sync: how several ranks choose the same entries by their mean gradient: ``"exact"``, those that one process with
-            all their batches would choose; or ``"candidates"``, the best of what is among some rank's own best, in
-            fewer bytes.
-        fresh: how a delta is to hold what the base does not have (PEFT's and adapters' weights, tensors that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: initial values are drawn again, now, from ``seed``,
-            and of a delta only the trained entries are stored. A tensor that does not look like an initialiser's is
-            left alone and stored whole.
-        fresh_modules: modules that the base does not have either, in the words of ``target_modules``; ``Prune``
-            prunes new matrices only, unless told otherwise.
+        sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
+            all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes.
+        fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
+            checkpoint lacks): ``"store"``, whole; or ``"seed"``: their initial values are drawn again, now, from
+            ``seed``, and only the trained entries are stored. A tensor whose values are no known initialiser's is
+            left unchanged and stored whole.
+        fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
+            matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.
 
     Returns:
@@ -106,7 +102,7 @@ def sparsify(
 
     Source: the paper's Algorithm 1, for ``strategy="id3"``.
     """
-    _check_model(model)
+    check_model(model)
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
@@ -115,59 +111,45 @@ def sparsify(
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
-        if budget is not None:
-            raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
-        if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
-            raise SparsifyError(
-                f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA."
-            )
-        freeze(targets.frozen.values())
-        names = tuple(candidate.name for candidate in targets.candidates)
-        vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
+        _train_full(model, budget, strategy, targets)
         return model
-    _check_maskable(model, targets.candidates)
-    engine = plan_engine(model, targets, strategy, schedule, steps, seed, sync)
-    check_possible(engine.tensors, strategy)
+    check_candidates(model, targets.candidates)
+    tensors = mask_candidates(targets)
+    check_possible(tensors, strategy)
     if isinstance(strategy.selection, Given):
-        selected = find_given(engine.tensors, strategy.selection.support)
+        selected = find_given(tensors, strategy.selection.support)
         check_given_budget(budget, selected.numel())
-        engine.budget = capacity = selected.numel()
+        number = capacity = selected.numel()
     else:
-        candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
-        engine.budget = resolve_budget(budget, strategy, candidates)
-        capacity = resolve_capacity(engine.budget, strategy, schedule, steps, candidates)
-    engine.fresh_names = find_new(model, fresh_modules, targets.saved)
-    check_new(engine.tensors, strategy, engine.fresh_names)
-    with redrawn(model, find_recipes(model, engine.fresh_names, fresh, seed)) as engine.draws:
-        if not isinstance(strategy.selection, Given):
-            selected = _select(engine, calibration, loss_fn)
-
+        candidates = {tensor.name: tensor.num_candidates for tensor in tensors}
+        number = resolve_budget(budget, strategy, candidates)
+        capacity = resolve_capacity(number, strategy, schedule, steps, candidates)
+        selected = torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
+    new_names = find_new(model, fresh_modules, targets.saved)
+    check_new(tensors, strategy, new_names)
+    buffer_digests = digest_buffers(model)
+    with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
+        if isinstance(strategy.selection, Static):
+            dtype = values_dtype(tensors)
+            selected = choose(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
-        zero_others(engine.tensors, strategy.selection, selected)  # the pruned model is the base
-    try:
-        with uninterrupted():
-            mask_model(engine, targets, capacity)
-        engine.base_digests = digest_base(model, engine.tensors, engine.dense_names)
-        engine.append(selected, torch.arange(selected.numel(), device=selected.device))
-        engine.weights.write()
-    except BaseException:  # out of memory, or an interrupt
-        with uninterrupted():
-            if engine_of(model) is engine:
-                unmask_model(engine, dequantize=False)
-        raise
+        zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
+    install(
+        Plan(
+            model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
+            new_names, recipes, buffer_digests, seed, sync,
+        )
+    )  # fmt: skip
     vars(model).pop(FULL, None)
     return model
 
 
 def desparsify(model: Model, *, dequantize: bool = False) -> Model:
-    """Gives back the plain modules, the trained values in their weights; what required grad before does so again.
-
-    Of strategy "full", whose model is plain already, the latter is all there is to do.
+    """Makes a model plain again, with the trained values in its weights; parameters that required grad do so again.
 
     Args:
         model: a sparsified model.
-        dequantize: turn the quantized layers that were masked into ordinary linear layers with the trained values, in
-            the dtype of the rest of the model.
+        dequantize: turn masked quantized layers into ordinary linear layers in the dtype of the rest of the model.
 
     Returns:
         The same model object.
@@ -198,7 +180,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     if not dequantize:
         check_unchanged(engine.tensors)
     with uninterrupted():
-        unmask_model(engine, dequantize=dequantize)
+        uninstall(engine, dequantize=dequantize)
     return model
 
 
@@ -209,7 +191,7 @@ def get_unmasker(model: nn.Module) -> Engine:
         model: a sparsified model, or one that holds it.
 
     Returns:
-        The engine; its ``steps`` may be set until the first backward, its ``unmasked`` tells the count.
+        The engine; its ``steps`` may be set until the first backward, its ``unmasked`` is the count.
 
     Raises:
         SparsifyError: when the model is not sparsified, or several of its parts are.
@@ -231,10 +213,9 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
 
     Args:
-        model: a sparsified model, or one that strategy "full" trains, of which it says how much is trained.
-        verify: prove that the frozen entries are bit-equal to what they were at ``sparsify()``, by SHA-256, that as
-            many are unmasked as the schedule says, and that nothing else trains that no delta holds; one pass over all
-            weights.
+        model: a sparsified model, or one that strategy "full" trains.
+        verify: check, in one pass over all weights, that the frozen entries have the SHA-256 that they had at
+            ``sparsify()``, that the schedule's number of entries is unmasked, and that a delta holds all that trains.
 
     Returns:
         The numbers; ``print`` lays them out.
@@ -272,7 +253,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
 def base_weights(model: Model) -> AbstractContextManager[Model]:
     """Runs the pretrained model inside a ``with`` block, as a reference model (DPO, KL); O(budget), bit-exact.
 
-    ``modules_to_save`` keep their trained weights; they have no base.
+    ``modules_to_save``, which have no base, keep their trained weights.
 
     Args:
         model: a sparsified model; the block may only run it forward.
@@ -291,8 +272,8 @@ def base_weights(model: Model) -> AbstractContextManager[Model]:
 def optimizer_stepped(model: nn.Module) -> None:
     """Counts an optimizer step and writes the flat delta into the weights; for optimizers outside of ``torch.optim``.
 
-    To be called after each step of such an optimizer: without it an incremental strategy unmasks the entries of its
-    first step and no others. Optimizers that derive from ``torch.optim.Optimizer`` do so by themselves.
+    To be called after each step of such an optimizer; otherwise an incremental strategy unmasks the entries of its
+    first step only. Steps of optimizers that derive from ``torch.optim.Optimizer`` are counted without it.
 
     Args:
         model: a sparsified model.
@@ -313,19 +294,19 @@ def optimizer_stepped(model: nn.Module) -> None:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """What training made of the model, for a checkpoint of O(budget): its state dict without what the base has.
+    """Returns a checkpoint of O(budget): the state dict without the tensors that are the base's.
 
-    Of an interrupted run ``model.load_state_dict`` takes it, strictly, in a model that was built and sparsified in the
-    same way; the optimizer's state dict goes with it. Another strategy, schedule, budget or number of steps is refused;
+    To resume a run, ``load_state_dict`` it, strictly, into a model that was built and sparsified in the same way, and
+    the optimizer's state dict into the optimizer. Another strategy, schedule, budget or number of steps is refused;
     ``get_unmasker(model).extend(budget=..., steps=...)`` changes the latter two once it is loaded.
 
     Args:
         model: a sparsified model, or one that holds it.
 
     Returns:
-        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that the
-        state is compared by when it is loaded, the index buffers, ``modules_to_save``, what the base does not have, and
-        buffers that training changed. They are the model's own, not copies, but for the index buffers.
+        Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that are
+        compared when it is loaded, the index buffers, ``modules_to_save``, tensors that the base does not have, and
+        buffers that training changed. All but the index buffers are the model's own, not copies.
 
     Raises:
         SparsifyError: when the model is not sparsified.
@@ -340,45 +321,14 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return trained_state_of(get_unmasker(model), model)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise SparsifyError("a TorchScript module cannot be sparsified; sparsify the Python module it was made from.")
-    if type(model).__name__ == "OptimizedModule":
-        raise SparsifyError("the model is wrapped by torch.compile; call sparsify() first, then torch.compile(model).")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise SparsifyError(
-            f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
-            + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
-        )
-    check_unsharded(model)
-    for name, module in model.named_modules():
-        if engine_of(module) is not None or masked_tensors(module):
-            raise SparsifyError(
-                f"`{name or '(root)'}` is already sparsified; call desparsify(model) first to start afresh."
-            )
-    if taken := [name for name in STATE if hasattr(model, name)]:
-        raise SparsifyError(
-            f"the {type(model).__name__} has a `{taken[0]}` of its own, the name of something that would be added to "
-            "it; rename it, or sparsify the module within."
-        )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise SparsifyError(
-                f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, which keeps weights away between layers; "
-                "use ZeRO stage 0."
-            )
-
-
-def _check_maskable(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
-    check_own_memory(model, candidates)
-    modules = dict(model.named_modules())
-    for candidate in candidates:
-        for name, module, attribute in candidate.owners:
-            path = name.split(".")
-            around = [modules.get(".".join(path[:end])) for end in range(len(path))]
-            check_maskable(name, module, attribute, [each for each in around if each is not None])
+def _train_full(model: nn.Module, budget: int | float | None, strategy: Strategy, targets: Targets) -> None:
+    if budget is not None:
+        raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
+    if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
+        raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
+    freeze(targets.frozen.values())
+    names = tuple(candidate.name for candidate in targets.candidates)
+    vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
 
 
 def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
@@ -392,13 +342,3 @@ def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss
             f"calibration= and loss_fn= are not used by {strategy.importance} with {strategy.selection}; leave them "
             "out. A gradient importance with Static() or Prune() uses them."
         )
-
-
-def _select(engine: Engine, calibration: Calibration | None, loss_fn: LossFunction | None) -> Tensor:
-    """Global ids of the entries that are chosen before training, best first; none for the other selections."""
-    tensors = engine.tensors
-    if not isinstance(engine.strategy.selection, Static):
-        return torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
-    return choose(
-        engine.root, tensors, engine.strategy, engine.budget, values_dtype(tensors), engine.seed, calibration, loss_fn
-    )

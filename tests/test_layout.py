@@ -52,9 +52,17 @@ def floor(name):
 
 @cache
 def imported(path):
-    """The modules of this package that a file imports, anywhere in it, functions included."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The modules of this package that a file imports, anywhere in it, functions included.
+
+    Imports for type checkers alone do not count within a package (``training``); between packages they do.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    checked = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    for_types = {inner for node in checked for inner in ast.walk(node)}
+    own, found = module_name(path).partition(".")[0], set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             full = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -65,7 +73,8 @@ def imported(path):
             ]
         else:
             continue
-        found |= {name.removeprefix("sparsify").lstrip(".") for name in full if name.split(".")[0] == "sparsify"}
+        names = {name.removeprefix("sparsify").lstrip(".") for name in full if name.split(".")[0] == "sparsify"}
+        found |= {name for name in names if node not in for_types or name.partition(".")[0] != own}
     return frozenset(found)
 
 

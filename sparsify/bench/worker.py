@@ -34,7 +34,7 @@ from sparsify.bench.tokens import Batches
 from sparsify.errors import SparsifyError
 from sparsify.strategies.schedules import Schedule
 from sparsify.training.backward import COLLECT, COMMIT
-from sparsify.training.settings import SETTINGS
+from sparsify.training.flat_delta import SETTINGS
 
 FILL, PROFILE, ERROR = "fill", "profile", "error"
 FILL_STEPS = 24

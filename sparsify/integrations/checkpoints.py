@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from sparsify.api import get_unmasker
 from sparsify.delta.format import replace_file
-from sparsify.training.trained_state import placeholder, trained_state_of
+from sparsify.training.state import placeholder, trained_state_of
 
 WEIGHTS, TRAINER_STATE, OPTIMIZER, SCHEDULER = "model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt"
 # other names under which the Trainer finds weights: sharded, pickled, of an adapter

@@ -1,44 +1,43 @@
 """Backward: the gradients of all nodes on their way into one flat gradient, and the entries that they unmask.
 
 collect   a node hands over a weight's gradient; the unmasked entries' part goes into one flat buffer, the masked
-          entries are shown to the step's selector, the rest is freed with the node
+          entries are offered to the step's selector, the rest is freed with the node
 commit    after the last node: the selector's winners join the index buffers, and the flat gradient is returned to
-          autograd, their own gradients included
+          autograd, the winners' own gradients included
 
-Both are ranges of torch's profiler.
+Both are ranges of torch's profiler. :class:`BackwardPass` lives for one pass; :class:`BackwardCollector` as long as the
+engine.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from sparsify.common.devices import Streams
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.ranks import num_ranks
+from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient
+from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.context import Work
-from sparsify.selection.policies import Progress, policy_of
+from sparsify.selection.policies import Progress, UnmaskingPolicy
 from sparsify.selection.selectors import Selector
+from sparsify.selection.small_tensors import SmallGradients, is_small
 from sparsify.selection.topk import Winners
-from sparsify.strategies.schedules import Schedule
 from sparsify.training.anchors import Anchors
-from sparsify.training.backward_pass import BackwardPass
-from sparsify.training.compiled import CompiledGraphs
-from sparsify.training.flat_delta import SparseValues
-from sparsify.training.optimizer_hook import Listener
-from sparsify.training.rank_checks import Engine as Comparable
-from sparsify.training.rank_checks import agree_on_winners, check_ranks_alike
+from sparsify.training.compiled import CompiledUses
+from sparsify.training.flat_delta import flat_delta
+from sparsify.training.rank_checks import agree_on_winners
 from sparsify.training.weights import EffectiveWeights
 
 OVERLAPPING = (
@@ -49,67 +48,104 @@ OVERLAPPING = (
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ranges
 
 
-class Engine(Comparable, Listener, Protocol):
-    """What is trained, and on how many ranks."""
-
-    weights: EffectiveWeights
-    schedule: Schedule
-    check: bool
-    work: Work
-
-    @property
-    def values(self) -> SparseValues: ...
-
-    def settle(self) -> None:
-        """Brings its books in order after what came past them."""
-
-    def append(self, ids: Tensor, slots: Tensor) -> None:
-        """Adds entries (n,) given by global id to the index buffers."""
-
-    def note_values(self) -> None:
-        """Remembers the flat delta as it is now, in case it is replaced."""
-
-
-class Collection:
-    """Receives the gradients of an engine's tensors; the sink of all anchors.
+class BackwardPass:
+    """One backward pass: the flat gradient as it fills up, and the selector of its entries.
 
     Args:
-        engine: whose they are.
-
-    Attributes:
-        anchors: the uses in eager graphs.
-        compiled: the uses in compiled graphs.
-        policy: how the unmasked set unfolds.
-        streams: that its backward passes run on.
-        selected: whether the optimizer step in progress has had its selection.
-        passes: backward passes since the last optimizer step.
+        graph: autograd's id of the pass.
+        values: (capacity,) the flat delta.
+        selector: finds the entries to unmask; ``None`` where this pass unmasks none.
+        unmasked: number of entries that were unmasked when the pass began.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.anchors = Anchors(self)
-        self.compiled = CompiledGraphs(engine, self, self.anchors)
-        self.policy = policy_of(
-            engine.strategy, engine.schedule, seed=engine.seed, ranks=engine.ranks, sync_mode=engine.sync_mode
-        )
-        self.streams = Streams()
-        self.selected = False
-        self.passes = 0
+    def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
+        self.graph, self.selector, self.unmasked = graph, selector, unmasked
+        self.thread = threading.get_ident()
+        self.grad = torch.zeros_like(values)  # (capacity,)
+        self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used more than once
+        self._settled: set[MaskedTensor] = set()
+        self._small = SmallGradients()
+        self._keeps_small = selector is None or selector.offer_small is not None
+
+    def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Adds the gradient of one of a tensor's uses to those of the others."""
+        with without_autocast(gradient.device):
+            self.held[tensor] = self.held[tensor].add(gradient) if tensor in self.held else gradient.held()
+
+    def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
+        with without_autocast(gradient.device):  # which may be on in backward
+            if not gradient.numel:
+                if self.selector is not None:
+                    self.selector.skip(tensor)
+                return
+            self._take(tensor, gradient)
+
+    def settle_rest(self) -> None:
+        """Settles the sums that are still held, and then the small tensors, all at once."""
+        while self.held:
+            self.settle(*self.held.popitem())
+        small = self._small
+        if not small.pairs:
+            return
+        slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
+        self.grad[slots] += small.take().to(self.grad)
+        if self.selector is not None and self.selector.offer_small is not None:
+            self.selector.offer_small(small)
+
+    def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
+        self._settled.add(tensor)
+        if is_small(gradient) and self._keeps_small and not again:
+            self._small.add(tensor, gradient)
+            return
+        if self.selector is not None and not again:
+            taken = self.selector.offer(tensor, gradient)
+        else:
+            taken = gradient.take(tensor.indices)
+        if tensor.count:
+            slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
+            self.grad[slots] = self.grad[slots] + taken if again else taken
+
+
+class BackwardCollector:
+    """Receives the gradients of all masked tensors, and ends each backward pass with the flat gradient.
+
+    Args:
+        root: the model.
+        tensors: its masked tensors.
+        buffers: their unmasked entries.
+        weights: their effective values.
+        policy: how the unmasked set evolves.
+        ranks: the other ranks.
+        prepare: is called before the first node of each backward pass.
+        select: makes the selector of a backward pass that may unmask entries.
+        progress: returns how far training is.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        tensors: Sequence[MaskedTensor],
+        buffers: IndexBuffers,
+        weights: EffectiveWeights,
+        policy: UnmaskingPolicy,
+        ranks: Ranks,
+        prepare: Callable[[], None],
+        select: Callable[[], Selector | None],
+        progress: Callable[[], Progress],
+    ) -> None:
+        self._root, self._tensors, self._buffers = root, tensors, buffers
+        self._weights, self._policy, self._ranks = weights, policy, ranks
+        self._prepare, self._select, self._progress = prepare, select, progress
+        self.anchors, self.compiled_uses = Anchors(), CompiledUses()  # the uses in eager and in compiled graphs
+        self.streams = Streams()  # that its backward passes run on
+        self.selected = False  # whether the entries of the optimizer step in progress have been selected
+        self.passes = 0  # since the last optimizer step
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
         self._dropped: set[int] = set()  # ids of those that were taken to have failed
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
-        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
-
-    @property
-    def growing(self) -> bool:
-        """Whether entries may still be unmasked, those of the step in progress among them."""
-        return self.policy.growing(self._progress)
-
-    @property
-    def _progress(self) -> Progress:
-        engine = self._engine
-        return Progress(engine.step, engine.steps, engine.buffers.total, engine.budget)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_passes": {}, "_dropped": set(), "passes": 0}
@@ -118,7 +154,7 @@ class Collection:
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
-    # -------------------------------------------------------------------------------- as autograd calls it
+    # -------------------------------------------------------------------------------- called by autograd's nodes
 
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether the running backward pass needs this tensor's gradient."""
@@ -132,18 +168,16 @@ class Collection:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
         with self._lock, _range(COLLECT), self.streams.joined(gradient.device):
             current = self._running_pass()
-            if whole and tensor not in current.held and not self.compiled.waits(tensor):
+            if whole and tensor not in current.held and not self.compiled_uses.waits(tensor):
                 current.settle(tensor, gradient)
-                return
-            held = current.held
-            with without_autocast(gradient.device):
-                held[tensor] = held[tensor].add(gradient) if tensor in held else gradient.held()
+            else:
+                current.hold(tensor, gradient)
 
     def finish(self, tensor: MaskedTensor) -> None:
         """The last use of the tensor has been collected."""
         with self._lock, _range(COLLECT):
             current = self._running_pass()
-            waits = self.compiled.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
+            waits = self.compiled_uses.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
             gradient = None if waits else current.held.pop(tensor, None)
             if gradient is not None:
                 with self.streams.joined():
@@ -151,76 +185,71 @@ class Collection:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(self._engine.values.device):
+        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(flat_delta(self._root).device):
             grad = self._commit()
+            self.passes += 1
         self.streams.forget()
         return grad
 
     def _commit(self) -> Tensor:
-        engine = self._engine
         current = self._running_pass()
         del self._passes[current.graph]
-        current.settle_held()
-        current.settle_small()
-        self.compiled.forget_recomputed()
+        current.settle_rest()
+        self.compiled_uses.forget_recomputed()
         release_memory()
         grad, selector = current.grad, current.selector
-        if engine.buffers.total != current.unmasked:
+        if self._buffers.total != current.unmasked:
             raise SparsifyError(OVERLAPPING)
         if selector is not None:
             winners, finite = selector.winners(), torch.stack([grad.isfinite().all(), *selector.finite()]).all()
-            if not (finite if num_ranks() == 1 else agree_on_winners(engine, winners, finite)):
-                # as with full fine-tuning, the optimizer (or GradScaler) is to see that this pass overflowed
-                self.passes += 1
-                return grad.fill_(torch.nan)
+            if num_ranks() > 1:
+                finite = agree_on_winners(self._ranks, self._tensors, flat_delta(self._root), winners, finite)
+            if not finite:
+                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             with uninterrupted():
                 self._unmask(winners, grad)
                 self.selected = True
-        self.passes += 1
-        if self.policy.active is not None:
-            grad.masked_fill_(~self.policy.active, 0)
-        return engine.ranks.average_(grad) if engine.weights.sharded else grad  # DDP averages it by itself
+        if self._policy.active is not None:
+            grad.masked_fill_(~self._policy.active, 0)
+        return self._ranks.average_(grad) if self._weights.sharded else grad  # DDP averages it by itself
 
     def _unmask(self, winners: Winners, grad: Tensor) -> None:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
-        engine, progress = self._engine, self._progress
-        slots, capacity = engine.buffers.all_slots, grad.numel()
-        new = self.policy.unmask(winners, progress, engine.tensors, slots, capacity)
+        progress = self._progress()
+        slots, capacity = self._buffers.all_slots, grad.numel()
+        new = self._policy.unmask(winners, progress, self._tensors, slots, capacity)
         free = torch.arange(progress.unmasked, progress.unmasked + new.ids.numel(), device=new.ids.device)
         grad[free] = new.grads
-        engine.append(new.ids, free)
+        self._weights.append(new.ids, free)
 
     # -------------------------------------------------------------------------------- from step to step
 
     def step_done(self) -> None:
         """An optimizer step is over."""
         self._warn_of_unreached()
-        self.selected, self.passes = False, 0
-        self.compiled.forget()
+        self.compiled_uses.forget()
+        self.restart()
 
     def restart(self) -> None:
-        """The unmasked set is another one now: a state dict was loaded."""
+        """The next backward pass begins a step: after an optimizer step, or a state dict that was loaded."""
         self.selected, self.passes = False, 0
-        self.policy.restart()
 
     def _running_pass(self) -> BackwardPass:
         graph = torch._C._current_graph_task_id()
         current = self._passes.get(graph)
         if current is None:
-            engine = self._engine
-            engine.weights.check_trained("backward()")
-            engine.settle()
-            engine.note_values()
-            self._compare_ranks()
+            self._weights.check_trained("backward()")
+            self._prepare()
             self._drop_failed(graph)
-            values = engine.values.detach()
+            values = flat_delta(self._root).detach()
             with self.streams.joined(values.device):
-                current = BackwardPass(graph, values, self._chooser(), engine.buffers.total)
+                selector = None if self.selected else self._select()
+                current = BackwardPass(graph, values, selector, self._buffers.total)
             self._passes[graph] = current
         return current
 
     def _drop_failed(self, graph: int) -> None:
-        """Drops what failed passes left behind: a thread runs one pass at a time, so its earlier one is over."""
+        """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
         if graph in self._dropped:
             raise SparsifyError(OVERLAPPING)
         thread = threading.get_ident()
@@ -229,29 +258,12 @@ class Collection:
             del self._passes[key]
         self._dropped.update(failed)
 
-    def _chooser(self) -> Selector | None:
-        """Makes what selects the entries that this backward pass unmasks."""
-        if self.selected:
-            return None
-        engine, work = self._engine, Work()
-        selector = self.policy.selector(self._progress, engine.tensors, engine.values, work, check=engine.check)
-        if selector is not None:
-            engine.work = work
-        return selector
-
-    def _compare_ranks(self) -> None:
-        """In the first step, and in the next: then it shows whether gradients are averaged."""
-        step = self._engine.step
-        if len(self._compared) < 2 and step not in self._compared and num_ranks() > 1:
-            check_ranks_alike(self._engine)
-            self._compared.add(step)
-
     def _warn_of_unreached(self) -> None:
         reached, self._reached = self._reached, None
         if reached is None:
             return
-        tensors = self._engine.tensors
-        expected = tensors if self.growing else [tensor for tensor in tensors if tensor.count]
+        growing = self._policy.growing(self._progress())
+        expected = [tensor for tensor in self._tensors if growing or tensor.count]
         names = [tensor.name for tensor in expected if tensor not in reached]
         if names:
             warnings.warn(

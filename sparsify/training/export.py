@@ -1,4 +1,4 @@
-"""What leaves a sparsified model: its entries by tensor, and the tensors that only whole make sense.
+"""Exports what was learned: a model's entries by tensor, and the tensors that have to be stored whole.
 
 In: the engine of a sparsified model. Out: an :class:`Export`, from which :class:`sparsify.SparseDelta` makes a file.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,76 +22,67 @@ from sparsify.common.shards import full_values, is_shard
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.training.flat_delta import VALUES
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
+
+UNKNOWN_VALUES = (
+    "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
+    "were copied or averaged into it, and its buffers were not: copy these too, as "
+    "torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
+    "own.copy_(other). Or noise was added to all of its gradient: add it to the first unmasked numbers alone."
+)
+NOT_FINITE = (
+    "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
+    "an earlier state, and clip gradients, scale the loss (GradScaler), or lower the learning rate."
+)
 
 
 class TensorEntries(NamedTuple):
     """The exported entries of one tensor parameter, by ascending index.
 
-    Attributes:
-        name: its name in the plain model's state dict.
-        shape: its shape.
-        indices: (k,) int64, flat and row-major.
-        values: (k,) the trained values, in the weight's dtype; of a quantized weight the changes, in the delta's.
-        base_values: (k,) the pretrained values, in the weight's dtype; of a quantized weight the dequantized ones.
-        drawn: how its initial values are drawn, and their digest, where the base does not have it.
-        quantization: how the weight is quantized; ``None`` where it is not.
+    The values of a quantized weight are the changes, in the delta's dtype, and its base values the dequantized ones.
     """
 
-    name: str
+    name: str  # in the plain model's state dict
     shape: tuple[int, ...]
-    indices: Tensor
-    values: Tensor
-    base_values: Tensor
-    drawn: tuple[InitializerRecipe, str] | None = None
-    quantization: str | None = None
+    indices: Tensor  # (k,) int64, flat and row-major
+    values: Tensor  # (k,) the trained values, in the weight's dtype
+    base_values: Tensor  # (k,) the pretrained values, in the weight's dtype
+    drawn: tuple[InitializerRecipe, str] | None = None  # of initial values that the base does not have, and a digest
+    quantization: str | None = None  # scheme of a quantized weight
 
 
 @dataclass(frozen=True)
 class Export:
-    """Everything a delta is made of.
+    """The content of a delta."""
 
-    Attributes:
-        tensors: the entries of each masked or drawn tensor, which may be none.
-        whole: tensors stored whole, by plain name: dense modules, what the base does not have and is not drawn, and
-            buffers that training changed.
-        config: how it was trained, in JSON types.
-    """
-
-    tensors: list[TensorEntries]
-    whole: dict[str, Tensor]
-    config: dict[str, Any]
+    tensors: list[TensorEntries]  # of each masked or drawn tensor, which may have no entries
+    whole: dict[str, Tensor]  # dense modules, new tensors that are not drawn, changed buffers; by plain name
+    config: dict[str, Any]  # how it was trained, in JSON types
 
 
-class Engine(Protocol):
-    """What is exported."""
-
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    strategy: Strategy
-    schedule: Schedule
-    budget: int
-    steps: int | None
-    step: int
-    dense_names: tuple[str, ...]
-    frozen_names: tuple[str, ...]
-    fresh_names: tuple[str, ...]
-    draws: dict[str, tuple[InitializerRecipe, str]]
-    buffer_digests: dict[str, str]
-    base_digests: dict[str, tuple[torch.dtype, str]]
-
-    @property
-    def unmasked(self) -> int: ...
+def prepare(engine: Engine, call: str) -> None:
+    """Brings the trained weights in place for ``call``; raises where the flat delta makes no sense."""
+    engine.weights.check_trained(call)
+    engine.refresh()
+    free = engine.values.detach()[engine.unmasked :]
+    if bool(free.any()):
+        raise SparsifyError(f"{call}: {UNKNOWN_VALUES if bool(free.isfinite().all()) else NOT_FINITE}")
+    engine.weights.reshard()
 
 
-def export(engine: Engine, budget: int | None = None) -> Export:
+def export(engine: Engine, budget: int | None, model: nn.Module) -> Export:
     """Collects the first ``budget`` unmasked entries (``None``: all) and the tensors stored whole.
+
+    Warns where parameters train in ``model``, which is the engine's or holds it, that are not exported.
 
     Raises:
         SparsifyError: when ``budget`` is not between 1 and the number of unmasked entries.
     """
+    prepare(engine, "SparseDelta.from_model()")
     unmasked = engine.unmasked
     if budget is None:
         budget = unmasked
@@ -104,31 +95,27 @@ def export(engine: Engine, budget: int | None = None) -> Export:
     parameters = dict(engine.root.named_parameters())
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
-    for name in dict.fromkeys([*masked, *(name for name in engine.fresh_names if name in parameters)]):
+    for name in dict.fromkeys([*masked, *(name for name in engine.new_names if name in parameters)]):
         trained = masked.get(name) or Untrained(parameters[name])
         entries = entries_of(plain_name(name), trained, budget)
-        if name not in engine.fresh_names and not is_pruned(engine.strategy, trained):
+        if name not in engine.new_names and not is_pruned(engine.strategy, trained):
             tensors.append(entries)
-        elif name in engine.draws and digest(_as_of(trained, 0)) == engine.draws[name][1]:
-            tensors.append(entries._replace(drawn=engine.draws[name]))
+        elif name in engine.recipes and digest(_as_of(trained, 0)) == engine.recipes[name][1]:
+            tensors.append(entries._replace(drawn=engine.recipes[name]))
         else:
             stored_whole[plain_name(name)] = _as_of(trained, budget)
             in_whole += entries.indices.numel()
     config = _config(engine, budget) | ({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {})
+    warn_of_unheld(engine, model, stacklevel=5)
     return Export(tensors, stored_whole, config)
 
 
 @dataclass(frozen=True)
 class Unheld:
-    """What of a model trains, or trained, and is in no delta; by plain name.
+    """Parameters that train, or trained, and are in no delta; by plain name."""
 
-    Attributes:
-        trainable: parameters that require grad, and were not trainable at ``sparsify()``, or lie outside of its model.
-        replaced: parameters whose entries were trained until another parameter took their place.
-    """
-
-    trainable: tuple[str, ...]
-    replaced: tuple[str, ...]
+    trainable: tuple[str, ...]  # require grad, and did not at ``sparsify()``, or lie outside of its model
+    replaced: tuple[str, ...]  # were trained until another parameter took their place
 
     def __str__(self) -> str:
         problems = []
@@ -145,28 +132,21 @@ class Unheld:
 
 
 def find_unheld(engine: Engine, model: nn.Module) -> Unheld:
-    """What trains in a model, or did, though no delta holds it.
-
-    Args:
-        engine: of the sparsified model.
-        model: that model, or one that holds it.
-    """
+    """Finds parameters that train, or trained, in ``model``, which is the engine's or holds it, and are in no delta."""
     own = dict(engine.root.named_parameters())
     held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
-    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.fresh_names) if name in own)
+    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
     held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
-    replaced = (
-        tensor.name for tensor in engine.tensors if own.get(tensor.name, tensor.parameter) is not tensor.parameter
-    )
+    replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
     return Unheld(
         tuple(plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held),
-        tuple(plain_name(name) for name in replaced),
+        tuple(map(plain_name, replaced)),
     )
 
 
 def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> None:
-    """Warns where something trains that no delta holds."""
+    """Warns of parameters that train and are in no delta."""
     unheld = find_unheld(engine, model)
     if str(unheld):
         warnings.warn(f"{unheld}.", stacklevel=stacklevel)
@@ -185,16 +165,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:
-    """A digest of every buffer that the model's state dict has, by name: tells later which ones training changed."""
+    """A digest of every buffer in the model's state dict, by name; :func:`changed_buffers` compares them later."""
     return {name: digest(buffer) for name, buffer in _persistent_buffers(model)}
 
 
 class Untrained:
-    """A parameter that is exported though it is not masked: it has no entries.
-
-    Args:
-        parameter: one that the base does not have.
-    """
+    """A parameter that the base does not have and that is not masked: it is exported without entries."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
@@ -204,7 +180,7 @@ class Untrained:
 
 
 def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None = None) -> TensorEntries:
-    """A tensor's entries among the first ``budget`` of the model; ``None``: all."""
+    """A tensor's entries among the first ``budget`` of the model (``None``: all)."""
     budget = 2**63 - 1 if budget is None else budget
     among_first = tensor.slots < budget
     indices, order = tensor.indices[among_first].sort()
@@ -221,7 +197,7 @@ def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None =
 
 
 def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
-    """Whether the tensor has zeros that its base had not: entries alone would not tell of them, so it goes whole."""
+    """Whether zeros were written into the tensor before training: its entries lack them, so it is stored whole."""
     return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape)
 
 
@@ -240,8 +216,7 @@ def _whole(engine: Engine) -> dict[str, Tensor]:
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:
     """The buffers that training changed (BatchNorm's statistics), by their names in the model."""
-    known = engine.buffer_digests
-    buffers = _persistent_buffers(engine.root)
+    known, buffers = engine.buffer_digests, _persistent_buffers(engine.root)
     return {name: buffer for name, buffer in buffers if name in known and known[name] != digest(buffer)}
 
 
@@ -257,13 +232,12 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _config(engine: Engine, budget: int) -> dict[str, Any]:
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
-    not_the_bases = {*engine.fresh_names, *engine.dense_names, VALUES}
+    not_the_bases = {*engine.new_names, *engine.dense_names, VALUES}
     dtypes = {
         str(parameter.dtype).removeprefix("torch.")
         for name, parameter in engine.root.named_parameters()
         if name not in not_the_bases and parameter.is_floating_point()
     }
-    schedule = engine.schedule
     return {
         "base_model_name_or_path": _base_name(model_config),
         "base_model_revision": getattr(model_config, "_commit_hash", None),
@@ -272,7 +246,7 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
         "model_config": _head_config(model_config) if engine.dense_names else {},
         "strategy": engine.strategy.to_dict(),
         "budget": budget,
-        "schedule": {"shape": schedule.shape, "every": schedule.every, "until": schedule.until},
+        "schedule": asdict(engine.schedule),
         "steps": engine.steps,
         "steps_done": engine.step,
         **record_extensions(engine.root),
@@ -280,13 +254,13 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
 
 
 def _base_name(model_config: Any) -> str | None:
-    """The base's id on the hub, or its folder's full path: elsewhere a relative one could pass for somebody's id."""
+    """The base's id on the hub, or its folder's absolute path: a relative one could be taken for an id."""
     name = getattr(model_config, "_name_or_path", None) or None
     return str(Path(name).absolute()) if name is not None and Path(name).is_dir() else name
 
 
 def _head_config(model_config: Any) -> dict[str, Any]:
-    """What has to be known, beside the base's own config, to build a transformers model with a new head."""
+    """Settings of a transformers model's new head, which the base's own config lacks."""
     labels = getattr(model_config, "id2label", None)
     if not isinstance(labels, dict) or not labels:
         return {}

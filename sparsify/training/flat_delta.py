@@ -1,4 +1,4 @@
-"""The flat delta: the one trainable parameter of a sparsified model, on its root under the name ``sparse_values``."""
+"""The flat delta: the one trainable parameter of a sparsified model; and the names of all that is added to its root."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VALUES = "sparse_values"
+from sparsify.masked.index_buffers import BUFFERS
+
+VALUES, POSITION, SETTINGS = "sparse_values", "sparse_position", "sparse_settings"
+STATE = (VALUES, POSITION, SETTINGS, *BUFFERS)  # what the root's state dict has in addition to the model's own
 
 
 class SparseValues(nn.Parameter):
     """The flat delta: a parameter that stays in float32 when its model is cast to a shorter type.
 
-    A delta is small beside its weight; rounded to bfloat16, most optimizer steps would be lost.
+    A delta is small compared to its weight; rounded to bfloat16, most optimizer steps would be lost.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,8 +31,12 @@ class SparseValues(nn.Parameter):
     bfloat16 = half
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild_values, (self.data, self.requires_grad)
+        return SparseValues, (self.data, self.requires_grad)
 
 
-def _rebuild_values(data: Tensor, requires_grad: bool) -> SparseValues:
-    return SparseValues(data, requires_grad)
+def flat_delta(root: nn.Module) -> SparseValues:
+    """The flat delta (capacity,) of a model; looked up by name, since ``load_state_dict(assign=True)`` replaces it."""
+    values = root._parameters[VALUES]
+    if type(values) is nn.Parameter:
+        values.__class__ = SparseValues
+    return values  # type: ignore[return-value]

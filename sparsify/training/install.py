@@ -1,7 +1,7 @@
-"""Into sparse training and out of it: everything that changes the model, in one place.
+"""Everything that changes a model: into sparse training, and back to the plain model.
 
-In: what is to be trained and how. Out: the same model with its engine, flat delta, index buffers, masked modules and
-hooks; or, the other way, the plain model that it was.
+In: an engine and the plan that it was built from. Out: the same model with its flat delta, index buffers, masked
+modules and hooks; or, the other way, the plain model that it was.
 """
 
 from __future__ import annotations
@@ -12,81 +12,37 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from sparsify.common.quantized import is_quantized
-from sparsify.masked.quantized import QuantizedTensor
-from sparsify.masked.swap import frozen_row, swap, unswap
+from sparsify.common.interrupts import uninterrupted
+from sparsify.masked.swap import swap, unswap
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.strategies.schedules import Schedule
-from sparsify.strategies.strategy import Strategy
-from sparsify.strategies.targets import Candidate, Targets
-from sparsify.training.engine import POSITION, Engine
-from sparsify.training.flat_delta import VALUES, SparseValues
+from sparsify.training.engine import Engine
+from sparsify.training.flat_delta import POSITION, SETTINGS, VALUES, SparseValues
 from sparsify.training.optimizer_hook import listen, stop_listening
-from sparsify.training.quantized import give_up_packed
-from sparsify.training.settings import SETTINGS, pack_settings
-from sparsify.training.state import install, uninstall
-from sparsify.training.trainable import say_as_before, say_trainable
+from sparsify.training.plan import Plan, values_dtype
+from sparsify.training.quantized import give_up_packed, say_as_before, say_trainable
+from sparsify.training.settings import pack_settings
+from sparsify.training.state import engine_of, place_hooks, remove_hooks
 
 
-def plan_engine(
-    model: nn.Module,
-    targets: Targets,
-    strategy: Strategy,
-    schedule: Schedule,
-    steps: int | None,
-    seed: int,
-    sync_mode: str,
-) -> Engine:
-    """The engine and its tensors; nothing of the model has been changed, and the budget is still to be set."""
-    engine = Engine(
-        model,
-        strategy,
-        0,
-        schedule,
-        steps,
-        seed,
-        dense_names=tuple(targets.saved),
-        frozen_names=tuple([c.name for c in targets.candidates if c.parameter.requires_grad] + list(targets.frozen)),
-        sync_mode=sync_mode,
-    )
-    offset = 0
-    for number, candidate in enumerate(targets.candidates):
-        _, owner, attribute = candidate.owners[0]
-        row = _frozen_row(candidate)
-        kind = QuantizedTensor if is_quantized(candidate.parameter) else MaskedTensor
-        engine.tensors.append(kind(number, owner, attribute, candidate.name, offset, engine, row))
-        offset += engine.tensors[-1].numel
-    return engine
+def install(plan: Plan) -> None:
+    """Builds the engine of a plan and makes the model train by it; if that fails, the model is plain again."""
+    engine = Engine(plan)
+    try:
+        with uninterrupted():
+            _mask_model(engine, plan)
+        engine.begin(plan.selected)
+    except BaseException:  # out of memory, or an interrupt
+        with uninterrupted():
+            if engine_of(plan.model) is engine:
+                uninstall(engine, dequantize=False)
+        raise
 
 
-def mask_model(engine: Engine, targets: Targets, capacity: int) -> None:
-    """Everything that changes the model: buffers, flat delta, masked modules, hooks, frozen parameters."""
-    model, device = engine.root, engine.tensors[0].parameter.device
-    by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
-    for candidate, tensor in zip(targets.candidates, engine.tensors, strict=True):
-        for _, module, name in candidate.owners:
-            by_module.setdefault(module, {})[name] = tensor
-    for module, tensors in by_module.items():
-        swap(module, tensors)
-    model.register_parameter(
-        VALUES, SparseValues(torch.zeros(capacity, dtype=values_dtype(engine.tensors), device=device))
-    )
-    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
-    engine.buffers.register(len(engine.tensors), capacity, _base_dtype(engine.tensors), device)
-    model.register_buffer(SETTINGS, pack_settings(engine))
-    install(engine)
-    listen(engine)
-    engine.compiled.make_root()
-    say_trainable(model)
-    freeze([candidate.parameter for candidate in targets.candidates])
-    freeze(targets.frozen.values())
-
-
-def unmask_model(engine: Engine, *, dequantize: bool) -> None:
-    """Takes back what :func:`mask_model` did; the weights keep their trained values, quantized ones are given up."""
+def uninstall(engine: Engine, *, dequantize: bool) -> None:
+    """Makes the model plain again; the weights keep their trained values, quantized ones are given up."""
     root = engine.root
     packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.packed and dequantize]
-    uninstall(engine)
+    remove_hooks(engine)
     say_as_before(root)
     stop_listening(engine)
     for module in list(root.modules()):
@@ -106,16 +62,23 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
         parameter.requires_grad_(False)
 
 
-def values_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
-    """The flat delta's dtype: float32, or float64 where a weight is."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _base_dtype(tensors: list[MaskedTensor]) -> torch.dtype:
-    """The shortest dtype that holds the values of every weight."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-
-
-def _frozen_row(candidate: Candidate) -> int | None:
-    rows = (frozen_row(module) for _, module, attribute in candidate.owners if attribute == "weight")
-    return next((row for row in rows if row is not None), None)
+def _mask_model(engine: Engine, plan: Plan) -> None:
+    model, tensors, device = plan.model, engine.tensors, engine.tensors[0].parameter.device
+    by_module: dict[nn.Module, dict[str, MaskedTensor]] = {}
+    for candidate, tensor in zip(plan.targets.candidates, tensors, strict=True):
+        for _, module, name in candidate.owners:
+            by_module.setdefault(module, {})[name] = tensor
+    for module, own in by_module.items():
+        swap(module, own)
+    values = SparseValues(torch.zeros(plan.capacity, dtype=values_dtype(tensors), device=device))
+    model.register_parameter(VALUES, values)
+    model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
+    base_dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))  # holds every weight's
+    engine.buffers.register(len(tensors), plan.capacity, base_dtype, device)
+    model.register_buffer(SETTINGS, pack_settings(engine))
+    place_hooks(engine)
+    listen(engine)
+    engine.compiled.make_root()
+    say_trainable(model)
+    freeze([candidate.parameter for candidate in plan.targets.candidates])
+    freeze(plan.targets.frozen.values())

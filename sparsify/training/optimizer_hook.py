@@ -1,10 +1,10 @@
-"""The optimizers' steps as the engines of sparsified models see them: one hook before and one after all of them.
+"""The optimizer steps, as the engines of sparsified models see them: one hook before and one after all of them.
 
     before    an optimizer that was meant for a sparsified model, but does not hold its flat delta, is refused
     after     the engine whose flat delta the optimizer holds counts the step and writes the weights
 
-Steps may be nested: SAM, for one, calls the step of another optimizer. The innermost one is counted. A step that an
-interrupt cut off after it had moved the values is counted when the model is used next.
+Steps may be nested, as SAM's calls that of another optimizer; the innermost one is counted. A step that is interrupted
+after it has moved the values is counted when the model is used next.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,47 +22,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.errors import SparsifyError
-from sparsify.training.flat_delta import SparseValues
+from sparsify.training.flat_delta import VALUES
 
-
-class Listener(Protocol):
-    """An engine that is told of steps."""
-
-    @property
-    def values(self) -> SparseValues:
-        """The flat delta, which an optimizer has to hold to train the model."""
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether a backward pass has run since the last step that was counted."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it can be asked at all: not in the middle of a copy, or in one that failed."""
-
-    def has_frozen(self, ids: set[int]) -> bool:
-        """Whether a parameter with one of these ids is one that it has frozen, or a flat delta that was replaced."""
-
-    def optimizer_stepped(self) -> None:
-        """An optimizer has moved the flat delta."""
-
-    def refresh(self) -> None:
-        """Brings the weights in step with the flat delta."""
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 
 class _Step:
-    """A step that has begun.
-
-    Attributes:
-        depth: number of frames on the stack as it began; a step within it has more.
-        counted: the listeners that have counted it, or one within it.
-    """
+    """A step that has begun."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, depth: int, *, has_closure: bool) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.depth = depth
-        self.has_closure = has_closure
-        self.counted: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self.depth, self.has_closure = depth, has_closure  # frames on the stack; a step within it has more
+        self.counted: weakref.WeakSet[Engine] = weakref.WeakSet()  # the engines that have counted it, or one within it
 
 
 class _Steps(threading.local):
@@ -84,7 +56,7 @@ class _Steps(threading.local):
         return None
 
 
-_LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 _HOOKS: list[Any] = []
 _STEPS = _Steps()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
@@ -99,17 +71,17 @@ UNHELD = (
 )
 
 
-def listen(listener: Listener) -> None:
-    """Tells an engine of steps from now on, for as long as it lives; one that is half made is passed over."""
+def listen(engine: Engine) -> None:
+    """Tells an engine of optimizer steps from now on, for as long as it lives."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
-    _LISTENERS.add(listener)
+    _ENGINES.add(engine)
 
 
-def stop_listening(listener: Listener) -> None:
-    """Tells an engine of no step any more."""
-    _LISTENERS.discard(listener)
+def stop_listening(engine: Engine) -> None:
+    """Ends what :func:`listen` began."""
+    _ENGINES.discard(engine)
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
@@ -117,78 +89,83 @@ def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     return any(held is parameter for held in _parameters(optimizer))
 
 
-def check_held(listener: Listener, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ``SparsifyError`` where the one optimizer that there is does not hold the listener's flat delta."""
-    if not holds(optimizer, listener.values):
+def check_held(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ``SparsifyError`` where the only optimizer does not hold the engine's flat delta."""
+    if not holds(optimizer, engine.values):
         raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when="is to train a sparsified model"))
 
 
-def has_uncounted_step(listener: Listener) -> bool:
-    """Whether a step of the listener's optimizer was cut off, or is about to be counted.
+def has_uncounted_step(engine: Engine) -> bool:
+    """Whether a step of the engine's optimizer was interrupted, or is about to be counted.
 
-    To be asked where the flat delta has moved. A step with a closure is left alone: the model runs within it.
+    A step with a closure is left out: the model runs within it.
     """
-    for step in _STEPS.begun:
-        optimizer, may_be_counted = step.optimizer(), not step.has_closure and listener not in step.counted
-        if optimizer is not None and may_be_counted and holds(optimizer, listener.values):
-            return True
-    return False
+    open_steps = [step for step in _STEPS.begun if not step.has_closure and engine not in step.counted]
+    optimizers = [optimizer for step in open_steps if (optimizer := step.optimizer()) is not None]
+    return any(holds(optimizer, engine.values) for optimizer in optimizers)
 
 
-def forget_uncounted_steps(listener: Listener) -> None:
+def forget_uncounted_steps(engine: Engine) -> None:
     """Drops such steps: they failed before anything had moved."""
-    _STEPS.begun = [step for step in _STEPS.begun if step.has_closure or listener in step.counted]
+    _STEPS.begun = [step for step in _STEPS.begun if step.has_closure or engine in step.counted]
 
 
-def note_counted(listener: Listener) -> None:
-    """The steps that have begun are not to be counted again by this listener."""
+def note_counted(engine: Engine) -> None:
+    """Keeps the steps that have begun from being counted again by this engine."""
     for step in _STEPS.begun:
-        step.counted.add(listener)
+        step.counted.add(engine)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _LISTENERS or torch.compiler.is_dynamo_compiling():
+    if not _ENGINES or torch.compiler.is_dynamo_compiling():
         return
     held = {id(parameter) for parameter in _parameters(optimizer)}
-    listeners = _whole_listeners()
-    for listener in listeners:
-        values = listener.values
-        is_suspect = listener.awaits_step and id(values) not in held and listener.has_frozen(held)
+    engines = _whole_engines()
+    for engine in engines:
+        values = engine.values
+        is_suspect = engine.backward.passes and id(values) not in held and _has_frozen(engine, held)
         if is_suspect and not any(holds(other, values) for other in _others()):
             raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
-    if any(id(listener.values) in held for listener in listeners):
+    if any(id(engine.values) in held for engine in engines):
         _OPTIMIZERS.add(optimizer)
         _STEPS.begin(optimizer, has_closure=any(argument is not None for argument in (*args[1:], *kwargs.values())))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _LISTENERS:
+    if not _ENGINES:
         return
     with uninterrupted():  # until here the step has begun and not ended, so it is counted later
         step = None if torch.compiler.is_dynamo_compiling() else _STEPS.end(optimizer)
         held = {id(parameter) for parameter in _parameters(optimizer)}
         errors = []
-        for listener in _whole_listeners():
-            values = listener.values
+        for engine in _whole_engines():
+            values = engine.values
             if id(values) not in held or values.grad is None or _skipped(optimizer):
                 continue
             try:
-                if step is not None and listener in step.counted:
-                    listener.refresh()
+                if step is not None and engine in step.counted:
+                    engine.refresh()
                 else:
-                    listener.optimizer_stepped()
+                    engine.optimizer_stepped()
             except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
                 errors.append(error)
     if errors:
         raise errors[0]
 
 
-def _whole_listeners() -> list[Listener]:
-    return [listener for listener in list(_LISTENERS) if listener.is_whole]
+def _whole_engines() -> list[Engine]:
+    """The engines, but for those in the middle of a copy, or in one that failed."""
+    return [engine for engine in list(_ENGINES) if VALUES in engine.root.__dict__.get("_parameters", ())]
+
+
+def _has_frozen(engine: Engine, ids: set[int]) -> bool:
+    """Whether a parameter with one of these ids is a masked tensor's, or a flat delta that was replaced since."""
+    replaced = (known() for known in engine.known_values[:-1])
+    return any(id(parameter) in ids for parameter in (*replaced, *(tensor.parameter for tensor in engine.tensors)))
 
 
 def _others() -> Iterator[torch.optim.Optimizer]:
-    """The optimizers there are: first those that are known, then all."""
+    """All optimizers that exist, the known ones first."""
     yield from list(_OPTIMIZERS)
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.optim.Optimizer):  # isinstance() would wake up lazy objects

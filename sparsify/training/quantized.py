@@ -1,11 +1,11 @@
-"""What cannot be done to quantized weights, said before anything is changed; and giving them up for ordinary ones.
-
-In: the masked tensors of a model. Out: errors, or linear layers with the trained values in them.
-"""
+"""Models with quantized weights: what cannot be done to them, their Trainer, and giving them up for ordinary ones."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +13,8 @@ from sparsify.common.quantized import is_quantized
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Prune, Strategy
-from sparsify.training.trainable import QUANTIZER
+
+QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
 
 
 def check_possible(tensors: Sequence[MaskedTensor], strategy: Strategy) -> None:
@@ -65,3 +66,42 @@ def _make_dense(module: nn.Module, weight: Tensor) -> None:
     module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     for state in ("quant_state", "state"):  # bitsandbytes keeps scales there
         module.__dict__.pop(state, None)
+
+
+# The Trainer refuses a quantized model that is not PEFT's, unless its quantizer says that the model can be trained as
+# it is. While a model is sparsified its quantizer is a copy, of a class that is derived from its own and says so.
+
+
+class _Trainable:
+    is_qat_trainable = True
+    is_trainable = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self).__mro__[2], self.__dict__)
+
+
+def say_trainable(model: nn.Module) -> None:
+    """Makes the Trainer accept a quantized model; any other is left alone."""
+    quantizer = model.__dict__.get(QUANTIZER)
+    if quantizer is not None:
+        setattr(model, QUANTIZER, _rebuild(type(quantizer), copy.copy(quantizer.__dict__)))
+
+
+def say_as_before(model: nn.Module) -> None:
+    """Undoes :func:`say_trainable`."""
+    quantizer = model.__dict__.get(QUANTIZER)
+    if isinstance(quantizer, _Trainable):
+        plain: Any = object.__new__(type(quantizer).__mro__[2])
+        plain.__dict__.update(quantizer.__dict__)
+        setattr(model, QUANTIZER, plain)
+
+
+def _rebuild(plain_class: type, state: dict[str, Any]) -> Any:
+    quantizer: Any = object.__new__(_trainable_class(plain_class))
+    quantizer.__dict__.update(state)
+    return quantizer
+
+
+@functools.cache
+def _trainable_class(plain_class: type) -> type:
+    return type(f"Sparsified{plain_class.__name__}", (_Trainable, plain_class), {"__module__": __name__})

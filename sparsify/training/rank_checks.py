@@ -1,4 +1,4 @@
-"""Whether all ranks train the same thing: what must be alike on them, as one number for each part of it.
+"""Checks that all ranks train the same model, by comparing a digest of each part of its state.
 
 In: an engine on every rank. Out: nothing, or the same error on all of them, which names the parts and the remedy.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from sparsify.common.ranks import BEGIN, END, Ranks
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
 from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.topk import Winners
-from sparsify.training.export import Engine as Exportable
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 SAMPLED = 4096  # entries of each tensor that stand for all of them
 
@@ -32,35 +33,15 @@ _AVERAGE = (
     "Every rank took a step of its own: wrap the model in DistributedDataParallel after sparsify(), and call the "
     "wrapper, so that gradients are averaged; load the same state on every rank."
 )
-REMEDIES = {
-    "settings": _SETTINGS,
-    "step": _SETTINGS,
-    "candidates": _SETTINGS,
-    "flat delta": _AVERAGE,  # before the weights, which are written from it
-    "weights": _SEED,
-    "unmasked entries": _SEED,
-    "base values": _SEED,
+REMEDIES = {  # by part; the flat delta before the weights, which are written from it
+    **dict.fromkeys(("settings", "step", "candidates"), _SETTINGS),
+    "flat delta": _AVERAGE,
+    **dict.fromkeys(("weights", "unmasked entries", "base values"), _SEED),
 }
 
 
-class Engine(Exportable, Protocol):
-    """What has to be alike on all ranks."""
-
-    seed: int
-    sync_mode: str
-    ranks: Ranks
-    buffers: IndexBuffers
-
-    @property
-    def values(self) -> Tensor: ...
-
-
 def check_ranks_alike(engine: Engine) -> None:
-    """Compares this rank with all others; to be called on all of them.
-
-    Raises:
-        SparsifyError: on all ranks, when they differ.
-    """
+    """Compares all ranks; raises ``SparsifyError`` on each of them when they differ."""
     parts = _parts(engine)
     names = [tensor.name for tensor in engine.tensors]
     headers = engine.ranks.headers(BEGIN, list(parts.values()), names, engine.values.device)
@@ -70,32 +51,34 @@ def check_ranks_alike(engine: Engine) -> None:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 
-def agree_on_winners(engine: Engine, winners: Winners, finite: Tensor) -> bool:
+def agree_on_winners(
+    ranks: Ranks, tensors: Sequence[MaskedTensor], values: Tensor, winners: Winners, finite: Tensor
+) -> Tensor:
     """Whether all ranks saw finite gradients only; checks that all chose the same entries and hold the same delta.
 
     Args:
-        engine: at the end of its backward pass.
-        winners: what this rank chose.
+        ranks: the other ranks, all at the end of the backward pass.
+        tensors: all masked tensors.
+        values: (capacity,) the flat delta.
+        winners: the entries that this rank chose.
         finite: bool scalar: whether this rank's gradients were.
 
     Raises:
         SparsifyError: on all ranks, when they differ.
     """
-    bits = engine.values.detach().view(torch.int32).sum(dtype=torch.int64)
+    bits = values.detach().view(torch.int32).sum(dtype=torch.int64)
     order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
     own = torch.stack([finite.long(), (winners.ids * order).sum(), bits]).tolist()
-    names = [tensor.name for tensor in engine.tensors]
-    everyone, chosen, delta = engine.ranks.headers(END, own, names, engine.values.device).unbind(1)
+    names = [tensor.name for tensor in tensors]
+    everyone, chosen, delta = ranks.headers(END, own, names, values.device).unbind(1)
     if (delta != delta[0]).any():
         raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
-    if not everyone.all():
-        return False
-    if (chosen != chosen[0]).any():
+    if everyone.all() and (chosen != chosen[0]).any():
         raise SparsifyError(
             "the ranks chose different entries from the same gradients, so their weights are not the same or their "
             "hardware rounds differently; sparsify.integrations.distributed.check_ranks(model) tells which."
         )
-    return True
+    return everyone.all()
 
 
 def _parts(engine: Engine) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The settings of a run: kept in its state dict, compared when that is loaded, and extended on request.
 
 In: the engine of a sparsified model. Out: the settings as a tensor, since checkpoints hold nothing else; an error where
-a state dict was saved with other settings; or a longer flat delta, with the optimizer's state for it.
+a state dict was saved with others; or a longer flat delta, with the optimizer's state for it.
 """
 
 from __future__ import annotations
@@ -10,53 +10,29 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import COUNTS, INDICES, IndexBuffers
+from sparsify.masked.index_buffers import COUNTS, INDICES
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.budget import resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
-from sparsify.strategies.schedules import Schedule
-from sparsify.strategies.strategy import Given, Increment, Repeat, Strategy
-from sparsify.training.flat_delta import VALUES, SparseValues
+from sparsify.strategies.strategy import Given, Increment, Repeat
+from sparsify.training.flat_delta import SETTINGS, VALUES, SparseValues
+from sparsify.training.optimizer_hook import holds
 
-SETTINGS = "sparse_settings"
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
+
 _EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
-_SIZE = 512  # bytes, with the spaces at the end: copies of a model are alike though one of them knows its steps later
-
-
-class Engine(Protocol):
-    """What has settings."""
-
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    buffers: IndexBuffers
-    strategy: Strategy
-    schedule: Schedule
-    budget: int
-    steps: int | None
-    seed: int
-    extended_at: int
-
-    @property
-    def values(self) -> SparseValues: ...
-    @property
-    def unmasked(self) -> int: ...
-    @property
-    def selected(self) -> bool: ...
-    @property
-    def sharded(self) -> bool: ...
+_SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy of a model and not in another
 
 
 def settings_of(engine: Engine) -> dict[str, Any]:
-    """The settings that a run depends on once it has begun, in JSON types.
-
-    How entries were chosen before training is not among them beyond the strategy: a state dict has the entries.
-    """
+    """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.schedule
     settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": _candidates(engine.tensors)}
     if isinstance(strategy.selection, Increment):
@@ -70,27 +46,27 @@ def settings_of(engine: Engine) -> dict[str, Any]:
 
 
 def pack_settings(engine: Engine) -> Tensor:
-    """(n,) uint8: the settings as JSON, and how many entries were unmasked when the run was last extended."""
+    """(n,) uint8: the settings as JSON, and the number of entries unmasked when the run was last extended."""
     text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
     return torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
 
 
 def record_settings(engine: Engine) -> Tensor:
-    """Writes the settings, some of which become known late, into the buffer that the root's state dict has."""
+    """Writes the settings, some of which become known late, into their buffer on the root."""
     packed = engine.root._buffers[SETTINGS] = pack_settings(engine)
     return packed
 
 
 def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Raises where a state dict was saved with other settings than the engine's.
+    """Compares the settings of a state dict, which is to be loaded, with the engine's.
 
     Args:
         engine: of the model that it is to be loaded into; only read.
-        state: those of the root's own tensors that the state dict has, by name. One of an earlier version, without
-            settings, is only checked for its size.
+        state: the state dict's tensors of :data:`~sparsify.training.flat_delta.STATE`; where an earlier version has
+            saved no settings, only the size is checked.
 
     Returns:
-        The settings that it was saved with; empty where they are not known.
+        The settings of the state dict; empty where they are not known.
 
     Raises:
         SparsifyError: names each setting that differs, as it was saved and as it is here.
@@ -124,25 +100,23 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
 
 
 def adopt_settings(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Takes over from a checked state dict what the engine does not know."""
+    """Takes the settings that the engine does not know from a checked state dict."""
     if engine.steps is None:
         engine.steps = saved.get("steps")
     engine.extended_at = saved.get(_EXTENDED, 0)
 
 
-def plan_extension(engine: Engine, budget: int | float | None, steps: int | None) -> tuple[int, int | None, int]:
-    """The budget, steps and capacity of an extended run; everything is checked, nothing changed.
-
-    Raises:
-        SparsifyError: when the run cannot be extended, or not in this way.
-    """
+def plan_extension(
+    engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[int, int | None, int]:
+    """Checks an extension of a run; returns its budget, steps and capacity, and changes nothing."""
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         raise SparsifyError(
             f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. For "
             "a larger budget start afresh, or on top of what was learned: SparseDelta.from_model(model).apply(base), "
             "then sparsify(base, ...)."
         )
-    if engine.selected:
+    if engine.backward.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
     candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
     new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, candidates)
@@ -158,21 +132,17 @@ def plan_extension(engine: Engine, budget: int | float | None, steps: int | None
     capacity = max(capacity, engine.values.numel())
     if engine.sharded and capacity > engine.values.numel():
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
-    return new_budget, new_steps, capacity
-
-
-def check_holds(optimizer: torch.optim.Optimizer, values: Tensor) -> None:
-    """Raises ``SparsifyError`` where an optimizer does not hold the flat delta."""
-    if not any(parameter is values for group in optimizer.param_groups for parameter in group["params"]):
+    if optimizer is not None and not holds(optimizer, engine.values):
         raise SparsifyError(
             f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that trains it, or none and make a "
             "new one afterwards."
         )
+    return new_budget, new_steps, capacity
 
 
 @torch.no_grad()
 def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
-    """Gives the root a flat delta with room for more entries; the new numbers and their optimizer state are zero."""
+    """Gives the root a longer flat delta; the new numbers and their optimizer state are zero."""
     old = engine.values
     new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
     engine.root._parameters[VALUES] = new
@@ -194,7 +164,7 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 
 
 def _candidates(tensors: Sequence[MaskedTensor]) -> str:
-    """The masked tensors, as short as they can be told from others."""
+    """A short text that identifies the masked tensors."""
     names = repr([(tensor.name, tuple(tensor.shape)) for tensor in tensors])
     total = sum(tensor.numel for tensor in tensors)
     return f"{len(tensors)} tensors of {total:,} entries, digest {hashlib.sha256(names.encode()).hexdigest()[:12]}"

@@ -1,6 +1,6 @@
-"""A sparsified model under FSDP2: what its engine does beyond training on several ranks.
+"""A sparsified model under FSDP2: what differs from training on several ranks with DDP.
 
-flat delta    whole on every rank, out of FSDP2's hands (``ignored_params``), so the engine averages its gradient
+flat delta    whole on every rank, not managed by FSDP2 (``ignored_params``), so the engine averages its gradient
 weights       whole in forward and backward, written to in their shards, each rank its own rows
 base values   of new entries: read after the backward pass, when the weights are back in their shards; the copies in
               a forward pass may be rounded (``MixedPrecisionPolicy``)
@@ -8,8 +8,8 @@ base values   of new entries: read after the backward pass, when the weights are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +19,12 @@ from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, rea
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.training.flat_delta import VALUES
+from sparsify.training.flat_delta import VALUES, flat_delta
 
 
-class Engine(Protocol):
-    """What is sharded."""
-
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    buffers: IndexBuffers
-    ranks: Ranks
-
-    @property
-    def values(self) -> Tensor: ...
-
-
-def check_sharding(engine: Engine) -> None:
+def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
     """Raises where ``fully_shard`` was called in a way that cannot work; before the first forward under it."""
-    root = engine.root
-    if packed := [tensor.name for tensor in engine.tensors if tensor.packed]:
+    if packed := [tensor.name for tensor in tensors if tensor.packed]:
         raise SparsifyError(f"`{packed[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
     for module, name, parameter in _managed(root):
         if module is root and name == VALUES:
@@ -49,12 +36,12 @@ def check_sharding(engine: Engine) -> None:
         check_shards(name, parameter)
 
 
-def check_root(engine: Engine) -> None:
-    """Raises where some of a model is sharded, but not the model itself."""
-    if num_ranks() == 1 or is_fully_sharded(engine.root):
+def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
+    """Raises where parts of a model are sharded, but not the model itself."""
+    if num_ranks() == 1 or is_fully_sharded(root):
         return
-    sharded = [tensor.name for tensor in engine.tensors if is_shard(tensor.parameter)]
-    sharded += [name for name, module in engine.root.named_modules() if is_fully_sharded(module)]
+    sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter)]
+    sharded += [name for name, module in root.named_modules() if is_fully_sharded(module)]
     if sharded:
         raise SparsifyError(
             f"`{sharded[0]}` is sharded, but not the model that was sparsified; call fully_shard() on its blocks and "
@@ -62,19 +49,20 @@ def check_root(engine: Engine) -> None:
         )
 
 
-def read_base(engine: Engine, first: int) -> None:
-    """Sets the base values of the entries from slot ``first`` on to their weights, which must still have them.
+def read_base(
+    root: nn.Module, tensors: Sequence[MaskedTensor], buffers: IndexBuffers, ranks: Ranks, first: int
+) -> None:
+    """Sets the base values of the entries from slot ``first`` on to their weights, which must not have changed yet.
 
     On all ranks, after a backward pass.
     """
-    reshard(engine.root)
-    buffers, values = engine.buffers, engine.values.detach()
-    pending = buffers.all_slots >= first
+    reshard(root)
+    values, pending = flat_delta(root).detach(), buffers.all_slots >= first
     parts = []
-    for tensor, own in zip(engine.tensors, buffers.split(pending), strict=True):
+    for tensor, own in zip(tensors, buffers.split(pending), strict=True):
         read = read_own_entries(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
-        parts.append(read if is_shard(tensor.parameter) or engine.ranks.is_first else torch.zeros_like(read))
-    buffers.set_base(pending, engine.ranks.sum_(torch.cat(parts)))
+        parts.append(read if is_shard(tensor.parameter) or ranks.is_first else torch.zeros_like(read))
+    buffers.set_base(pending, ranks.sum_(torch.cat(parts)))
 
 
 def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -1,17 +1,21 @@
-"""Keeping a sparsified model's weights, index buffers and state dicts in step: the module hooks.
+"""State dicts of a sparsified model, and the hooks that keep its weights and index buffers in step with them.
 
-    root forward        the weights are refreshed if the flat delta was written behind the optimizer's back
-    root state_dict     likewise, so that a saved weight is the trained one
-    load_state_dict     one that was saved with other settings is refused. Index buffers are filled up to their full
-                        size; afterwards the weights are in step.
-                        A trained state (resuming.py) has no frozen weights, and they are not missed
+    root forward        the weights are refreshed if the flat delta was written to by anything but an optimizer step
+    root state_dict     as well, so that a saved weight is the trained one
+    load_state_dict     a state dict of other settings is refused. Index buffers are filled up to their full size;
+                        afterwards the weights are in step
+    trained state       the part of a state dict that the base does not have, O(budget): the flat delta, the position
+                        and the index buffers; parameters that are trained dense, pruned, or not the base's; buffers
+                        that training changed. ``load_state_dict`` of the same model, sparsified anew on the same base,
+                        takes it without the frozen weights
 
 All hooks are plain functions, so that a model with them pickles and deep-copies.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +23,24 @@ from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE
 from sparsify.common.shards import is_fully_sharded
-from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import BUFFERS, padded, problem_with
+from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.masked.index_buffers import BASE, BUFFERS, COUNTS, INDICES, PER_ENTRY, SLOTS, padded, problem_with
 from sparsify.masked.module import check_not_exported
-from sparsify.training.engine import POSITION, STATE, Engine
-from sparsify.training.flat_delta import VALUES
-from sparsify.training.settings import SETTINGS, adopt_settings, check_settings, record_settings
+from sparsify.training.export import changed_buffers, is_pruned
+from sparsify.training.flat_delta import POSITION, SETTINGS, STATE, VALUES
+from sparsify.training.settings import adopt_settings, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
-from sparsify.training.trained_state import PartialLoad, check_same_base, is_trained_state
 
-HANDLES = "_sparsify_handles"  # attribute of the root: the handles of the hooks placed here
-SHARDED = "_sparsify_sharded"  # attribute of the root: it has run forward under FSDP2
-PLAIN_LOADS = "_sparsify_plain_loads"  # attribute of the root while a state dict is loaded
-PARTIAL_LOAD = "_sparsify_partial_load"  # likewise, where it is a trained state
-NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # DDP leaves these names of the root alone
-IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # transformers leaves these keys out of save_pretrained()
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
+
+# attributes of the root
+HANDLES = "_sparsify_handles"  # of the hooks placed here
+SHARDED = "_sparsify_sharded"  # it has run forward under FSDP2
+PLAIN_LOADS = "_sparsify_plain_loads"  # while a state dict is loaded: tensors that come without index buffers
+PARTIAL_LOAD = "_sparsify_partial_load"  # while a trained state is loaded: the names that it should have
+NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # names that DDP leaves alone
+IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # keys that transformers leaves out of save_pretrained()
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -42,7 +49,7 @@ def engine_of(model: nn.Module) -> Engine | None:
     return engine
 
 
-def install(engine: Engine) -> None:
+def place_hooks(engine: Engine) -> None:
     """Places the hooks on the root."""
     root = engine.root
     root.__dict__[ENGINE] = engine
@@ -53,15 +60,15 @@ def install(engine: Engine) -> None:
         root.register_load_state_dict_pre_hook(_before_load),
         root.register_load_state_dict_post_hook(_after_load),
     ]
-    # the ranks see to it themselves that these are alike; they grow, and in a broadcast that would go unnoticed
+    # rank_checks.py compares these; they grow, and in a broadcast that would go unnoticed
     setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, POSITION, SETTINGS])
-    # a checkpoint with packed weights has no merged ones, so it keeps what was trained beside them
+    # a checkpoint with packed weights has no merged ones, so it also keeps the trained entries
     if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.packed for tensor in engine.tensors):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
-def uninstall(engine: Engine) -> None:
-    """Takes back what :func:`install` did."""
+def remove_hooks(engine: Engine) -> None:
+    """Undoes :func:`place_hooks`."""
     root = engine.root
     if hasattr(root, IGNORED_ON_SAVE):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
@@ -72,6 +79,9 @@ def uninstall(engine: Engine) -> None:
     del root.__dict__[ENGINE]
 
 
+# ------------------------------------------------------------------------------------ forward
+
+
 def _before_forward(root: nn.Module, args: Any) -> None:
     check_not_exported()
     if getattr(root, "_is_replica", False):
@@ -79,23 +89,16 @@ def _before_forward(root: nn.Module, args: Any) -> None:
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "
             "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
-    if is_fully_sharded(root) and SHARDED not in root.__dict__:
-        _first_under_fsdp(root)
-    engine = engine_of(root)
-    if engine is not None:
-        engine.enter()
-
-
-def _first_under_fsdp(root: nn.Module) -> None:
-    """From now on the weights are refreshed before FSDP2 gathers them, which it does in a hook of its own."""
     engine = engine_of(root)
     if engine is None:
         return
-    check_sharding(engine)
-    root.__dict__[SHARDED] = True
-    handles = root.__dict__[HANDLES]
-    handles[0].remove()
-    handles[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
+    if is_fully_sharded(root) and SHARDED not in root.__dict__:
+        check_sharding(root, engine.tensors)
+        root.__dict__[SHARDED] = True
+        handles = root.__dict__[HANDLES]  # from now on before the hook of FSDP2 that gathers the weights
+        handles[0].remove()
+        handles[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
+    engine.enter()
 
 
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
@@ -103,10 +106,24 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
     if engine is None:
         return
     engine.leave()
-    if torch.is_grad_enabled() and engine.was_frozen:
+    if torch.is_grad_enabled() and _was_frozen(engine):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(_refuse_frozen)
+
+
+def _was_frozen(engine: Engine) -> bool:
+    """Whether the flat delta does not train though something does that is in no delta, as after get_peft_model().
+
+    With nothing else to train it was frozen on purpose, to pass gradients on.
+    """
+    if engine.values.requires_grad or engine.weights.are_base:
+        return False
+    own = {id(tensor.parameter) for tensor in engine.tensors}
+    return any(
+        parameter.requires_grad and id(parameter) not in own and name not in engine.dense_names
+        for name, parameter in engine.root.named_parameters()
+    )
 
 
 def _refuse_frozen(grad: Tensor) -> None:
@@ -117,6 +134,9 @@ def _refuse_frozen(grad: Tensor) -> None:
         f"model.{VALUES}.requires_grad_(True). To train these parts alone for a while, let it require grad, and give "
         "the optimizer only them."
     )
+
+
+# ------------------------------------------------------------------------------------ state dicts
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -132,7 +152,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     if engine is None:
         return
     engine.note_values()  # which load_state_dict(assign=True) replaces
-    for left in (PARTIAL_LOAD, PLAIN_LOADS):  # by one that failed
+    for left in (PARTIAL_LOAD, PLAIN_LOADS):  # by a load that failed
         root.__dict__.pop(left, None)
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
@@ -143,26 +163,114 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         root.__dict__[PLAIN_LOADS] = {
             tensor for tensor in engine.tensors if prefix + tensor.name in state_dict and not tensor.packed
         }
-    elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.capacity):
+    elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.values.numel()):
         raise SparsifyError(problem)
     else:
-        engine.weights.write_base()  # what was unmasked here may be masked there
+        engine.weights.write_base()  # entries that are unmasked here may be masked there
         engine.weights.mark_stale()
-        if is_trained_state(engine, state_dict, prefix):
-            try:
-                check_same_base(engine, stored)
-            except SparsifyError:
-                engine.weights.write()
-                raise
-            root.__dict__[PARTIAL_LOAD] = PartialLoad(engine, state_dict, prefix)
-        state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.capacity).items()})
+        if _is_trained_state(engine, state_dict, prefix):
+            _prepare_partial_load(engine, state_dict, stored, prefix)
+        state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.values.numel()).items()})
         adopt_settings(engine, saved)
+
+
+def _prepare_partial_load(
+    engine: Engine, state_dict: dict[str, Tensor], stored: Mapping[str, Tensor], prefix: str
+) -> None:
+    """Checks the base of a trained state, and takes its placeholder away."""
+    needed = _needed(engine)
+    try:
+        _check_same_base(engine, stored, needed)
+    except SparsifyError:
+        engine.weights.write()
+        raise
+    engine.root.__dict__[PARTIAL_LOAD] = {prefix + name for name in needed}, prefix
+    for name in _frozen_names(engine, needed):
+        state_dict.pop(prefix + name, None)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
     engine = engine_of(root)
     if engine is not None:
-        partial = root.__dict__.pop(PARTIAL_LOAD, None)
-        if partial is not None:
-            incompatible_keys.missing_keys[:] = partial.without_frozen(incompatible_keys.missing_keys)
+        if PARTIAL_LOAD in root.__dict__:
+            needed, prefix = root.__dict__.pop(PARTIAL_LOAD)
+            missing = incompatible_keys.missing_keys
+            missing[:] = [name for name in missing if not name.startswith(prefix) or name in needed]
         engine.state_loaded(root.__dict__.pop(PLAIN_LOADS, set()))
+
+
+# ------------------------------------------------------------------------------------ the trained state
+
+
+def trained_state_of(
+    engine: Engine, model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The part of a model's state dict that its base does not have.
+
+    Args:
+        engine: of the sparsified model.
+        model: that model, or one that holds it; everything outside of it is kept.
+        state_dict: where the values are taken from; ``None``: the model's own.
+    """
+    state_dict = model.state_dict() if state_dict is None else state_dict
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is engine.root)
+    needed = _needed(engine) | set(changed_buffers(engine))
+    first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # a tied tensor's
+    kept = {
+        name: value.detach()
+        for name, value in state_dict.items()
+        if name in first_names and (not name.startswith(prefix) or name[len(prefix) :] in needed)
+    }
+    total = int(kept[prefix + COUNTS].sum())
+    # torch.save() of a part of a buffer would write all of it
+    kept.update({prefix + name: kept[prefix + name][:total].clone() for name in PER_ENTRY})
+    if max(engine.values.numel(), *(tensor.numel for tensor in engine.tensors)) < 2**31:
+        kept.update({prefix + name: kept[prefix + name].int() for name in (INDICES, SLOTS)})
+    return kept
+
+
+def placeholder(engine: Engine) -> dict[str, Tensor]:
+    """An empty tensor in place of a weight that was left out, by its name.
+
+    A reader that takes the file for a whole model refuses it, since the shape is wrong; otherwise transformers would
+    draw the missing weights at random.
+    """
+    needed = _needed(engine)
+    names = [name for name, _ in engine.root.named_parameters() if name not in needed]
+    return {name: torch.empty(0) for name in names[:1]}
+
+
+def _is_trained_state(engine: Engine, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
+    """Whether a state dict has all that is trained, and no frozen weight."""
+    frozen = _frozen_names(engine, _needed(engine))
+    return all(prefix + name in state_dict for name in STATE) and not any(
+        prefix + name in state_dict and state_dict[prefix + name].numel() for name in frozen
+    )
+
+
+def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:
+    """Raises where the index buffers of a trained state belong to another base than the weights are at this moment."""
+    counts = stored[COUNTS].tolist()
+    indices, base = (stored[name][: sum(counts)].split(counts) for name in (INDICES, BASE))
+    for tensor, own, values in zip(engine.tensors, indices, base, strict=True):
+        if tensor.name in needed or not own.numel():
+            continue  # it comes with the trained state
+        here = tensor.take(own.to(tensor.parameter.device, torch.int64)).cpu()
+        dtype = torch.promote_types(here.dtype, values.dtype)
+        if not torch.equal(here.to(dtype), values.cpu().to(dtype)):
+            raise BaseMismatchError(
+                f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from; "
+                "build the model from the same base, in the same dtype, and sparsify it likewise. Nothing was loaded."
+            )
+
+
+def _needed(engine: Engine) -> set[str]:
+    """Names, in the root, of everything that a trained state has in any case."""
+    masked = {tensor.name for tensor in engine.tensors}
+    pruned = {tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor)}
+    trained = {name for name, parameter in engine.root.named_parameters() if parameter.requires_grad}
+    return {*STATE, *engine.dense_names, *engine.new_names} | pruned | (trained - masked)
+
+
+def _frozen_names(engine: Engine, needed: set[str]) -> list[str]:
+    return [name for name, _ in engine.root.named_parameters(remove_duplicate=False) if name not in needed]

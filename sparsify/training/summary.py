@@ -1,4 +1,4 @@
-"""What a sparsified model looks like: how much is unmasked, where, and what it costs."""
+"""Summaries of a sparsified model: how much is unmasked, where, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,9 +15,12 @@ from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.selection.context import Work
 from sparsify.strategies.strategy import PRESETS, Dense, Given, Repeat, Strategy
-from sparsify.training.engine import Engine
 from sparsify.training.flat_delta import VALUES
 from sparsify.training.verification import Verification
+from sparsify.training.verification import verify as run_verification
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 TENSORS_SHOWN = 10
 FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
@@ -24,19 +28,12 @@ FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a F
 
 @dataclass(frozen=True)
 class Full:
-    """What strategy "full" trains of a model, which has no engine.
+    """Parameters of a model that strategy "full" trains, which has no engine."""
 
-    Attributes:
-        strategy: with ``Dense``.
-        names: parameters that are trained as candidates.
-        dense_names: parameters of ``modules_to_save``.
-        frozen_names: parameters that required grad before and are frozen.
-    """
-
-    strategy: Strategy
-    names: tuple[str, ...]
-    dense_names: tuple[str, ...]
-    frozen_names: tuple[str, ...]
+    strategy: Strategy  # with ``Dense``
+    names: tuple[str, ...]  # trained as candidates
+    dense_names: tuple[str, ...]  # of ``modules_to_save``
+    frozen_names: tuple[str, ...]  # required grad before and are frozen
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class Summary:
 
     Attributes:
         strategy: which entries are unmasked.
-        budget: how many entries may be, in all; under strategy "full" all candidates, which count as unmasked.
-        unmasked: how many are so far; for repeat-S, how many ever were.
+        budget: entries to unmask in all; under strategy "full" all candidates, which count as unmasked.
+        unmasked: entries unmasked so far; for repeat-S, in any step so far.
         num_candidates: entries that may be selected.
         num_parameters: entries of the whole model, dense and frozen ones included.
         num_dense: entries trained dense (``modules_to_save``), apart from the budget.
@@ -54,11 +51,11 @@ class Summary:
         steps: optimizer steps planned; ``None`` when not known.
         counts: unmasked entries by tensor name.
         sizes: entries by tensor name.
-        verification: whether the model is what it should be; ``None`` where nobody asked.
-        updates: entry updates so far, the unmasked entries summed over the steps.
+        verification: the result of ``verify=True``.
+        updates: entry updates so far, the trained entries summed over the steps.
         state_bytes: bytes that the flat delta and the index buffers add to the model.
         ranks: processes that train together.
-        sent_bytes: bytes that this rank has sent to choose the same entries as the others; averaging the gradient of
+        sent_bytes: bytes that this rank has sent to select the same entries as the others; averaging the gradient of
             the flat delta comes on top.
         last_work: entries that the last selection looked at, by the way it took; on this rank.
     """
@@ -97,7 +94,11 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{label:<18} {value}" for label, value in self._rows()]
-        return "\n".join(lines + self._tensor_lines())
+        shown, more = self._unmasked_most()
+        width = max((len(name) for name, _ in shown), default=0)
+        lines += ["unmasked most:"] if shown else []
+        lines += [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
+        return "\n".join(lines + ([f"  ... and {more:,} more tensors"] if more else []))
 
     def _repr_html_(self) -> str:
         """A small table, which a notebook shows in place of the text."""
@@ -142,19 +143,11 @@ class Summary:
         return rows
 
     def _unmasked_most(self) -> tuple[list[tuple[str, int]], int]:
-        """The tensors with most unmasked entries, each with their number, and how many more tensors have any."""
+        """The tensors with most unmasked entries and their numbers, and the number of further tensors with any."""
         if isinstance(self.strategy.selection, Dense):
             return [], 0  # all are trained whole
         ranked = sorted((-count, name) for name, count in self.counts.items() if count)
         return [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]], max(0, len(ranked) - TENSORS_SHOWN)
-
-    def _tensor_lines(self) -> list[str]:
-        shown, more = self._unmasked_most()
-        if not shown:
-            return []
-        width = max(len(name) for name, _ in shown)
-        lines = [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
-        return ["unmasked most:", *lines, *([f"  ... and {more:,} more tensors"] if more else [])]
 
 
 def tensor_sparsity(counts: Mapping[str, int]) -> float:
@@ -180,7 +173,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 
 def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summary:
-    """The summary of an engine's model; ``model`` is that, or holds it."""
+    """The summary of an engine's model; ``model`` is the same, or holds it."""
     engine.settle()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
     parameters = dict(engine.root.named_parameters())
@@ -197,7 +190,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         state_bytes=engine.values.nbytes + engine.buffers.nbytes,
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
-        verification=engine.verify(model) if verify else None,
+        verification=run_verification(engine, model) if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
         last_work=engine.work,
@@ -205,7 +198,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
 
 
 def find_full(model: nn.Module) -> tuple[nn.Module, Full] | None:
-    """The module that strategy "full" trains, also within wrappers, and what of it; ``None`` for any other model."""
+    """The module that strategy "full" trains, also within wrappers, and its ``Full``; ``None`` for any other model."""
     if find_engine(model) is not None:
         return None
     return next(((module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)), None)
@@ -215,11 +208,12 @@ def summarize_full(root: nn.Module, full: Full) -> Summary:
     """The summary of a model that strategy "full" trains."""
     parameters = dict(root.named_parameters())
     sizes = {name: parameters[name].numel() for name in full.names if name in parameters}
+    trained = sum(sizes.values())
     return Summary(
         strategy=full.strategy,
-        budget=sum(sizes.values()),
-        unmasked=sum(sizes.values()),
-        num_candidates=sum(sizes.values()),
+        budget=trained,
+        unmasked=trained,
+        num_candidates=trained,
         num_parameters=num_parameters(root),
         num_dense=sum(parameters[name].numel() for name in full.dense_names if name in parameters),
         step=0,
@@ -232,9 +226,8 @@ def summarize_full(root: nn.Module, full: Full) -> Summary:
 
 
 def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
-    """Entries of the model, the flat delta apart; or only what an optimizer trains, the flat delta included."""
+    """Entries of the model without the flat delta; or only the trainable ones, the flat delta included."""
     if trainable:
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    sizes = true_sizes(model)  # PEFT's attention makes a parameter anew each time that it is asked for it
-    named = [(name.rpartition(".")[2], parameter) for name, parameter in model.named_parameters()]
-    return sum(sizes.get(parameter, parameter.numel()) for name, parameter in named if name != VALUES)
+    sizes = true_sizes(model)
+    return sum(sizes[parameter] for name, parameter in model.named_parameters() if name.rsplit(".", 1)[-1] != VALUES)

@@ -1,4 +1,4 @@
-"""Proof that training touched nothing but what it should have: digests of the base at ``sparsify()``, and now.
+"""Proof that training changed no frozen entry: digests of the base at ``sparsify()``, and now.
 
 A digest is taken of a tensor with its pretrained values back at the unmasked entries, so that it is the same before and
 after training if, and only if, the frozen entries and the kept base values are.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,44 +17,36 @@ from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
-from sparsify.training.export import Engine as Exportable
-from sparsify.training.export import Unheld, find_unheld
+from sparsify.training.export import Unheld, find_unheld, prepare
 from sparsify.training.flat_delta import VALUES
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found.
+    """The result of a verification."""
 
-    Attributes:
-        num_frozen: entries that should not have changed.
-        changed: tensors in which some of them did.
-        recast: tensors that are in another dtype than at ``sparsify()``, so that nothing can be said of them.
-        unmasked: number of unmasked entries.
-        expected: number that the schedule says; for repeat-S the number of slots in use.
-        unheld: what trains, or did, and is in no delta.
-        passes_without_step: backward passes that ran though no optimizer step has ever been counted.
-    """
-
-    num_frozen: int
-    changed: tuple[str, ...]
-    recast: tuple[str, ...]
-    unmasked: int
-    expected: int
+    num_frozen: int  # entries that should not have changed
+    changed: tuple[str, ...]  # tensors in which some of them did
+    recast: tuple[str, ...]  # tensors in another dtype than at ``sparsify()``, which cannot be compared
+    unmasked: int  # entries
+    expected: int  # entries by the schedule; for repeat-S the number of slots in use
     unheld: Unheld
-    passes_without_step: int = 0
+    passes_without_step: int = 0  # backward passes, where no optimizer step has ever been counted
 
     @property
     def ok(self) -> bool:
-        """Whether frozen entries are bit-equal to the base, the counts are the plan's, and a delta holds all else."""
+        """Whether frozen entries are unchanged, counts are as planned, and a delta holds all that trains."""
         counts = self.unmasked == self.expected and not self.passes_without_step
         return counts and not (self.changed or self.recast or str(self.unheld))
 
     def __str__(self) -> str:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
         problems = [
-            f"{len(names)} tensors {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for names, what in found
+            f"{len(names)} tensors {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for names, problem in found
             if names
         ]
         if self.unmasked != self.expected:
@@ -68,53 +60,39 @@ class Verification:
                 "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
                 "steps)"
             )
-        if str(self.unheld):
-            problems.append(str(self.unheld))
+        problems += [str(self.unheld)] if str(self.unheld) else []
         return "; ".join(problems) or (
             f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
         )
 
 
-class Engine(Exportable, Protocol):
-    """What is verified: what can be exported, and knows how far it should be."""
-
-    extended_at: int
-
-    @property
-    def selected(self) -> bool:
-        """Whether the step in progress has had its selection."""
-
-    @property
-    def passes(self) -> int:
-        """Backward passes since the last optimizer step."""
-
-
 def digest_base(
-    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str]
+    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str], *, masked: bool = True
 ) -> dict[str, tuple[torch.dtype, str]]:
     """Dtype and digest of every parameter that has a base and ordinary memory, by name.
 
     Args:
         model: before training, or after.
-        tensors: those masked.
+        tensors: its masked tensors.
         dense_names: parameters without a base.
+        masked: whether the tensors have entries, which is not so before the model is changed.
     """
-    masked = {tensor.name: tensor for tensor in tensors}
-    left_out = {*dense_names, VALUES}
+    by_name, left_out = {tensor.name: tensor for tensor in tensors}, {*dense_names, VALUES}
     digests = {}
     for name, parameter in model.named_parameters():
-        tensor = masked.get(name)
+        tensor = by_name.get(name)
         if tensor is not None and tensor.parameter is not parameter:
-            tensor = None  # replaced since, and the entries are another parameter's
+            tensor = None  # the parameter was replaced
         if tensor is not None and tensor.packed:
-            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor)))
+            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor if masked else None)))
         elif name not in left_out and not parameter.is_meta and type(values := full_values(parameter)) is Tensor:
-            digests[name] = (parameter.dtype, digest(_base(values, tensor)))
+            digests[name] = (parameter.dtype, digest(_base(values, tensor if masked else None)))
     return digests
 
 
 def verify(engine: Engine, model: nn.Module) -> Verification:
     """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
+    prepare(engine, "summary(verify=True)")
     now = digest_base(engine.root, engine.tensors, engine.dense_names)
     parameters = dict(engine.root.named_parameters())
     before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
@@ -123,7 +101,7 @@ def verify(engine: Engine, model: nn.Module) -> Verification:
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
     entries = sum(sizes[name] for name in before)
-    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
+    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.backward.passes
     unheld = find_unheld(engine, model)
     return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
 
@@ -135,13 +113,13 @@ def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
 
 
 def _expected(engine: Engine) -> int:
-    """Number of entries that are to be unmasked by now."""
+    """Number of entries that should be unmasked by now."""
     if isinstance(engine.strategy.selection, Repeat):
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
         return engine.budget
-    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
+    begun = engine.step + (1 if engine.backward.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
         return 0
     target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
-    return max(target, engine.extended_at)  # with more steps the schedule may have to catch up with what there was
+    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count

@@ -1,21 +1,22 @@
-"""The effective values: base + delta in the weights, before anybody may read them.
+"""The effective values: base + delta in the weights, before anything reads them.
 
 after a step, or a load            :meth:`~EffectiveWeights.write`: O(budget)
-before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, should the flat delta have been written to
-                                   behind the optimizer's back
+before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case the flat delta was written to by anything
+                                   but an optimizer step
 ``with base_weights(model)``       the pretrained values, for a while
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.devices import runs_ahead
+from sparsify.common.devices import runs_ahead, upload
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks
 from sparsify.common.shards import is_fully_sharded, is_shard, reshard
@@ -23,7 +24,8 @@ from sparsify.errors import SparsifyError
 from sparsify.kernels.scatter import scatter
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.training.sharding import check_root
+from sparsify.training.flat_delta import flat_delta
+from sparsify.training.sharding import check_root, read_base
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,19 +34,6 @@ OFFLOADED = (
     "and dispatch_model() do, and its trained values would be lost. Take that back "
     "(accelerate.hooks.remove_hook_from_submodules(model)); offload before sparsify(), and only what is not trained."
 )
-
-
-class Engine(Protocol):
-    """What has a flat delta."""
-
-    root: nn.Module
-    tensors: list[MaskedTensor]
-    buffers: IndexBuffers
-    ranks: Ranks
-
-    @property
-    def values(self) -> Tensor:
-        """(capacity,) the flat delta."""
 
 
 class BaseWeights(AbstractContextManager[Model]):
@@ -97,42 +86,28 @@ class EffectiveWeights:
     """The weights of a sparsified model at its unmasked entries.
 
     Args:
-        engine: of the model.
+        root: the model.
+        tensors: its masked tensors, by ascending number and offset.
+        buffers: their unmasked entries.
+        ranks: the other ranks.
 
     Attributes:
         are_base: whether they are the pretrained ones for now.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, root: nn.Module, tensors: Sequence[MaskedTensor], buffers: IndexBuffers, ranks: Ranks) -> None:
+        self._root, self._tensors, self._buffers, self._ranks = root, tensors, buffers, ranks
         self.are_base = False
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
+
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 has them."""
-        return is_fully_sharded(self._engine.root)
-
-    @torch.no_grad()
-    def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
-        """Writes base + delta into the weights, those of some tensors excepted."""
-        engine = self._engine
-        check_root(engine)
-        self.reshard()
-        self._written = None  # should this be cut off, it is done again
-        values, base = engine.values.detach(), engine.buffers.all_base
-        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[engine.buffers.all_slots]
-        # an optimizer step that is compiled traces this, and an address means nothing to a graph
-        traced = torch.compiler.is_dynamo_compiling()
-        if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in engine.tensors):
-            weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in engine.tensors), strict=True)
-            scatter(weights, counts, engine.buffers.all_indices, effective)
-        else:
-            for tensor, own in zip(engine.tensors, engine.buffers.split(effective), strict=True):
-                if own.numel() and tensor not in but:
-                    tensor.write(own)
-        self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
+        """Whether FSDP2 has sharded them."""
+        return is_fully_sharded(self._root)
 
     @property
     def are_in_step(self) -> bool:
@@ -140,26 +115,75 @@ class EffectiveWeights:
 
         The values themselves are compared: a version counter misses writes through ``.data``.
         """
-        written, values = self._written, self._engine.values.detach()
+        written, values = self._written, flat_delta(self._root).detach()
         return (
             written is not None
             and (written.device, written.dtype) == (values.device, values.dtype)
-            and (self._written_dtype == self._engine.tensors[0].dtype or self.sharded)
+            and (self._written_dtype == self._tensors[0].dtype or self.sharded)
             and torch.equal(written, values)
         )
 
-    def mark_stale(self) -> None:
-        """Has them written before they are used next, whether the flat delta changes or not."""
-        self._written = None
+    @torch.no_grad()
+    def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
+        """Writes base + delta into the weights, except into those of some tensors."""
+        check_root(self._root, self._tensors)
+        self.reshard()
+        self._written = None  # an interrupted write is repeated
+        values, base = flat_delta(self._root).detach(), self._buffers.all_base
+        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self._buffers.all_slots]
+        # an optimizer step that is compiled traces this, and an address means nothing to a graph
+        traced = torch.compiler.is_dynamo_compiling()
+        if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in self._tensors):
+            weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in self._tensors), strict=True)
+            scatter(weights, counts, self._buffers.all_indices, effective)
+        else:
+            for tensor, own in zip(self._tensors, self._buffers.split(effective), strict=True):
+                if own.numel() and tensor not in but:
+                    tensor.write(own)
+        self._written, self._written_dtype = values.clone(), self._tensors[0].dtype
 
     def refresh(self) -> None:
         """Writes the weights if they are not in step with the flat delta."""
         if not self.are_base and not self.are_in_step:
             self.write()
 
+    def mark_stale(self) -> None:
+        """Has them written before they are used next, whether the flat delta changes or not."""
+        self._written = None
+
+    def append(self, ids: Tensor, slots: Tensor) -> None:
+        """Adds entries (n,), given by global id, to the index buffers; the current weights there are their base.
+
+        Args:
+            ids: (n,) int64, in any order.
+            slots: (n,) int64: where in the flat delta each has its number.
+        """
+        values = flat_delta(self._root).detach()
+        ids, order = ids.sort()
+        slots = slots[order]
+        ends = upload([tensor.offset + tensor.numel for tensor in self._tensors], ids.device)
+        sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
+        indices = [own - tensor.offset for tensor, own in zip(self._tensors, ids.split(sizes), strict=True)]
+        if self.sharded:
+            first = int(slots.min()) if slots.numel() else 0
+            self._buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
+            read = partial(read_base, self._root, self._tensors, self._buffers, self._ranks, first)
+            torch.autograd.Variable._execution_engine.queue_callback(read)
+            return
+        base = [
+            tensor.take(own.to(tensor.parameter.device)).to(values)
+            for tensor, own in zip(self._tensors, indices, strict=True)
+            if own.numel()
+        ]
+        self._buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
+
     def freeze(self) -> None:
-        """They require no grad, though PEFT sets it back as it switches adapters, and are at hand."""
-        for tensor in self._engine.tensors:
+        """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters.
+
+        Raises:
+            SparsifyError: when a weight was offloaded.
+        """
+        for tensor in self._tensors:
             parameter = tensor.parameter
             if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
@@ -167,44 +191,41 @@ class EffectiveWeights:
                 parameter.requires_grad_(False)
 
     def write_base(self) -> None:
-        """Puts the pretrained values into the weights."""
+        """Writes the pretrained values into the weights."""
         self.reshard()
-        for tensor in self._engine.tensors:
+        for tensor in self._tensors:
             if tensor.count:
                 tensor.write_base()
 
     def make_base(self) -> list[Tensor]:
-        """From now on they are the pretrained ones; no graph that was built before is disturbed.
+        """Makes them the pretrained ones; no graph that was built before is disturbed.
 
         Returns:
             The trained values of each tensor, for :meth:`make_trained`.
         """
         self.refresh()
         self.reshard()
-        trained = [tensor.own_effective for tensor in self._engine.tensors]
+        trained = [tensor.own_effective for tensor in self._tensors]
         self.are_base = True
         self.write_base()
         return trained
 
     def make_trained(self, trained: list[Tensor]) -> None:
-        """They are the trained ones again."""
+        """Makes them the trained ones again."""
         self.reshard()
-        for tensor, values in zip(self._engine.tensors, trained, strict=True):
+        for tensor, values in zip(self._tensors, trained, strict=True):
             tensor.write_unseen(values)
         self.are_base = False
 
     def reshard(self) -> None:
-        """Sharded ones are in their shards, where they may be read and written."""
+        """Returns gathered weights to their shards, where they may be read and written."""
         if self.sharded:
-            reshard(self._engine.root)
+            reshard(self._root)
 
     def check_trained(self, call: str) -> None:
         """Raises where they are the pretrained ones for now, and ``call`` needs the trained ones."""
         if self.are_base:
             raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
 
 
 def _can_scatter(tensor: MaskedTensor, device: torch.device) -> bool:

@@ -22,7 +22,7 @@ MAIN = [
     "training/test_new_parameters.py", "delta/test_hub.py", "masked/test_index_buffers.py", "test_loading.py",
     "behaviour/test_loops.py", "masked/test_embedding.py", "masked/test_linear.py", "delta/test_merge.py",
     "common/test_names.py", "delta/test_patches.py", "delta/test_peft_files.py", "behaviour/test_peft_saving.py",
-    "training/test_summary.py", "training/test_trained_state.py", "delta/test_switch.py",
+    "training/test_summary.py", "training/test_state.py", "delta/test_switch.py",
     "strategies/test_targets.py", "integrations/test_trainer.py", "integrations/test_trainer_checkpoints.py",
     "training/test_verification.py",
 ]  # fmt: skip

@@ -84,6 +84,20 @@ def train(model, batches, lr=0.01, optimizer=None):
     return model
 
 
+def run_steps(model, batches, optimizer=None):
+    """A step, of AdamW by default, for each batch; the losses and the optimizer."""
+    if optimizer is None:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
 def _tokens():
     return {"input_ids": torch.randint(3, VOCABULARY, (4, 10)), "attention_mask": torch.ones(4, 10, dtype=torch.long)}
 

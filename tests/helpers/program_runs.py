@@ -29,8 +29,8 @@ from sparsify import (
 )
 
 SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
-# entries from which on a tensor is not small, a product is screened, a top-k is cut, a scan begins another block; and
-# the costs of looking at parts of a product
+# entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
+# what it costs to look at parts of a product
 TINY = {
     "sparsify.selection.small_tensors.LARGEST": 10,
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
@@ -38,12 +38,12 @@ TINY = {
     "sparsify.selection.topk.BLOCK_ENTRIES": 24,
     "sparsify.kernels.threshold.BLOCK_ENTRIES": 24,
     "sparsify.selection.screening.costs_of": lambda *_: FREE,
-    "sparsify.masked.gradients.costs_of": lambda *_: FREE,
+    "sparsify.masked.product.costs_of": lambda *_: FREE,
 }
 
 
 class InterruptedPassError(Exception):
-    """Raised by a program in the middle of a forward or backward pass."""
+    """What a program throws in the middle of a forward or backward pass."""
 
 
 class Run:
@@ -76,7 +76,7 @@ class Run:
     # -------------------------------------------------------------------------------- actions
 
     def sparsify(self):
-        """Sparsifies the model, as each program begins."""
+        """The beginning."""
         self.sparse = self.sparsified()
         self.optimizer = OPTIMIZERS[self.program.optimizer]([self.sparse.sparse_values])
         self.compare_choice()
@@ -230,7 +230,7 @@ class Run:
         self.dense.selected = False
 
     def copy(self, how):
-        """A copy goes on, whatever happens to the original."""
+        """A copy goes on; what becomes of the original does not matter to it."""
         original = self.sparse
         self.go_on_with(copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original)))
         loss = original(*self.batches[0])
@@ -260,7 +260,7 @@ class Run:
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
         engine = get_unmasker(self.sparse)
-        active = engine.collection.policy.active  # of repeat-S: the slots that the last choice was for
+        active = engine.policy.active  # of repeat-S: the slots that the last choice was for
         if active is None and self.program.selection == "repeat":
             return self.dense.mask
         masks = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.mask).items()}
@@ -270,17 +270,17 @@ class Run:
         return torch.cat([mask.reshape(-1) for mask in masks.values()])
 
     def flat(self, per_slot):
-        """Spreads numbers by slot (capacity,) over the entries (N,)."""
+        """(N,) what the library has in a flat vector (capacity,)."""
         parts = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.delta.detach()).items()}
         for tensor in get_unmasker(self.sparse).tensors:
             parts[tensor.name].view(-1)[tensor.indices] = per_slot[tensor.slots]
         return torch.cat([part.reshape(-1) for part in parts.values()])
 
     def snapshot(self):
-        """The whole state of the library's side."""
+        """All that the library's side is."""
         engine, grad = get_unmasker(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
-        state["selected"] = torch.tensor(engine.selected)
+        state["selected"] = torch.tensor(engine.backward.selected)
         return state if grad is None else {**state, "gradient": grad.nan_to_num(nan=7.0)}
 
     def compare(self, what, sparse, dense, share=None):
@@ -318,7 +318,7 @@ class Run:
         self.compare_frozen()
 
     def compare_frozen(self):
-        """Entries that were never trained are the base's, bit by bit."""
+        """What was never trained is the base's to the last bit."""
         dense, now = self.dense, self.sparse.get_parameter
         weights = torch.cat([now(name).detach().reshape(-1) for name in dense.names])
         assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"

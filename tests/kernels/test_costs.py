@@ -9,7 +9,7 @@ from sparsify.kernels import costs
 from sparsify.kernels.costs import Costs, costs_of
 from sparsify.kernels.norm_bound import Limits
 from sparsify.masked import gradients as products
-from sparsify.masked.gradients import DenseGradient, Product
+from sparsify.masked.gradients import Product
 
 SOME = Costs(dense=1.0, norms=0.5, tile=0.002, base=0.2, entry=0.001)
 

@@ -347,10 +347,10 @@ def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node
     casting = Own(lambda module, x: module.layer(x.to(module.layer.weight.dtype)))  # as T5's feed-forward block
     casting.layer = nn.Linear(DIM, DIM)
     model = sparsify_fully(nn.Sequential(casting))
-    collection, whole = get_unmasker(model).collection, []
-    original = collection.collect
+    collector, whole = get_unmasker(model).backward, []
+    original = collector.collect
     monkeypatch.setattr(
-        collection, "collect", lambda *args, **options: (whole.append(options), original(*args, **options))
+        collector, "collect", lambda *args, **options: (whole.append(options), original(*args, **options))
     )
     model(torch.randn(3, DIM)).sum().backward()
     assert whole == [{"whole": True}] * 2

@@ -64,15 +64,6 @@ def test_a_graph_that_was_asked_before_and_a_newer_one_choose_by_the_sum_of_thei
     torch.testing.assert_close(asked.sparse_values.grad, fresh.sparse_values.grad)
 
 
-def test_a_copy_of_the_model_begins_the_step_anew():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS)
-    backward(model, batches[:1])
-    other = copy.deepcopy(model)
-    backward(other, batches[1:2])
-    assert get_unmasker(other).unmasked == get_unmasker(model).unmasked
-
-
 # ------------------------------------------------------------------------------------ optimizers with several passes
 
 

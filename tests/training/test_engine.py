@@ -1,22 +1,18 @@
-"""What went wrong in other implementations, or nearly in this one: each test is named after it."""
+"""Training with the engine: failures of other implementations, each a test named after it."""
 
 import copy
 import gc
-import io
 import pickle
 import warnings
 
 import pytest
 import torch
-from models import MLP, build, loss_of
-from oracle import DenseOracle, unmasked_sets
+from models import MLP, build, loss_of, run_steps
+from oracle import unmasked_sets
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.utils.checkpoint import checkpoint
 
 from sparsify import (
-    MaskedEmbedding,
-    MaskedLinear,
     SparseDelta,
     SparsifyError,
     base_weights,
@@ -30,15 +26,7 @@ BUDGET, STEPS = 40, 8
 
 
 def train(model, batches, optimizer=None, steps=STEPS):
-    optimizer = optimizer or torch.optim.AdamW([model.sparse_values], lr=1e-2, weight_decay=0.0)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, batches[step % len(batches)])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return run_steps(model, batches[:steps], optimizer or torch.optim.AdamW([model.sparse_values], 1e-2))[0]
 
 
 def plain_weights(model):
@@ -103,20 +91,14 @@ def test_ties_at_the_cut_keep_the_budget_exact():
     assert sorted(model.indices.tolist()) == list(range(10))
 
 
-def test_a_budget_smaller_than_the_number_of_steps_is_met():
+def test_a_budget_below_the_number_of_steps_is_met_and_not_exceeded_afterwards():
     model, batches = build("mlp")
     sparsify(model, 3, steps=STEPS)
-    train(model, batches)
-    assert summary(model).unmasked == 3
-
-
-def test_steps_beyond_the_plan_unmask_nothing_more(mlp):
-    model, batches = mlp
     train(model, batches)
     at_the_end = unmasked_sets(model)
     train(model, batches, steps=5)
     assert unmasked_sets(model) == at_the_end
-    assert summary(model).step == STEPS + 5
+    assert (summary(model).unmasked, summary(model).step) == (3, STEPS + 5)
 
 
 def test_places_that_found_no_gradient_are_caught_up():
@@ -133,140 +115,27 @@ def test_places_that_found_no_gradient_are_caught_up():
     assert counts == [4, 10, 15, 20]
 
 
-# -------------------------------------------------------------------------------- the graph
+# -------------------------------------------------------------------------------- the graph (and test_programs.py)
 
 
-def test_a_validation_pass_before_training_changes_nothing(mlp):
-    model, batches = mlp
-    twin = copy.deepcopy(model)
+def validate(model, batches):
     with torch.no_grad():
         loss_of(model, batches[3])
-    loss_of(model, batches[4])  # with a graph that never sees a backward
-    assert train(model, batches) == train(twin, batches)
-    assert unmasked_sets(model) == unmasked_sets(twin)
+    loss_of(model, batches[4])  # with a graph that never runs backward
 
 
-def test_outputs_that_are_kept_alive_change_nothing(mlp):
+def keep_outputs(model, batches):
+    return [loss_of(model, batch) for batch in batches[:3]]
+
+
+@pytest.mark.parametrize("before", [validate, keep_outputs])
+def test_forward_passes_before_training_change_nothing(mlp, before):
     model, batches = mlp
     twin = copy.deepcopy(model)
-    kept = [loss_of(model, batch) for batch in batches[:3]]
-    assert train(model, batches) == train(twin, batches)
-    assert len(kept) == 3
-
-
-def test_two_forwards_then_one_backward_is_the_oracle():
-    dense, batches = build("t5", dtype=torch.float64)
-    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=3)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, 3)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
-    for step in range(3):
-        oracle.step(loss_of(dense, batches[step]) + 2 * loss_of(dense, batches[step + 1]))
-        optimizer.zero_grad()
-        (loss_of(sparse, batches[step]) + 2 * loss_of(sparse, batches[step + 1])).backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
-
-
-def test_two_forwards_then_two_backwards_add_up():
-    dense, batches = build("bert", dtype=torch.float64)
-    sparse = sparsify(copy.deepcopy(dense), BUDGET, "pafi")
-    losses = [loss_of(sparse, batch) for batch in batches[:2]]
-    for loss in losses:
-        loss.backward()
-    together = sparse.sparse_values.grad.clone()
-    sparse.zero_grad()
-    sum(loss_of(sparse, batch) for batch in batches[:2]).backward()
-    torch.testing.assert_close(together, sparse.sparse_values.grad)
-    assert together.count_nonzero() > 0
-
-
-def test_the_second_backward_of_a_step_unmasks_nothing(mlp):
-    model, batches = mlp
-    losses = [loss_of(model, batch) for batch in batches[:2]]
-    losses[0].backward()
-    after_first = unmasked_sets(model)
-    losses[1].backward()
-    assert unmasked_sets(model) == after_first
-    assert summary(model).unmasked == BUDGET // STEPS
-
-
-class BiEncoder(nn.Module):
-    """One tower, used for both sides of a pair."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(30, 8)
-        self.tower = nn.Linear(8, 6)
-
-    def forward(self, left, right):
-        left, right = (torch.tanh(self.tower(self.embedding(ids).mean(1))) for ids in (left, right))
-        return ((left - right) ** 2).sum()
-
-
-def test_a_weight_used_twice_in_one_forward_gets_both_gradients():
-    torch.manual_seed(0)
-    dense = BiEncoder().double()
-    sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=4)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, 4)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
-    for _ in range(4):
-        pair = torch.randint(30, (2, 5, 3))
-        oracle.step(dense(*pair))
-        optimizer.zero_grad()
-        sparse(*pair).backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
-        for name, weight in dense.named_parameters():
-            torch.testing.assert_close(sparse.get_parameter(name), weight)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_non_reentrant_checkpointing_changes_nothing(name):
-    model, batches = build(name, dtype=torch.float64)
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
-        sparsify(each, BUDGET, steps=STEPS)
-    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert train(model, batches) == pytest.approx(train(twin, batches), rel=1e-12)
-    assert unmasked_sets(model) == unmasked_sets(twin)
-
-
-def test_reentrant_checkpointing_is_refused_by_name(mlp):
-    model, _ = mlp
-    x = torch.randn(2, 6, requires_grad=True)
-    output = checkpoint(model.first, x, use_reentrant=True)
-    with pytest.raises(SparsifyError, match=r"`first\.(weight|bias)` was recomputed.*use_reentrant"):
-        output.sum().backward()
-
-
-def test_a_kept_graph_and_a_newer_one_in_one_backward_add_up():
-    model, batches = build("bert", dtype=torch.float64)
-    sparsify(model, BUDGET, "pafi")
-    kept = loss_of(model, batches[0])
-    kept.backward(retain_graph=True)
-    once = model.sparse_values.grad.clone()
-    model.zero_grad()
-    newer = loss_of(model, batches[1])
-    (kept + newer).backward()
-    both = model.sparse_values.grad.clone()
-    model.zero_grad()
-    loss_of(model, batches[1]).backward()
-    torch.testing.assert_close(both, once + model.sparse_values.grad)
-
-
-def test_a_backward_that_failed_leaves_nothing_behind(mlp):
-    model, batches = mlp
-    twin = copy.deepcopy(model)
-
-    def fail(grad):
-        raise RuntimeError("interrupted")
-
-    hidden = model.norm(torch.tanh(model.first(batches[0]["x"])))
-    hidden.register_hook(fail)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        model.head(model.second(hidden)).sum().backward()
+    kept = before(model, batches)
     assert train(model, batches) == train(twin, batches)
     assert unmasked_sets(model) == unmasked_sets(twin)
+    del kept
 
 
 # -------------------------------------------------------------------------------- the root
@@ -279,46 +148,18 @@ def test_a_sequential_root_stays_a_sequence():
     assert model.sparse_values.grad.count_nonzero() == 10
 
 
-def test_a_root_that_is_a_linear_is_swapped_itself():
-    model = nn.Linear(4, 4)
-    assert sparsify(model, 5, steps=1) is model
-    assert isinstance(model, MaskedLinear)
-    model(torch.randn(3, 4)).square().sum().backward()
-    assert model.indices.numel() + get_unmasker(model).tensors[1].count == 5
-    assert type(desparsify(model)) is nn.Linear
-
-
-def test_a_tied_head_is_one_tensor():
-    model, batches = build("gpt2")
-    sparsify(model, BUDGET, steps=STEPS)
-    assert isinstance(model.transformer.wte, MaskedEmbedding)
-    assert isinstance(model.lm_head, MaskedLinear)
-    train(model, batches)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert torch.equal(model.lm_head.indices, model.transformer.wte.indices)
-
-
 # -------------------------------------------------------------------------------- copies and casts
 
 
-def test_a_deep_copy_trains_on_by_itself(mlp):
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_trains_on_by_itself(mlp, clone):
     model, batches = mlp
     train(model, batches, steps=3)
-    twin = copy.deepcopy(model)
-    before = plain_weights(model)
+    twin, before = clone(model), plain_weights(model)
     losses = train(twin, batches, steps=3)
     assert_weights_follow_the_delta(twin)
     assert all(torch.equal(value, before[name]) for name, value in plain_weights(model).items())
     assert train(model, batches, steps=3) == losses
-    assert unmasked_sets(twin) == unmasked_sets(model)
-
-
-def test_a_pickle_trains_on_by_itself(mlp):
-    model, batches = mlp
-    train(model, batches, steps=3)
-    twin = pickle.loads(pickle.dumps(model))
-    assert train(twin, batches, steps=3) == train(model, batches, steps=3)
-    assert_weights_follow_the_delta(twin)
     assert unmasked_sets(twin) == unmasked_sets(model)
 
 
@@ -370,13 +211,13 @@ def test_a_gpu_unmasks_what_the_cpu_does():
 # -------------------------------------------------------------------------------- mixed precision
 
 
-def test_an_overflow_unmasks_nothing_and_the_scaler_skips_the_step(mlp):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, lambda parameters: torch.optim.AdamW(parameters, fused=True)])
+def test_an_overflow_unmasks_nothing_and_the_scaler_skips_the_step(mlp, optimizer):
     model, batches = mlp
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    optimizer, scaler = optimizer([model.sparse_values]), torch.amp.GradScaler("cpu", init_scale=2.0**127)
     scaler.scale(1e3 * loss_of(model, batches[0])).backward()
     assert not model.sparse_values.grad.isfinite().any()
-    scaler.step(optimizer)
+    scaler.step(optimizer)  # a fused optimizer is called, and told to leave the parameters alone
     scaler.update()
     assert scaler.get_scale() < 2.0**127
     assert (summary(model).unmasked, summary(model).step) == (0, 0)
@@ -388,38 +229,15 @@ def test_an_overflow_unmasks_nothing_and_the_scaler_skips_the_step(mlp):
     assert (summary(model).unmasked, summary(model).step) == (BUDGET // STEPS, 1)
 
 
-def test_a_fused_optimizer_that_the_scaler_told_to_skip_counts_no_step(mlp):
-    model, batches = mlp
-    optimizer = torch.optim.AdamW([model.sparse_values], fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    scaler.scale(1e3 * loss_of(model, batches[0])).backward()
-    scaler.step(optimizer)
-    assert (summary(model).unmasked, summary(model).step) == (0, 0)
-
-
-def test_autocast_in_bfloat16_computes_what_the_plain_model_does():
-    model, batches = build("bert")
-    sparse = sparsify(copy.deepcopy(model), BUDGET, steps=STEPS)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(loss_of(sparse, batches[0]), loss_of(model, batches[0]))
-    optimizer = torch.optim.AdamW([sparse.sparse_values], lr=1e-2)
-    for batch in batches[:4]:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(sparse, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert sparse.sparse_values.count_nonzero() == BUDGET // 2
-    assert_weights_follow_the_delta(sparse)
-
-
-def test_autocast_unmasks_what_the_dense_gradients_of_autocast_say():
+def test_autocast_computes_and_unmasks_what_the_plain_model_says():
     model, batches = build("mlp")
     sparse = sparsify(copy.deepcopy(model), BUDGET, steps=1)
+    losses = []
     for each in (model, sparse):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(each, batches[0])
-        loss.backward()
+            losses.append(loss_of(each, batches[0]))
+        losses[-1].backward()
+    assert torch.equal(*losses)
     scores = {name: p.grad.abs() / (p.detach().abs() + 1) ** 2 for name, p in model.named_parameters()}
     threshold = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
     for name, indices in unmasked_sets(sparse).items():
@@ -446,28 +264,10 @@ def test_deterministic_algorithms_are_enough(tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
-def test_gradients_that_are_zeroed_in_place_work_too(mlp):
+def test_a_step_without_a_gradient_and_one_of_another_model_are_no_steps(mlp):
     model, batches = mlp
-    twin = copy.deepcopy(model)
-    losses = train(twin, batches)
-    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2, weight_decay=0.0)
-    for step, expected in enumerate(losses):
-        optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model, batches[step])
-        assert loss.item() == expected
-        loss.backward()
-        optimizer.step()
-    assert unmasked_sets(model) == unmasked_sets(twin)
-
-
-def test_a_step_without_a_gradient_is_no_step(mlp):
-    model, _ = mlp
     torch.optim.AdamW([model.sparse_values]).step()
     assert summary(model).step == 0
-
-
-def test_the_step_of_another_models_optimizer_is_no_step(mlp):
-    model, batches = mlp
     other, _ = build("mlp", seed=1)
     loss_of(model, batches[0]).backward()
     loss_of(other, batches[0]).backward()
@@ -475,81 +275,30 @@ def test_the_step_of_another_models_optimizer_is_no_step(mlp):
     assert summary(model).step == 0
 
 
-def test_writes_through_data_are_seen_by_the_next_forward(mlp):
-    model, batches = mlp
-    train(model, batches, steps=4)
-    before = loss_of(model, batches[0]).item()
-    model.sparse_values.data.mul_(100.0)  # moves no version counter
-    assert loss_of(model, batches[0]).item() != before
-    assert_weights_follow_the_delta(model)
+WRITES = {"scale": lambda v: v.mul_(100.0), "signs": lambda v: v.neg_(), "order": lambda v: v.copy_(v.flip(0))}
+READS = {
+    "forward": loss_of,
+    "state dict": lambda m, _: m.state_dict(),
+    "refresh": lambda m, _: get_unmasker(m).refresh(),
+}
 
 
-@pytest.mark.parametrize("write", [lambda v: v.neg_(), lambda v: v.copy_(v.flip(0))], ids=["signs", "order"])
-def test_writes_that_keep_every_sum_are_seen_too(mlp, write):
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_through_data_are_seen(mlp, write, read):
     model, batches = mlp
     train(model, batches)
-    write(model.sparse_values.data)
-    loss_of(model, batches[0])
+    before = plain_weights(model)
+    WRITES[write](model.sparse_values.data)  # moves no version counter; the last two keep every sum
+    READS[read](model, batches[0])
     assert_weights_follow_the_delta(model)
-
-
-def test_writes_through_data_are_seen_by_the_next_state_dict_and_refresh(mlp):
-    model, batches = mlp
-    train(model, batches, steps=4)
-    model.sparse_values.data.mul_(3.0)
-    model.state_dict()
-    assert_weights_follow_the_delta(model)
-    model.sparse_values.data.mul_(3.0)
-    get_unmasker(model).refresh()
-    assert_weights_follow_the_delta(model)
+    assert any(not torch.equal(value, before[name]) for name, value in plain_weights(model).items())
 
 
 # -------------------------------------------------------------------------------- state
 
 
-def test_a_state_dict_resumes_exactly():
-    model, batches = build("bert")
-    pretrained = copy.deepcopy(model)
-    sparsify(model, BUDGET, steps=STEPS)
-    optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
-    train(model, batches, optimizer, steps=4)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    stored = torch.load(file, weights_only=True)
-    resumed = sparsify(pretrained, BUDGET, steps=STEPS)
-    resumed.load_state_dict(stored["model"])
-    resumed_optimizer = torch.optim.AdamW([resumed.sparse_values], lr=1e-2)
-    resumed_optimizer.load_state_dict(stored["optimizer"])
-    assert summary(resumed).step == 4
-    assert train(resumed, batches[4:], resumed_optimizer, 4) == train(model, batches[4:], optimizer, 4)
-    assert unmasked_sets(resumed) == unmasked_sets(model)
-    assert summary(resumed).updates == summary(model).updates
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_loaded_state_dict_is_what_the_next_forward_runs(mlp, assign):
-    model, batches = mlp
-    fresh = copy.deepcopy(model)
-    train(model, batches)
-    fresh.load_state_dict(model.state_dict(), assign=assign)
-    assert loss_of(fresh, batches[0]).item() == loss_of(model, batches[0]).item()
-    assert unmasked_sets(fresh) == unmasked_sets(model)
-    if not assign:  # with assign the two share their tensors, as in plain torch
-        train(fresh, batches, steps=2)
-        assert_weights_follow_the_delta(fresh)
-
-
-def test_the_flat_delta_alone_can_be_loaded(mlp):
-    model, batches = mlp
-    train(model, batches)
-    model.load_state_dict({"sparse_values": torch.zeros(BUDGET)}, strict=False)
-    with base_weights(model):
-        base = loss_of(model, batches[0]).item()
-    assert loss_of(model, batches[0]).item() == base
-
-
-def test_a_merged_checkpoint_loaded_into_a_sparsified_model_is_what_runs(mlp):
+def test_the_flat_delta_or_merged_weights_alone_can_be_loaded(mlp):
     model, batches = mlp
     train(model, batches, steps=4)
     best, best_loss = plain_weights(model), loss_of(model, batches[0]).item()
@@ -559,52 +308,10 @@ def test_a_merged_checkpoint_loaded_into_a_sparsified_model_is_what_runs(mlp):
     assert loss_of(model, batches[0]).item() == best_loss
     train(model, batches, steps=1)
     assert_weights_follow_the_delta(model)
-
-
-def damaged(state, **changes):
-    return {**state, **{f"sparse_{name}": change(state[f"sparse_{name}"].clone()) for name, change in changes.items()}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slots": lambda slots: slots[:-1]}, "the index buffers do not agree"),
-        ({"counts": lambda counts: counts + 1}, "the index buffers do not agree"),
-        ({"counts": lambda counts: counts - 100}, "the index buffers do not agree"),
-        ({"base": lambda base: base.view(2, -1)}, "the index buffers do not agree"),
-        ({"counts": lambda counts: counts[1:]}, r"about 7 tensors, and this model has 8 that are masked"),
-        ({"slots": lambda slots: slots + 1}, "is not every slot from 0 to 39 once"),
-        ({"slots": lambda slots: slots - 1}, "is not every slot from 0 to 39 once"),
-        ({"slots": lambda slots: slots.index_fill(0, torch.tensor([3, 30]), 3)}, "is not every slot from 0 to 39 once"),
-        ({"indices": torch.zeros_like}, "hold the same entry of a tensor twice"),
-        ({"indices": lambda indices: indices + 10_000}, "point beyond their tensors"),
-        ({"indices": lambda indices: indices - 10_000}, "point beyond their tensors"),
-    ],
-)
-def test_damaged_index_buffers_are_refused_and_nothing_is_loaded(mlp, changes, message):
-    model, batches = mlp
-    train(model, batches)
-    fresh = sparsify(MLP(), BUDGET, steps=STEPS)
-    before = copy.deepcopy(fresh.state_dict())
-    with pytest.raises(SparsifyError, match=message):
-        fresh.load_state_dict(damaged(model.state_dict(), **changes))
-    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
-
-
-def test_missing_index_buffers_are_named(mlp):
-    model, _ = mlp
-    state = model.state_dict()
-    del state["sparse_base"]
-    with pytest.raises(SparsifyError, match="index buffers are missing: sparse_base; expected all of"):
-        model.load_state_dict(state, strict=False)
-
-
-def test_a_state_dict_of_a_larger_budget_is_refused(mlp):
-    model, batches = mlp
-    train(model, batches)
-    smaller = sparsify(MLP(), BUDGET - 1, steps=STEPS)
-    with pytest.raises(SparsifyError, match="budget=40, and this model is sparsified with budget=39"):
-        smaller.load_state_dict(model.state_dict())
+    model.load_state_dict({"sparse_values": torch.zeros(BUDGET)}, strict=False)
+    with base_weights(model):
+        base = loss_of(model, batches[0]).item()
+    assert loss_of(model, batches[0]).item() == base
 
 
 def test_the_trained_state_without_the_weights_goes_onto_the_base():
@@ -620,20 +327,6 @@ def test_the_trained_state_without_the_weights_goes_onto_the_base():
     assert all(torch.equal(value, plain_weights(model)[name]) for name, value in plain_weights(other).items())
 
 
-def test_a_part_of_the_state_dict_that_is_picked_by_a_modules_name_holds_plain_weights(mlp):
-    model, batches = mlp
-    train(model, batches)
-    names = {name for name in model.state_dict() if name.startswith(("first.", "second."))}
-    assert names == {"first.weight", "first.bias", "second.weight", "second.bias"}
-
-
-def test_a_name_that_the_model_has_itself_is_refused():
-    model = MLP()
-    model.register_buffer("sparse_slots", torch.zeros(1))
-    with pytest.raises(SparsifyError, match="the MLP has a `sparse_slots` of its own"):
-        sparsify(model, BUDGET, steps=STEPS)
-
-
 # -------------------------------------------------------------------------------- the base
 
 
@@ -644,18 +337,9 @@ def test_base_weights_are_the_pretrained_ones_and_leave_no_trace():
     train(model, batches)
     trained = plain_weights(model)
     policy = loss_of(model, batches[0])
-    with base_weights(model), torch.no_grad():
-        assert torch.equal(loss_of(model, batches[0]), loss_of(pretrained, batches[0]))
+    with pytest.raises(ZeroDivisionError), base_weights(model), torch.no_grad():
+        1 / int(not torch.equal(loss_of(model, batches[0]), loss_of(pretrained, batches[0])))
     policy.backward()  # the graph of before is undisturbed
-    assert all(torch.equal(value, trained[name]) for name, value in plain_weights(model).items())
-
-
-def test_base_weights_come_back_after_an_error(mlp):
-    model, batches = mlp
-    train(model, batches)
-    trained = plain_weights(model)
-    with pytest.raises(RuntimeError, match="boom"), base_weights(model):
-        raise RuntimeError("boom")
     assert all(torch.equal(value, trained[name]) for name, value in plain_weights(model).items())
 
 
@@ -672,15 +356,6 @@ def test_base_weights_are_for_forward_passes_only(mlp):
         model.sparse_values.grad = torch.zeros(BUDGET)
         with pytest.raises(SparsifyError, match=r"optimizer\.step\(\) inside base_weights\(\)"):
             optimizer.step()
-
-
-def test_a_flag_that_is_set_back_trains_nothing_beside_the_delta():
-    model, batches = build("bert")
-    sparsify(model, BUDGET, "pafi")
-    for parameter in model.parameters():  # as PEFT does on leaving disable_adapter()
-        parameter.requires_grad_(True)
-    loss_of(model, batches[0]).backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["sparse_values"]
 
 
 def test_a_dense_weight_beside_a_masked_bias_keeps_its_gradient():

@@ -1,134 +1,203 @@
-"""What others have put on a model's modules and weights: hooks and parametrizations work, or are refused by name."""
+"""Trained states: they go onto a fresh base, without the frozen weights, and training goes on bit for bit."""
+
+import copy
+import io
 
 import pytest
 import torch
 from models import build, loss_of
-from oracle import DenseOracle, unmasked_sets
+from models import run_steps as run
+from oracle import unmasked_sets
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
 
-from sparsify import SparsifyError, get_unmasker, sparsify
+from sparsify import (
+    SNIP,
+    BaseMismatchError,
+    Increment,
+    Magnitude,
+    Prune,
+    Strategy,
+    get_unmasker,
+    sparsify,
+    summary,
+    trained_state,
+)
+from sparsify.training.flat_delta import STATE
+from sparsify.training.state import placeholder
 
-BUDGET, STEPS = 30, 3
-
-
-def pair(prepare=lambda model: None):
-    """The same model twice, and batches; no copies, which old-style reparametrized modules do not allow."""
-    models = []
-    for _ in range(2):
-        model, batches = build("mlp", dtype=torch.float64)
-        torch.manual_seed(0)
-        prepare(model)
-        models.append(model)
-    return *models, batches
-
-
-def assert_the_same_gradients(sparse, dense, batch):
-    losses = [loss_of(model, batch) for model in (sparse, dense)]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    for tensor in get_unmasker(sparse).tensors:
-        expected = dense.get_parameter(tensor.name).grad.take(tensor.indices)
-        torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected)
+BUDGET, STEPS = 40, 8
+STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
 
 
-def forward_hooks(module, seen):
-    module.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    module.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
-    module.register_forward_hook(lambda module, args, output: output + 1)
-    module.register_forward_hook(lambda module, args, output: seen.append(output.detach()), always_call=True)
+def assert_equal_states(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def backward_hooks(module, seen):
-    module.register_full_backward_pre_hook(lambda module, grad_output: (3 * grad_output[0],))
-    module.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0]))
+def by_safetensors(model, path):
+    save_file(trained_state(model), path)
+    return load_file(path)
 
 
-def old_backward_hook(module, seen):
-    module.register_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0]))
+def whole_by_torch(model, path):
+    torch.save(model.state_dict(), path)
+    return torch.load(path, weights_only=True)
 
 
-def hook_that_scales(module, seen):
-    module.register_full_backward_hook(lambda module, grad_input, grad_output: (2 * grad_input[0],))
-    seen.append(torch.zeros(1))
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "bert", "gpt2"])
+@pytest.mark.parametrize("kept", [by_safetensors, whole_by_torch])
+def test_training_goes_on_from_the_trained_state_bit_for_bit(kept, name, strategy, tmp_path):
+    plain, batches = build(name)
+    options = {"modules_to_save": ["head"]} if name == "mlp" else {}
+    straight = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS, **options)
+    _, optimizer = run(straight, batches[:3])
+    state, moments = kept(straight, tmp_path / "state"), copy.deepcopy(optimizer.state_dict())
+    losses, _ = run(straight, batches[3:STEPS], optimizer)
+
+    resumed = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS, **options)
+    resumed.load_state_dict(state)  # strict
+    _, optimizer = run(resumed, [])
+    optimizer.load_state_dict(moments)
+    assert run(resumed, batches[3:STEPS], optimizer)[0] == losses
+    assert unmasked_sets(resumed) == unmasked_sets(straight)
+    assert summary(resumed).updates == summary(straight).updates
+    assert_equal_states(resumed.state_dict(), straight.state_dict())
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("place", [forward_hooks, backward_hooks, old_backward_hook, hook_that_scales])
-@pytest.mark.parametrize("part", ["norm", "second"])
-def test_hooks_see_and_change_what_they_did(part, place, when):
-    sparse, dense, batches = pair()
-    seen = [], []
-    place(dense.get_submodule(part), seen[1])
-    if when == "before":
-        place(sparse.get_submodule(part), seen[0])
-    sparsify(sparse, BUDGET, "pafi")
-    if when == "after":
-        place(sparse.get_submodule(part), seen[0])
-    assert_the_same_gradients(sparse, dense, batches[0])
-    assert seen[1]
-    torch.testing.assert_close(seen[0], seen[1])
+@pytest.mark.parametrize("kept", [trained_state, nn.Module.state_dict])
+def test_a_state_that_is_assigned_keeps_long_indices(kept):
+    plain, batches = build("mlp")
+    straight, resumed = (sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS) for _ in range(2))
+    run(straight, batches[:2])
+    resumed.load_state_dict(copy.deepcopy(kept(straight)), assign=True)
+    assert run(resumed, batches[2:3])[0] == run(straight, batches[2:3])[0]
+    assert_equal_states(resumed.state_dict(), straight.state_dict())
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_weight_is_refused_by_name(register):
-    model, _, _ = pair()
-    getattr(model.norm.weight, register)(lambda grad: None)
-    with pytest.raises(SparsifyError, match=r"`norm\.weight` .*\(LayerNorm\) has a gradient hook .*would never run"):
-        sparsify(model, BUDGET, steps=STEPS)
-    assert model.norm.weight.requires_grad
-    sparsify(model, BUDGET, steps=STEPS, exclude_modules=["norm"])
+def test_the_trained_state_is_a_few_bytes_an_entry():
+    model = sparsify(nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)), 1_000, "pafi")
+    state = trained_state(model)
+    assert state.keys() == set(STATE)
+    assert sum(tensor.nbytes for tensor in state.values()) == 1_000 * 16 + 8 * (2 + 3) + 512
+    assert model.sparse_slots.dtype == torch.int64  # of the model itself
+    model.load_state_dict(state)
+    assert model.sparse_slots.dtype == model.sparse_indices.dtype == torch.int64
 
 
-def test_a_hook_on_the_weight_of_a_sparsified_model_is_refused_by_torch():
-    model, batches, _ = *pair()[::2], None
-    sparsify(model, BUDGET, steps=STEPS)
-    with pytest.raises(RuntimeError, match="doesn't require grad"):
-        model.first.weight.register_hook(lambda grad: None)
-    model.sparse_values.register_hook(lambda grad: 2 * grad)  # the flat delta may have any
-    loss_of(model, batches[0]).backward()
+def test_what_the_base_does_not_have_is_in_the_trained_state():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = nn.Linear(6, 10), nn.BatchNorm1d(10)
+            self.idle = nn.BatchNorm1d(10)
+            self.adapter, self.head = nn.Linear(10, 10), nn.Linear(10, 3)
+
+        def forward(self, x, labels):
+            return nn.functional.cross_entropy(self.head(self.adapter(self.norm(self.body(x)))), labels)
+
+    batches = build("mlp")[1]
+    torch.manual_seed(0)
+    model = sparsify(Net(), 20, steps=4, modules_to_save=["head"], fresh_modules=["adapter"])
+    run(model, batches[:2])
+    whole = {f"{module}.{kind}" for module in ("adapter", "head") for kind in ("weight", "bias")}
+    changed = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert trained_state(model).keys() == {*STATE, *whole, *changed}
+    torch.manual_seed(0)
+    base = Net()
+    nn.init.zeros_(base.adapter.weight)  # drawn otherwise
+    other = sparsify(base, 20, steps=4, modules_to_save=["head"], fresh_modules=["adapter"])
+    other.load_state_dict(trained_state(model))
+    assert_equal_states(other.state_dict(), model.state_dict())
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
+def test_a_pruned_adapter_is_in_the_trained_state():
+    plain, batches = build("mlp")
+    strategy = Strategy(SNIP(), Prune(pretrained=True))
+    model = sparsify(plain, 0.5, strategy, target_modules=["second"], calibration=batches[:2], loss_fn=loss_of)
+    assert trained_state(model).keys() == {*STATE, "second.weight"}
 
 
-def double_the_norm(model):
-    parametrize.register_parametrization(model.norm, "weight", Doubled())
+def test_a_tied_dense_weight_is_there_once(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = sparsify(Tied(), 5, "pafi", modules_to_save=["embed"])
+    save_file(trained_state(model), tmp_path / "state")
+    model.load_state_dict(load_file(tmp_path / "state"))
 
 
-REPARAMETRIZATIONS = {
-    "parametrizations.weight_norm": lambda model: parametrizations.weight_norm(model.second),
-    "parametrizations.spectral_norm": lambda model: parametrizations.spectral_norm(model.second),
-    "parametrizations.orthogonal": lambda model: parametrizations.orthogonal(model.second),
-    "a parametrization of one's own": double_the_norm,
-    "weight_norm": lambda model: nn.utils.weight_norm(model.second),
-    "pruning": lambda model: prune.l1_unstructured(model.second, "weight", amount=0.3),
-}
+def test_a_model_that_holds_the_sparsified_one_is_kept_but_for_the_frozen_weights():
+    whole = nn.ModuleDict({"module": build("mlp")[0], "value_head": nn.Linear(8, 1)})
+    sparsify(whole["module"], 20, "pafi")
+    state = trained_state(whole)
+    assert state.keys() == {*(f"module.{name}" for name in STATE), "value_head.weight", "value_head.bias"}
+    whole.load_state_dict(state)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
-def test_a_reparametrized_model_is_the_oracle(name):
-    sparse, dense, batches = pair(REPARAMETRIZATIONS[name])
-    sparsify(sparse, BUDGET, steps=STEPS)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, STEPS)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
-    for batch in batches[:STEPS]:
-        oracle.step(loss_of(dense, batch))
-        optimizer.zero_grad()
-        loss_of(sparse, batch).backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_of_another_base_are_refused_and_nothing_is_loaded(nested):
+    models = [sparsify(build("mlp", seed=seed)[0], 20, steps=4) for seed in (0, 1)]
+    for model in models:
+        run(model, build("mlp")[1][:2])
+    before = copy.deepcopy(models[1].state_dict())
+    first, second = ([nn.ModuleDict({"inner": model}) for model in models]) if nested else models
+    with pytest.raises(BaseMismatchError, match="has other pretrained values than the model that this checkpoint"):
+        second.load_state_dict(trained_state(first))
+    assert_equal_states(models[1].state_dict(), before)
+    run(models[1], build("mlp")[1][2:4])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
-def test_a_model_reparametrized_after_it_was_sparsified_is_refused_by_name(name):
-    model, _, batches = pair()
-    sparsify(model, BUDGET, steps=STEPS)
-    REPARAMETRIZATIONS[name](model)
-    with pytest.raises(SparsifyError, match=r"`(second|norm)\.weight` was taken from its module .*before sparsify\(\)"):
-        loss_of(model, batches[0])
+def test_a_model_in_another_dtype_is_refused_unless_its_values_are_the_same():
+    plain = build("mlp")[0]
+    model = sparsify(copy.deepcopy(plain).bfloat16(), 20, "random")
+    state = trained_state(model)
+    sparsify(copy.deepcopy(plain).bfloat16().float(), 20, "random").load_state_dict(state)
+    with pytest.raises(BaseMismatchError, match="in the same dtype"):
+        sparsify(plain, 20, "random").load_state_dict(state)
+
+
+def test_a_part_of_a_state_dict_is_no_trained_state():
+    model = sparsify(build("mlp")[0], 20, "pafi", modules_to_save=["head"])
+    state = dict(model.state_dict())
+    del state["first.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.weight"'):
+        model.load_state_dict(state)
+    state = trained_state(model)
+    del state["head.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.weight"'):
+        model.load_state_dict(state)
+
+
+def test_a_file_with_the_placeholder_is_refused_by_who_takes_it_for_a_whole_model(tmp_path):
+    model, _ = build("bert")
+    model.save_pretrained(tmp_path)
+    sparsify(model, 20, "pafi")
+    state = trained_state(model) | placeholder(get_unmasker(model))
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"size mismatch|ignore_mismatched_sizes"):
+        type(model).from_pretrained(tmp_path)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+
+
+def test_best_so_far_comes_back_into_the_model_that_trained_on():
+    model, batches = sparsify(build("bert")[0], 40, steps=8), build("bert")[1]
+    run(model, batches[:3])
+    best = {name: value.clone() for name, value in trained_state(model).items()}
+    expected = copy.deepcopy(model.state_dict())
+    run(model, batches[3:6])
+    model.load_state_dict(best)
+    assert_equal_states(model.state_dict(), expected)
+
+
+def test_a_trained_state_that_is_pickled_holds_the_unmasked_entries_only():
+    model = sparsify(torch.nn.Linear(200, 200), 20_000, steps=20)
+    model(torch.ones(2, 200)).square().sum().backward()
+    file = io.BytesIO()
+    torch.save(trained_state(model), file)
+    assert file.tell() < 20_000 * 4 + 1_000 * (4 + 4 + 4) + 5_000

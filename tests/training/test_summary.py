@@ -1,7 +1,6 @@
 """What a sparsified model's summary says, number by number and in print."""
 
 import copy
-import dataclasses
 import math
 from xml.etree import ElementTree
 
@@ -23,7 +22,7 @@ from sparsify import (
 )
 from sparsify.selection.context import Work
 from sparsify.strategies.strategy import PRESETS
-from sparsify.training.summary import Summary, num_parameters, strategy_name
+from sparsify.training.summary import Summary, strategy_name
 
 STEPS, BUDGET = 4, 20
 SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bias": 5}
@@ -64,6 +63,7 @@ def test_a_fresh_model_has_nothing_unmasked(model):
     assert found.num_parameters == sum(SIZES.values()) + 5 * 3 + 3
     assert found.tensor_sparsity == 1
     assert found.selection_entropy == 0
+    assert found.verification is None
     assert math.copysign(1, found.selection_entropy) == 1
     # the flat delta, each entry's index, slot and base value, and each tensor's count
     assert found.state_bytes == BUDGET * (4 + 8 + 8 + 4) + 8 * len(found.counts)
@@ -77,30 +77,20 @@ def test_training_is_counted_step_by_step(model):
     assert found.static_updates == BUDGET * 3
     assert sum(found.counts.values()) == 15
     assert found.counts == {tensor.name: len(tensor.indices) for tensor in get_unmasker(model).tensors}
-
-
-def test_updates_go_on_after_the_budget_is_full(model):
-    train(model, steps=STEPS + 2)
+    train(model, steps=STEPS - 1)
     assert summary(model).updates == 5 + 10 + 15 + 20 + 20 + 20
+    assert (found.step, found.updates) == (3, 30)  # a summary is a snapshot
 
 
-def test_tensor_sparsity_is_the_share_of_untouched_tensors():
+def test_sparsity_and_entropy_are_those_of_the_densities():
     assert a_summary().tensor_sparsity == 0.5
     assert a_summary(counts={"a": 1, "b": 1, "c": 1, "d": 0}).tensor_sparsity == 0.25
-
-
-def test_selection_entropy_is_that_of_the_normalised_densities():
     found = a_summary(counts={"a": 2, "b": 3, "c": 0}, sizes={"a": 4, "b": 60, "c": 9})
     densities = [2 / 4, 3 / 60]
     shares = [density / sum(densities) for density in densities]
     assert found.selection_entropy == pytest.approx(-sum(p * math.log(p) for p in shares))
-
-
-def test_selection_entropy_is_largest_where_all_tensors_are_equally_dense():
     even = a_summary(counts={"a": 1, "b": 2, "c": 3}, sizes={"a": 10, "b": 20, "c": 30})
-    uneven = a_summary(counts={"a": 2, "b": 2, "c": 2}, sizes={"a": 10, "b": 20, "c": 30})
     assert even.selection_entropy == pytest.approx(math.log(3))
-    assert uneven.selection_entropy < even.selection_entropy
 
 
 def test_the_text_says_it_all():
@@ -128,20 +118,21 @@ def test_the_text_says_what_choosing_took_where_there_was_a_choice():
     assert "last selection" not in str(a_summary())
 
 
-def test_the_text_of_a_model_that_has_not_started_is_short():
-    text = str(a_summary(steps=None, step=0, unmasked=0, counts={"a": 0}, sizes={"a": 10}))
-    assert "step               0\n" in text
-    assert "trained dense      nothing" in text
-    assert "unmasked most" not in text
-
-
 def test_a_long_list_of_tensors_is_cut_and_counted():
-    counts = {f"layer.{i}": i + 1 for i in range(25)}
+    counts = {"b": 25, "c": 25, "a": 25} | {f"layer.{i}": i + 1 for i in range(22)}
     lines = str(a_summary(counts=counts, sizes=dict.fromkeys(counts, 100))).splitlines()
     shown = lines[lines.index("unmasked most:") + 1 :]
     assert len(shown) == 11
-    assert shown[0].split() == ["layer.24", "25", "25.0000%"]
+    assert [line.split() for line in shown[:3]] == [[name, "25", "25.0000%"] for name in "abc"]
     assert shown[-1] == "  ... and 15 more tensors"
+
+
+def test_a_model_that_has_not_started_has_a_short_text_and_table():
+    found = a_summary(steps=None, step=0, unmasked=0, counts={"a": 0}, sizes={"a": 10})
+    assert "step               0\n" in str(found)
+    assert "trained dense      nothing" in str(found)
+    assert "unmasked most" not in str(found)
+    assert rows_of(found._repr_html_())[-1] == ("state", "1,234 bytes")
 
 
 def rows_of(html):
@@ -152,32 +143,17 @@ def rows_of(html):
 
 
 def test_a_notebook_shows_a_table_of_what_the_text_says():
-    counts = {f"layer.{i}": i + 1 for i in range(25)}
+    name = "<script>alert('1')</script>&\""
+    counts = {f"layer.{i}": i + 1 for i in range(24)} | {name: 25}
     found = a_summary(counts=counts, sizes=dict.fromkeys(counts, 100))
+    assert "<script>" not in found._repr_html_()
     facts, tensors = str(found).split("unmasked most:")
     rows = rows_of(found._repr_html_())
     start = rows.index(("unmasked most", ""))
     assert [f"{label:<18} {value}" for label, value in rows[:start]] == facts.splitlines()
-    assert rows[start + 1] == ("layer.24", "25 (25.0000%)")
+    assert rows[start + 1] == (name, "25 (25.0000%)")
     assert rows[-1] == ("...", "and 15 more tensors")
     assert len(rows) == start + 12 == len(facts.splitlines() + tensors.splitlines())
-
-
-def test_the_table_of_a_model_that_has_not_started_is_short():
-    html = a_summary(unmasked=0, counts={"a": 0}, sizes={"a": 10})._repr_html_()
-    assert rows_of(html)[-1] == ("state", "1,234 bytes")
-
-
-def test_names_are_escaped_in_the_table():
-    name = "<script>alert('1')</script>&\""
-    html = a_summary(counts={name: 1}, sizes={name: 2})._repr_html_()
-    assert "<script>" not in html
-    assert rows_of(html)[-1] == (name, "1 (50.0000%)")
-
-
-def test_equal_counts_are_listed_by_name():
-    lines = str(a_summary(counts={"b": 2, "c": 2, "a": 2}, sizes={"a": 9, "b": 9, "c": 9})).splitlines()
-    assert [line.split()[0] for line in lines[-3:]] == ["a", "b", "c"]
 
 
 def test_a_strategy_is_called_by_its_presets_name():
@@ -185,40 +161,16 @@ def test_a_strategy_is_called_by_its_presets_name():
     assert strategy_name(Strategy(D3(exp=1), Increment())) == "D3(exp=1, eps=1.0), Increment()"
 
 
-def test_a_summary_is_a_snapshot(model):
-    before = summary(model)
-    copy = dataclasses.asdict(before)
-    train(model, steps=2)
-    assert dataclasses.asdict(before) == copy
-
-
 def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
-    print_trainable_parameters(model)
-    trainable, total = BUDGET + 18, sum(SIZES.values()) + 18
-    expected = f"trainable params: {trainable} || all params: {total} || trainable%: {100 * trainable / total:.4f}\n"
-    assert capsys.readouterr().out == expected
-
-
-def test_large_numbers_have_separators(capsys):
-    model = sparsify(nn.Linear(1000, 1000), 2500, steps=1)
-    print_trainable_parameters(model)
-    assert capsys.readouterr().out == "trainable params: 2,500 || all params: 1,001,000 || trainable%: 0.2498\n"
-
-
-def test_a_plain_models_trainable_parameters_are_printed_too(capsys):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    print_trainable_parameters(model)
-    assert capsys.readouterr().out == "trainable params: 6 || all params: 12 || trainable%: 50.0000\n"
-
-
-def test_the_flat_delta_is_trainable_but_no_part_of_the_model(model):
-    assert num_parameters(model) == sum(SIZES.values()) + 18
-    assert num_parameters(model, trainable=True) == BUDGET + 18
-
-
-def test_a_plain_model_has_no_summary():
-    with pytest.raises(SparsifyError, match=r"this Linear is not sparsified; call sparsify\(model, budget, strategy\)"):
-        summary(nn.Linear(2, 2))
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    for each in (model, sparsify(nn.Linear(1000, 1000), 2500, steps=1), plain):
+        print_trainable_parameters(each)
+    total = sum(SIZES.values()) + 18
+    assert capsys.readouterr().out.splitlines() == [
+        f"trainable params: {BUDGET + 18} || all params: {total} || trainable%: {100 * (BUDGET + 18) / total:.4f}",
+        "trainable params: 2,500 || all params: 1,001,000 || trainable%: 0.2498",
+        "trainable params: 6 || all params: 12 || trainable%: 50.0000",
+    ]
 
 
 # Strategy "full", which has no engine

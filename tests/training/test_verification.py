@@ -88,7 +88,3 @@ def test_not_inside_base_weights():
     model = trained()
     with base_weights(model), pytest.raises(SparsifyError, match=r"verify=True\) inside base_weights"):
         summary(model, verify=True)
-
-
-def test_without_being_asked_nothing_is_verified():
-    assert summary(trained()).verification is None

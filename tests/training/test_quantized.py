@@ -1,4 +1,4 @@
-"""Quantized transformers models in a real Trainer, sparsified whole or, as QLoRA has it, in their adapters."""
+"""Quantized transformers models in a real Trainer, sparsified whole or, as with QLoRA, in their adapters."""
 
 import copy
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 from models import build, loss_of, train
 from safetensors.torch import load_file
-from torch import nn
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
 from sparsify.common.quantized import is_quantized
-from sparsify.training.engine import STATE
+from sparsify.training.flat_delta import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
 pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")
@@ -191,8 +190,3 @@ def test_gpt2s_transposed_layers_take_their_delta_quantized_or_dequantized_but_n
     delta.apply(dense)
     before = model(**batches[0]).logits
     torch.testing.assert_close(dense(**batches[0]).logits, before, rtol=1e-6, atol=1e-6)
-
-
-def test_a_model_that_is_not_quantized_is_left_alone():
-    model = sparsify(nn.Linear(4, 4), 3, steps=1)
-    assert not hasattr(model, "hf_quantizer")

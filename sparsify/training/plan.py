@@ -1,0 +1,116 @@
+"""The plan of a sparsified model: everything that its engine is built from, settled before the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.common.initializers import InitializerRecipe
+from sparsify.common.names import ENGINE
+from sparsify.common.quantized import is_quantized
+from sparsify.common.shards import check_unsharded
+from sparsify.errors import SparsifyError
+from sparsify.masked.module import masked_tensors
+from sparsify.masked.quantized import QuantizedTensor
+from sparsify.masked.swap import check_maskable, frozen_row
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.strategies.schedules import Schedule
+from sparsify.strategies.strategy import Strategy
+from sparsify.strategies.targets import Candidate, Targets, check_own_memory
+from sparsify.training.flat_delta import STATE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is to be trained; an :class:`~sparsify.training.engine.Engine` is built from it in one go."""
+
+    model: nn.Module  # still plain
+    targets: Targets  # the candidates, and the parameters that are trained dense or frozen
+    tensors: tuple[MaskedTensor, ...]  # the candidates, by ascending number and offset
+    strategy: Strategy
+    schedule: Schedule
+    steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later
+    budget: int  # entries to unmask
+    capacity: int  # entries that there is room for: the budget, or more where repeat-S touches more
+    selected: Tensor  # (n,) int64 global ids of the entries that are chosen before training, best first
+    new_names: tuple[str, ...]  # parameters, dense ones apart, that the base does not have
+    recipes: Mapping[str, tuple[InitializerRecipe, str]]  # of the initial values of some of these, and their digest
+    buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
+    seed: int  # of a random importance
+    sync: str  # how several ranks select the same entries: ``"exact"`` or ``"candidates"``
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Parameters that require grad and are frozen as long as the model is sparsified."""
+        trainable = [c.name for c in self.targets.candidates if c.parameter.requires_grad]
+        return (*trainable, *self.targets.frozen)
+
+
+def mask_candidates(targets: Targets) -> tuple[MaskedTensor, ...]:
+    """Makes masked tensors of the candidates, without a collector; no module is changed."""
+    tensors: list[MaskedTensor] = []
+    offset = 0
+    for number, candidate in enumerate(targets.candidates):
+        _, owner, attribute = candidate.owners[0]
+        kind = QuantizedTensor if is_quantized(candidate.parameter) else MaskedTensor
+        collector: Any = None  # the engine sets itself
+        tensors.append(kind(number, owner, attribute, candidate.name, offset, collector, _frozen_row(candidate)))
+        offset += tensors[-1].numel
+    return tuple(tensors)
+
+
+def values_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
+    """The flat delta's dtype: float32, or float64 where a weight is."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def check_model(model: Any) -> None:
+    """Raises where a model cannot be sparsified as it is."""
+    if not isinstance(model, nn.Module):
+        raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SparsifyError("a TorchScript module cannot be sparsified; sparsify the Python module it was made from.")
+    if type(model).__name__ == "OptimizedModule":
+        raise SparsifyError("the model is wrapped by torch.compile; call sparsify() first, then torch.compile(model).")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise SparsifyError(
+            f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
+            + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
+        )
+    check_unsharded(model)
+    for name, module in model.named_modules():
+        if ENGINE in vars(module) or masked_tensors(module):
+            raise SparsifyError(
+                f"`{name or '(root)'}` is already sparsified; call desparsify(model) first to start afresh."
+            )
+    if taken := [name for name in STATE if hasattr(model, name)]:
+        raise SparsifyError(
+            f"the {type(model).__name__} has a `{taken[0]}` of its own, the name of something that would be added to "
+            "it; rename it, or sparsify the module within."
+        )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise SparsifyError(
+                f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, which keeps weights away between layers; "
+                "use ZeRO stage 0."
+            )
+
+
+def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
+    """Raises where a module that has a candidate cannot be masked."""
+    check_own_memory(model, candidates)
+    modules = dict(model.named_modules())
+    for candidate in candidates:
+        for name, module, attribute in candidate.owners:
+            path = name.split(".")
+            around = [modules.get(".".join(path[:end])) for end in range(len(path))]
+            check_maskable(name, module, attribute, [each for each in around if each is not None])
+
+
+def _frozen_row(candidate: Candidate) -> int | None:
+    rows = (frozen_row(module) for _, module, attribute in candidate.owners if attribute == "weight")
+    return next((row for row in rows if row is not None), None)

@@ -1,0 +1,134 @@
+"""Hooks and parametrizations that other libraries put on a model work, or are refused by name."""
+
+import pytest
+import torch
+from models import build, loss_of
+from oracle import DenseOracle, unmasked_sets
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from sparsify import SparsifyError, get_unmasker, sparsify
+
+BUDGET, STEPS = 30, 3
+
+
+def pair(prepare=lambda model: None):
+    """The same model twice, and batches; no copies, which old-style reparametrized modules do not allow."""
+    models = []
+    for _ in range(2):
+        model, batches = build("mlp", dtype=torch.float64)
+        torch.manual_seed(0)
+        prepare(model)
+        models.append(model)
+    return *models, batches
+
+
+def assert_the_same_gradients(sparse, dense, batch):
+    losses = [loss_of(model, batch) for model in (sparse, dense)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for tensor in get_unmasker(sparse).tensors:
+        expected = dense.get_parameter(tensor.name).grad.take(tensor.indices)
+        torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected)
+
+
+def forward_hooks(module, seen):
+    module.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    module.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    module.register_forward_hook(lambda module, args, output: seen.append(output.detach()), always_call=True)
+
+
+def backward_hooks(module, seen):
+    module.register_full_backward_pre_hook(lambda module, grad_output: (3 * grad_output[0],))
+    module.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0]))
+
+
+def old_backward_hook(module, seen):
+    module.register_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0]))
+
+
+def hook_that_scales(module, seen):
+    module.register_full_backward_hook(lambda module, grad_input, grad_output: (2 * grad_input[0],))
+    seen.append(torch.zeros(1))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", [forward_hooks, backward_hooks, old_backward_hook, hook_that_scales])
+@pytest.mark.parametrize("part", ["norm", "second"])
+def test_hooks_see_and_change_what_they_did(part, place, when):
+    sparse, dense, batches = pair()
+    seen = [], []
+    place(dense.get_submodule(part), seen[1])
+    if when == "before":
+        place(sparse.get_submodule(part), seen[0])
+    sparsify(sparse, BUDGET, "pafi")
+    if when == "after":
+        place(sparse.get_submodule(part), seen[0])
+    assert_the_same_gradients(sparse, dense, batches[0])
+    assert seen[1]
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_weight_is_refused_by_name(register):
+    model, _, _ = pair()
+    getattr(model.norm.weight, register)(lambda grad: None)
+    with pytest.raises(SparsifyError, match=r"`norm\.weight` .*\(LayerNorm\) has a gradient hook .*would never run"):
+        sparsify(model, BUDGET, steps=STEPS)
+    assert model.norm.weight.requires_grad
+    sparsify(model, BUDGET, steps=STEPS, exclude_modules=["norm"])
+
+
+def test_a_hook_on_the_weight_of_a_sparsified_model_is_refused_by_torch():
+    model, batches, _ = *pair()[::2], None
+    sparsify(model, BUDGET, steps=STEPS)
+    with pytest.raises(RuntimeError, match="doesn't require grad"):
+        model.first.weight.register_hook(lambda grad: None)
+    model.sparse_values.register_hook(lambda grad: 2 * grad)  # the flat delta may have any
+    loss_of(model, batches[0]).backward()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def double_the_norm(model):
+    parametrize.register_parametrization(model.norm, "weight", Doubled())
+
+
+REPARAMETRIZATIONS = {
+    "parametrizations.weight_norm": lambda model: parametrizations.weight_norm(model.second),
+    "parametrizations.spectral_norm": lambda model: parametrizations.spectral_norm(model.second),
+    "parametrizations.orthogonal": lambda model: parametrizations.orthogonal(model.second),
+    "a parametrization of one's own": double_the_norm,
+    "weight_norm": lambda model: nn.utils.weight_norm(model.second),
+    "pruning": lambda model: prune.l1_unstructured(model.second, "weight", amount=0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
+def test_a_reparametrized_model_is_the_oracle(name):
+    sparse, dense, batches = pair(REPARAMETRIZATIONS[name])
+    sparsify(sparse, BUDGET, steps=STEPS)
+    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, STEPS)
+    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
+    for batch in batches[:STEPS]:
+        oracle.step(loss_of(dense, batch))
+        optimizer.zero_grad()
+        loss_of(sparse, batch).backward()
+        optimizer.step()
+        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
+def test_a_model_reparametrized_after_it_was_sparsified_is_refused_by_name(name):
+    model, _, batches = pair()
+    sparsify(model, BUDGET, steps=STEPS)
+    REPARAMETRIZATIONS[name](model)
+    with pytest.raises(SparsifyError, match=r"`(second|norm)\.weight` was taken from its module .*before sparsify\(\)"):
+        loss_of(model, batches[0])
