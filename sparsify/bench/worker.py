@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 import resource
 import sys
@@ -32,7 +31,6 @@ from sparsify.bench.settings import PLANNED_STEPS, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import Batches
 from sparsify.errors import SparsifyError
-from sparsify.strategies.schedules import Schedule
 from sparsify.training.backward import COLLECT, COMMIT
 from sparsify.training.flat_delta import SETTINGS
 
@@ -104,14 +102,13 @@ class Worker:
 
 
 def fill(model: nn.Module, settings: Settings, step: Callable[[], None], fill_steps: int = FILL_STEPS) -> None:
-    """Lets ID3 unmask the settings' share of the budget in equal parts, then sets it to that point of a long run."""
-    engine, share = get_unmasker(model), settings.start / PLANNED_STEPS
-    if share:
-        engine.steps = math.ceil(fill_steps / share)
-        engine.schedule = Schedule(until=fill_steps / (share * engine.steps))
-        for _ in range(fill_steps):
-            step()
-    engine.schedule, engine.steps, engine.step = Schedule(), PLANNED_STEPS, settings.start
+    """Unmasks the settings' share of the budget by ID3, in steps that stand for many of a long run each."""
+    engine = get_unmasker(model)
+    engine.steps = PLANNED_STEPS
+    for done in range(1, fill_steps + 1) if settings.start else ():
+        engine.step = max(0, settings.start * done // fill_steps - 1)
+        step()
+    engine.step = settings.start
 
 
 def make_state(settings: Settings) -> dict[str, Tensor]:

@@ -229,5 +229,6 @@ def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
     """Entries of the model without the flat delta; or only the trainable ones, the flat delta included."""
     if trainable:
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    sizes = true_sizes(model)
-    return sum(sizes[parameter] for name, parameter in model.named_parameters() if name.rsplit(".", 1)[-1] != VALUES)
+    sizes = true_sizes(model)  # PEFT's attention makes a parameter anew each time that it is read
+    named = [(name.rpartition(".")[2], parameter) for name, parameter in model.named_parameters()]
+    return sum(sizes.get(parameter, parameter.numel()) for name, parameter in named if name != VALUES)

@@ -86,7 +86,7 @@ def hang(numbers, seed, folder, results):
 
 def take_too_much(numbers, seed, folder, results):
     allowance = fuzz_format.ALLOWANCE
-    outcome = examine(fuzz_format.Path(__file__), lambda path, world: bytearray(2 * allowance), None, allowance)
+    outcome = examine(fuzz_format.Path(__file__), lambda path, world: bytearray(64 * allowance), None, allowance)
     results.send((numbers[0], outcome, ""))
 
 

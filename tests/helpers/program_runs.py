@@ -38,7 +38,7 @@ TINY = {
     "sparsify.selection.topk.BLOCK_ENTRIES": 24,
     "sparsify.kernels.threshold.BLOCK_ENTRIES": 24,
     "sparsify.selection.screening.costs_of": lambda *_: FREE,
-    "sparsify.masked.product.costs_of": lambda *_: FREE,
+    "sparsify.masked.gradients.costs_of": lambda *_: FREE,
 }
 
 
