@@ -20,7 +20,7 @@ ROUND = 5 * len(ATTACKS)  # files until every target has seen every kind of atta
 
 @linux_only
 @pytest.mark.parametrize(
-    ("files", "seed"), [(2 * ROUND, 1), pytest.param(25 * ROUND, 2, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("files", "seed"), [(2 * ROUND, 1), pytest.param(72 * ROUND, 2, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
 def test_attacks_end_well_or_in_an_error_of_ours(files, seed):
     counts, failures = fuzz_format.fuzz(files, seed)
