@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from architectures import build
-from checkpoints import MODELS, bert, bits, gpt2, mixtral, save
+from checkpoints import MODELS, bert, bits, dinov2, gpt2, mixtral, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from requirements import fuses_at_load
@@ -136,10 +136,7 @@ def wav2vec2():
     ("make", "legacy"),
     [
         (bert, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
-        (
-            wav2vec2,
-            {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"},
-        ),
+        (wav2vec2, {f"parametrizations.weight.original{i}": f"weight_{'gv'[i]}" for i in range(2)}),
     ],
 )
 def test_legacy_names_are_found(tmp_path, make, legacy):
@@ -174,14 +171,7 @@ def test_a_tied_tensor_is_found_under_each_of_its_names(tmp_path):
 
 @fuses_at_load
 def test_a_fused_projection_is_followed_through_its_chunks(tmp_path):
-    """Dinov2 with a gated MLP stores two projections in one tensor."""
-    from transformers import Dinov2Config, Dinov2Model
-
-    config = Dinov2Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4, use_swiglu_ffn=True
-    )
-    torch.manual_seed(0)
-    model = Dinov2Model(config)
+    model = dinov2()
     checkpoint = Checkpoint(save(model, tmp_path))
     chunked = [name for name in named_tensors(model) if "up_proj" in name]
     assert chunked
@@ -206,9 +196,7 @@ def test_a_conversion_that_moves_entries_about_is_an_error_by_name(tmp_path, mon
     monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", {"bert": [converter], "legacy": []})
     checkpoint = Checkpoint(tmp_path)
     name = "bert.encoder.layer.0.intermediate.dense.weight"
-    with pytest.raises(
-        SparsifyError, match=rf"`{name}` at load in a way .* \(Interleave\).*`from_pretrained`, `apply`"
-    ):
+    with pytest.raises(SparsifyError, match=rf"`{name}` at load in a way .* \(Interleave\).*`from_pretrained`, `ap"):
         checkpoint.layout(name)
     assert torch.equal(checkpoint["bert.pooler.dense.weight"], model.pooler.dense.weight)
 
@@ -235,17 +223,14 @@ def test_a_checkpoint_of_no_known_model_goes_by_its_own_names(tmp_path, config, 
     assert checkpoint.plain_names() == ["a.weight"]
     assert "a.weight" in checkpoint
     assert "weight" not in checkpoint
-    with pytest.raises(
-        BaseMismatchError, match=rf"no tensor `a.wieght` \(near: `a.weight`\).*not known, since .*{reason}"
-    ):
+    with pytest.raises(BaseMismatchError, match=rf"no tensor `a.wieght` \(near: `a.weight`\).*not known, .*{reason}"):
         checkpoint.layout("a.wieght")
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path):
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}})
-    )
+    auto_map = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto_map}))
     (tmp_path / "mine.py").write_text("raise SystemExit('this was run')")
     assert "b.weight" not in Checkpoint(tmp_path)
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
+from checkpoints import MODELS, bert, bits, dinov2, files, gpt2, make_delta, mixtral, save
 from limits import needs_limits, within_limits
 from requirements import fuses_at_load, needs_transformers_5
 from safetensors.torch import load_file, save_file
@@ -123,11 +123,7 @@ def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
 
 @fuses_at_load
 def test_a_fused_projection_is_changed_in_its_part(tmp_path, out):
-    from transformers import Dinov2Config, Dinov2Model
-
-    torch.manual_seed(0)
-    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, use_swiglu_ffn=True)
-    model = Dinov2Model(config)
+    model = dinov2()
     delta = make_delta(model)
     name = next(key for key in delta.tensors if key.endswith("mlp.gate_proj.weight"))
     delta.whole[name] = torch.randn(delta.tensors.pop(name).shape)
@@ -135,24 +131,14 @@ def test_a_fused_projection_is_changed_in_its_part(tmp_path, out):
     assert bits(load(model, out)) == bits(delta.apply(model))
 
 
-@pytest.fixture
-def convert_at_load(monkeypatch):
-    """Lets transformers convert a tensor of BERT under one and the same name, with an operation."""
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    def convert(name, operation):
-        mapping = {"bert": [WeightConverter(name, name, [operation])], "legacy": []}
-        monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", mapping)
-
-    return convert
-
-
 @fuses_at_load
-def test_a_tensor_that_is_transposed_under_its_own_name_is_changed_where_it_lies(tmp_path, out, convert_at_load):
-    from transformers.core_model_loading import Transpose
+def test_a_tensor_that_is_transposed_under_its_own_name_is_changed_where_it_lies(tmp_path, out, monkeypatch):
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
 
-    convert_at_load("attention.output.dense.weight", Transpose(0, 1))
+    name = "attention.output.dense.weight"
+    mapping = {"bert": [WeightConverter(name, name, [Transpose(0, 1)])], "legacy": []}
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", mapping)
     model = bert()
     delta = make_delta(model)
     base = save(model, tmp_path / "base")
@@ -162,24 +148,10 @@ def test_a_tensor_that_is_transposed_under_its_own_name_is_changed_where_it_lies
     assert bits(load(model, out)) == bits(delta.apply(model))
 
 
-@fuses_at_load
-def test_a_tensor_whose_entries_move_under_its_own_name_is_refused(tmp_path, out, convert_at_load):
-    from transformers.core_model_loading import Interleave
-
-    convert_at_load("intermediate.dense.weight", Interleave(dim=0))
-    model = bert()
-    base = save(model, tmp_path / "base")
-    with pytest.raises(SparsifyError, match=r"intermediate.dense.weight` at load in a way .* \(Interleave\)"):
-        make_delta(model).merge(base, out)
-    assert not out.exists()
-
-
 def test_another_dtype_is_cast_with_one_warning(model, tmp_path, out):
     base = save(copy.deepcopy(model).bfloat16(), tmp_path / "base")
     delta = make_delta(model)
-    with pytest.warns(
-        UserWarning, match=r"the checkpoint holds torch.bfloat16 .*41 tensors in all\): whether"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"the checkpoint holds torch.bfloat16 .*41 tensors in all\)") as caught:
         delta.merge(base, out)
     assert caught[0].filename == __file__
     half = load(model, base, dtype=torch.bfloat16)
@@ -228,11 +200,8 @@ def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
 
 def test_the_labels_names_come_along(model, tmp_path, out):
     names = {"0": "no", "1": "yes"}
-    delta = SparseDelta(
-        {},
-        {"classifier.weight": torch.zeros(2, 16)},
-        {"model_config": {"id2label": names, "num_labels": 2, "problem_type": "single_label_classification"}},
-    )
+    labels = {"id2label": names, "num_labels": 2, "problem_type": "single_label_classification"}
+    delta = SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, {"model_config": labels})
     delta.merge(save(model, tmp_path / "base"), out)
     config = load(model, out).config
     assert config.id2label == {0: "no", 1: "yes"}
@@ -271,30 +240,27 @@ def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, no
 
 
 def test_a_drawn_tensor_is_no_change_of_the_bases_files(base, out, nothing_written):
-    drawn = InitializerRecipe("constant", 0.0)
-    entry = TensorDelta(
-        torch.empty(0, dtype=torch.int64), torch.empty(0), (2, 16), torch.float32, "replace", "0" * 64, drawn
-    )
+    nothing, drawn = (torch.empty(0, dtype=torch.int64), torch.empty(0)), InitializerRecipe("constant", 0.0)
+    entry = TensorDelta(*nothing, (2, 16), torch.float32, "replace", "0" * 64, drawn)
     with pytest.raises(SparsifyError, match=r"a merge is about changes of a base, and tensor `classifier.weight`"):
         SparseDelta({"classifier.weight": entry}).merge(base, out)
 
 
 BROKEN_CONFIGS = {
-    "": "is no JSON that can be used",
+    b"": "is no JSON that can be used",
     b"\xff\xfe": "is no JSON that can be used",
-    "[" * 100_000: "is no JSON that can be used",
-    "[]": "holds a list, expected a JSON object",
-    "null": "holds a NoneType, expected a JSON object",
+    b"[" * 100_000: "is no JSON that can be used",
+    b"[]": "holds a list, expected a JSON object",
+    b"null": "holds a NoneType, expected a JSON object",
 }
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN_CONFIGS.items(), ids=range(len(BROKEN_CONFIGS)))
 def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path, out, text, message):
     base = save(model, tmp_path / "base")
-    (base / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    delta = SparseDelta(
-        {}, {"classifier.weight": torch.zeros(2, 16)}, {"architecture": "BertForSequenceClassification"}
-    )
+    (base / "config.json").write_bytes(text)
+    config = {"architecture": "BertForSequenceClassification"}
+    delta = SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, config)
     with pytest.raises(SparsifyError, match=f"config.json` {message}"):
         delta.merge(base, out)
     assert not out.exists()
@@ -442,9 +408,7 @@ def test_the_base_itself_is_not_written_to(model, base):
 
 
 def test_a_base_has_to_be_a_folder(model, base, out, nothing_written):
-    with pytest.raises(
-        SparsifyError, match=r"`merge` works on files, and got a BertFor.*`apply` the delta to the model"
-    ):
+    with pytest.raises(SparsifyError, match=r"`merge` works on files, and got a BertFor.*`apply` the delta to the mo"):
         make_delta(model).merge(model, out)
     with pytest.raises(SparsifyError, match=r"is not a folder: give the one with the base's `config.json`"):
         make_delta(model).merge(base / "model.safetensors", out)

@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -151,17 +150,13 @@ def test_a_model_that_is_not_sparsified_has_no_delta(model):
         SparseDelta.from_model(model)
 
 
-def test_values_that_diverged_are_refused_by_name(model):
-    entries = trained_entries("0.bias", model[0].bias, [1, 2])
-    entries.values[1] = torch.nan
-    model._sparsify_engine = FakeEngine([entries])
-    with pytest.raises(SparsifyError, match=r"tensor `0.bias` cannot go into a delta: 1 of 2 values are not finite"):
+def test_what_an_engine_must_not_export_is_refused_by_name(model):
+    entries = [trained_entries("0.bias", model[0].bias, [i, i + 1]) for i in (1, 2)]
+    model._sparsify_engine = FakeEngine(entries)
+    with pytest.raises(SparsifyError, match=r"two trained tensors are called `0.bias`"):
         SparseDelta.from_model(model)
-
-
-def test_two_trained_tensors_with_one_name_are_an_error(model):
-    model._sparsify_engine = FakeEngine([trained_entries("x", model[0].bias, [i]) for i in (1, 2)])
-    with pytest.raises(SparsifyError, match="two trained tensors are called `x`"):
+    entries[0].values[1] = torch.nan
+    with pytest.raises(SparsifyError, match=r"tensor `0.bias` cannot go into a delta: 1 of 2 values are not finite"):
         SparseDelta.from_model(model)
 
 
@@ -246,10 +241,8 @@ def test_the_default_device_does_not_matter(tmp_path, device):
     delta = make_delta(model, {"1.running_mean": torch.ones(4)})
     draw = InitializerRecipe("normal", 0.5, seed=1)
     initial = draw.values("0.bias", (4,), torch.float32)
-    sha = digest(initial)
-    delta.tensors["0.bias"] = TensorDelta(
-        torch.tensor([1]), initial[1:2] + 1, (4,), torch.float32, "replace", sha, draw
-    )
+    parts = torch.tensor([1]), initial[1:2] + 1, (4,), torch.float32, "replace", digest(initial), draw
+    delta.tensors["0.bias"] = TensorDelta(*parts)
     delta.save(tmp_path / "one")
     with delta.applied(copy.deepcopy(model)) as expected:
         pass
@@ -343,6 +336,7 @@ def test_what_was_trained_in_tensors_stored_whole_is_said():
 # Apply and revert
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_apply_writes_the_trained_values_and_revert_restores_every_bit(dtype):
     model = make_model(dtype)
@@ -386,14 +380,12 @@ def test_parameters_of_any_layout_are_written_in_row_major_order(model):
     assert bits(model) == before
 
 
-def test_tensors_stored_whole_are_replaced_and_restored(model):
-    before = bits(model)
+def test_tensors_stored_whole_are_replaced_and_restored(model, unchanged):
     whole = {"2.weight": torch.randn(3, 4), "1.running_var": torch.rand(4), "1.num_batches_tracked": torch.tensor(9)}
     delta = SparseDelta({}, whole)
     with delta.applied(model):
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.items())
         assert isinstance(model[2].weight, nn.Parameter)
-    assert bits(model) == before
 
 
 @pytest.mark.parametrize("order", [("embed", "head"), ("head", "embed")])
@@ -417,20 +409,17 @@ def test_two_tensors_of_the_delta_that_are_one_in_the_model_are_an_error(tie):
         model.head["weight"] = nn.Parameter(model.embed["weight"].detach())
     part = added(model.embed["weight"], [1.0])
     before = bits(model)
-    with pytest.raises(
-        BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in this model and two"
-    ):
+    with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in this model"):
         SparseDelta({"embed.weight": part, "head.weight": part}).apply(model)
     assert bits(model) == before
 
 
 @pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile])
-def test_a_wrapped_base_is_as_good_as_a_plain_one(model, delta, wrap):
-    before, wrapped = bits(model), wrap(model)
+def test_a_wrapped_base_is_as_good_as_a_plain_one(model, delta, unchanged, wrap):
+    wrapped = wrap(model)
     delta.apply(wrapped)
     assert bits(model) == bits(delta.apply(make_model()))
     delta.revert(wrapped)
-    assert bits(model) == before
 
 
 def test_writing_is_seen_by_autograd(model, delta):
@@ -458,17 +447,14 @@ def test_applied_reverts_after_an_exception(model, delta, unchanged):
         fail(applied)
 
 
-def test_one_delta_serves_many_models(delta):
+def test_one_delta_serves_many_models_and_keeps_none_alive(delta):
     models = [make_model(), make_model()]
     before = bits(models[0])
     for model in models:
         delta.apply(model)
     delta.revert(models[0])
     assert bits(models[0]) == before != bits(models[1])
-
-
-def test_a_delta_does_not_keep_models_alive(delta):
-    delta.apply(make_model())
+    del model, models
     assert len(delta._applied.plans) == 0
 
 
@@ -484,16 +470,14 @@ def test_a_model_that_was_cast_is_reverted_to_the_cast_base(model, delta, dtype)
     assert bits(model) == expected
 
 
-def test_parameters_that_were_replaced_are_found_by_name(model, delta):
-    expected = bits(model)
+def test_parameters_that_were_replaced_are_found_by_name(model, delta, unchanged):
     delta.apply(model)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     delta.revert(model)
-    assert bits(model) == expected
 
 
-def test_deltas_are_reverted_in_reverse_order(model):
-    before, first = bits(model), make_delta(model)
+def test_deltas_are_reverted_in_reverse_order(model, unchanged):
+    first = make_delta(model)
     first.apply(model)
     second = make_delta(model)
     second.apply(model)
@@ -503,63 +487,40 @@ def test_deltas_are_reverted_in_reverse_order(model):
     assert bits(model) == both
     second.revert(model)
     first.revert(model)
-    assert bits(model) == before
 
 
-def test_disjoint_deltas_are_reverted_in_any_order(model):
-    before = bits(model)
+def test_disjoint_deltas_are_reverted_in_any_order(model, unchanged):
     deltas = [SparseDelta({"0.weight": added(model[0].weight, [1.0], [i])}) for i in (2, 4)]
     for delta in deltas:
         delta.apply(model)
     for delta in deltas:
         delta.revert(model)
-    assert bits(model) == before
 
 
-@pytest.mark.parametrize("name", ["2.bias", "1.running_mean"])
-def test_revert_refuses_to_undo_what_came_after_and_changes_nothing(model, name):
-    delta = make_delta(model, {"1.running_mean": torch.ones(4)})
+@pytest.mark.parametrize(("name", "factor"), [("2.bias", 2), ("1.running_mean", 2), ("0.bias", -1)])
+def test_revert_refuses_to_undo_what_came_after_a_zeros_sign_too(model, name, factor):
+    delta = make_delta(model, {"1.running_mean": torch.ones(4), "0.bias": torch.zeros(4)})
     delta.apply(model)
     with torch.no_grad():
-        model.state_dict()[name].add_(1)
+        model.state_dict()[name].mul_(factor)
     now = bits(model)
     with pytest.raises(SparsifyError, match=f"tensor `{name}` no longer holds the delta's values"):
         delta.revert(model)
     assert bits(model) == now
 
 
-def test_revert_sees_a_zeros_sign(model):
-    delta = SparseDelta({}, {"0.bias": torch.zeros(4)})
-    delta.apply(model)
-    with torch.no_grad():
-        model[0].bias.neg_()
-    with pytest.raises(SparsifyError, match="no longer holds"):
-        delta.revert(model)
-
-
-def test_swap_leaves_what_applying_the_other_alone_would(model, delta):
+def test_swap_leaves_what_applying_the_other_alone_would_or_fails_and_changes_nothing(model, delta, unchanged):
     other = SparseDelta({"0.weight": added(model[0].weight, [1.0, 2.0], [7, 8])}, {"1.running_mean": torch.ones(4)})
-    base = bits(model)
     with other.applied(model):
         expected = bits(model)
     delta.apply(model)
     assert delta.swap(model, other) is model
     assert bits(model) == expected
+    with pytest.raises(BaseMismatchError, match=r"tensor `2.bias` does not hold the values"):
+        other.swap(model, SparseDelta({"2.bias": added(torch.randn(3), [1.0])}))
+    assert bits(model) == expected
     other.swap(model, delta)
     delta.revert(model)
-    assert bits(model) == base
-
-
-def test_a_swap_that_fails_leaves_the_first_delta_on(model, delta):
-    base = bits(model)
-    wrong = SparseDelta({"2.bias": added(torch.randn(3), [1.0])})
-    delta.apply(model)
-    before = bits(model)
-    with pytest.raises(BaseMismatchError, match=r"tensor `2.bias` does not hold the values"):
-        delta.swap(model, wrong)
-    assert bits(model) == before
-    delta.revert(model)
-    assert bits(model) == base
 
 
 def test_reverting_what_is_not_applied_is_an_error(model, delta, unchanged):
@@ -610,6 +571,7 @@ def another_name(delta, model):
             lambda delta, model: delta.whole.update({"0.bias": torch.zeros(7)}),
             r"`0.bias` has shape \(4,\) in the model, \(7,\) in the delta.*build the model with",
         ),
+        (lambda delta, model: delta.whole.update({"2.bias": torch.zeros(3)}), "`2.bias` is there twice"),
         (
             lambda delta, model: delta.whole.update({"0.bias": torch.zeros(4).int()}),
             "`0.bias` is torch.float32 in the model, torch.int32 in the delta",
@@ -627,15 +589,9 @@ def another_name(delta, model):
 def test_a_model_that_does_not_fit_is_refused_by_tensor(model, delta, change, message):
     change(delta, model)
     before = bits(model)
-    with pytest.raises(BaseMismatchError, match=message):
+    with pytest.raises(SparsifyError if "twice" in message else BaseMismatchError, match=message):
         delta.apply(model)
     assert bits(model) == before
-
-
-def test_a_name_that_is_both_sparse_and_whole_is_refused(model, delta, unchanged):
-    delta.whole["2.bias"] = torch.zeros(3)
-    with pytest.raises(SparsifyError, match=r"`2.bias` is there twice"):
-        delta.apply(model)
 
 
 def test_a_base_that_differs_elsewhere_only_is_accepted(model, delta):
@@ -708,9 +664,7 @@ def test_another_dtype_is_cast_with_one_warning(delta):
     model = make_model(torch.bfloat16)
     before = bits(model)
     delta.whole["2.bias"] = delta.tensors.pop("2.bias").values.expand(3).clone()
-    with pytest.warns(
-        UserWarning, match=r"holds torch.bfloat16 where the delta was trained on torch.float32"
-    ) as caught:
+    with pytest.warns(UserWarning, match="holds torch.bfloat16 where the delta was trained on torch.f") as caught:
         delta.apply(model)
     assert len(caught) == 1
     assert "3 tensors in all): whether it is the right base cannot be checked" in str(caught[0].message)
@@ -719,12 +673,6 @@ def test_another_dtype_is_cast_with_one_warning(delta):
     assert torch.equal(model[0].weight.detach().take(part.indices), part.values.bfloat16())
     delta.revert(model)
     assert bits(model) == before
-
-
-def test_the_same_dtype_gives_no_warning(model, delta):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        delta.apply(model)
 
 
 def test_values_that_another_dtype_cannot_hold_are_refused():

@@ -20,6 +20,15 @@ def bert(head="ForSequenceClassification", **options):
     return getattr(transformers, f"Bert{head}")(config)
 
 
+def dinov2():
+    """Its gated MLP is stored as one tensor, of which the two projections are parts."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    return Dinov2Model(Dinov2Config(**sizes, use_swiglu_ffn=True))
+
+
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
