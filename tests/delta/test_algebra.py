@@ -54,9 +54,8 @@ def test_what_is_taken_away_again_is_no_entry_any_more():
     base = make_base()
     a, b = task(base, 1), task(base, 2)
     rest = (a + b - a).on(base)
-    assert {name: part.indices.tolist() for name, part in rest.tensors.items()} == {
-        name: part.indices.tolist() for name, part in b.tensors.items()
-    }
+    found, expected = ({n: part.indices.tolist() for n, part in delta.tensors.items()} for delta in (rest, b))
+    assert found == expected
     assert (a - a).on(base).num_entries == 0
 
 
@@ -193,10 +192,7 @@ def test_what_the_terms_have_in_common_is_recorded():
     config = (a + 0.5 * b).on(base).config
     assert config["base_model_name_or_path"] == "bert"
     assert config.keys() == {"base_model_name_or_path", "sum"}, "a sum has another budget, and no one architecture"
-    assert config["sum"] == [
-        {"coefficient": 1.0, "entries": a.num_entries},
-        {"coefficient": 0.5, "entries": b.num_entries},
-    ]
+    assert config["sum"] == [{"coefficient": c, "entries": d.num_entries} for c, d in ((1.0, a), (0.5, b))]
 
 
 def test_a_base_in_another_dtype_is_computed_on_with_a_warning():

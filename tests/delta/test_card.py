@@ -25,9 +25,9 @@ CONFIG = {
 
 
 def entries(count, drawn=None):
-    indices = torch.arange(count)
-    values = torch.ones(count)
-    return TensorDelta(indices, values, (10, 10), torch.float32, "replace", digest(torch.zeros(count)), drawn)
+    return TensorDelta(
+        torch.arange(count), torch.ones(count), (10, 10), torch.float32, "replace", digest(torch.zeros(count)), drawn
+    )
 
 
 TENSORS = {
@@ -165,9 +165,8 @@ def test_a_hand_written_card_is_left_unchanged(present):
 
 def test_the_generated_part_is_renewed_and_the_rest_is_kept():
     first = model_card(TENSORS, WHOLE, CONFIG).replace("---\n", "---\nlicense: mit\nmetrics:\n- f1\ntags:\n- mine\n", 1)
-    first = first.replace("tags:\n- sparsify\n- sparse\n- selective-fine-tuning\n- id3\n", "").replace(
-        "# name\n", "# name\n\nOld words.\n"
-    )
+    first = first.replace("tags:\n- sparsify\n- sparse\n- selective-fine-tuning\n- id3\n", "")
+    first = first.replace("# name\n", "# name\n\nOld words.\n")
     present = ModelCard(first + "\n## Limits\n\nMine.\n")
     present.text = f"\nBefore.\n{present.text}"
     config = {**CONFIG, "budget": 5, "base_model_name_or_path": "user/other"}

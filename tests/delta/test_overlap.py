@@ -16,13 +16,12 @@ PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=N
 
 def dense(base, delta):
     """The change of the whole model as one vector, and where there is one."""
-    names = [name for name, _ in base.named_parameters()]
     before = torch.cat([p.detach().reshape(-1).clone() for p in base.parameters()])
     with delta.applied(base):
         change = torch.cat([p.detach().reshape(-1) for p in base.parameters()]) - before
     mask = torch.cat([torch.zeros(p.numel(), dtype=torch.bool) for p in base.parameters()])
     start = 0
-    for name, parameter in zip(names, base.parameters(), strict=True):
+    for name, parameter in base.named_parameters():
         if name in delta.tensors:
             mask[start + delta.tensors[name].indices] = True
         start += parameter.numel()
@@ -65,9 +64,8 @@ def test_heads_that_disagree_are_named():
     assert found.conflicting_whole == ("2.weight",)
     assert found.jaccard == 0.0
     assert "stored whole by both, and different: 2.weight" in str(found)
-    zero, other, nan = (
-        SparseDelta({}, {"2.bias": t}) for t in (torch.zeros(3), torch.zeros(3).half(), torch.full((3,), math.nan))
-    )
+    biases = torch.zeros(3), torch.zeros(3).half(), torch.full((3,), math.nan)
+    zero, other, nan = (SparseDelta({}, {"2.bias": bias}) for bias in biases)
     assert overlap(zero, other).conflicting_whole == ("2.bias",)
     assert overlap(nan, nan).conflicting_whole == ()
     assert str(overlap(zero, zero, base)) == "0 of 0 entries shared (Jaccard 0.0000)"
