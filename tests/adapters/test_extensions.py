@@ -27,12 +27,13 @@ IDS = torch.arange(24).view(4, 6)
 TARGETS = ["query", "value"]
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """A base without a head."""
+    folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    BertModel(CONFIG).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    BertModel(CONFIG).save_pretrained(folder)
+    return folder
 
 
 def base(folder, **kwargs):
@@ -125,11 +126,8 @@ def test_a_record_is_json_and_a_plain_model_has_none(folder):
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory):
+def lora(folder):
     """The folder of a base, and a delta of a LoRA on it."""
-    folder = tmp_path_factory.mktemp("lora")
-    torch.manual_seed(0)
-    BertModel(CONFIG).save_pretrained(folder)
     return folder, SparseDelta.from_model(trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))))
 
 
@@ -142,10 +140,10 @@ def changed(made, changes, what="peft"):
 
 
 @pytest.fixture(scope="module")
-def pfeiffer(lora):
+def pfeiffer(folder):
     """The same base, and a delta of adapters on it."""
-    model = trained(add_adapters(base(lora[0]), "pfeiffer", 2), modules_to_save=["classifier"])
-    return lora[0], SparseDelta.from_model(model)
+    model = trained(add_adapters(base(folder), "pfeiffer", 2), modules_to_save=["classifier"])
+    return folder, SparseDelta.from_model(model)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +215,9 @@ def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_mat
     assert not any(char in json.dumps(delta.config["peft"]["default"]) for char in "*+(")
     loaded = load_model(folder, delta)
     assert torch.equal(logits(loaded), logits(model))
-    assert [m.r for m in loaded.modules() if hasattr(m, "r")] == [m.r for m in model.modules() if hasattr(m, "r")]
-    assert [m.scaling for m in loaded.modules() if hasattr(m, "scaling")] == [
-        m.scaling for m in model.modules() if hasattr(m, "scaling")
-    ]
+    for key in ("r", "scaling"):
+        found, expected = ([getattr(m, key) for m in one.modules() if hasattr(m, key)] for one in (loaded, model))
+        assert found == expected
 
 
 @needs_limits
@@ -317,9 +314,8 @@ def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, 
 
 
 def test_info_says_what_is_drawn(folder, tmp_path):
-    SparseDelta.from_model(trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])), "seed")).save(
-        tmp_path / "d"
-    )
+    model = trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])), "seed")
+    SparseDelta.from_model(model).save(tmp_path / "d")
     shown = CliRunner().invoke(make_app(), ["info", str(tmp_path / "d")], catch_exceptions=False).output
     assert "the initial values of 4 tensors that the base does not have" in " ".join(shown.split())
     described = json.loads(CliRunner().invoke(make_app(), ["info", str(tmp_path / "d"), "--json"]).output)

@@ -44,24 +44,31 @@ def entries(tensor, count, seed=0, scale=0.5, name="replace"):
     return TensorDelta(indices, values, tuple(tensor.shape), base.dtype, name, digest(base))
 
 
-def make_delta(model, whole=None, **counts):
+def make_delta(model, whole=None):
     """A delta with unequal counts: 30 entries of the query (16 x 16), 9 of the output (16 x 24)."""
     weights = dict(model.named_parameters())
-    parts = {
-        name: entries(weights[name], count, seed) for seed, (name, count) in enumerate({QUERY: 30, OUTPUT: 9}.items())
-    }
-    return SparseDelta(parts, whole)
+    return SparseDelta({QUERY: entries(weights[QUERY], 30), OUTPUT: entries(weights[OUTPUT], 9, seed=1)}, whole)
 
 
-def head(model, value=0.25):
-    return {
-        f"classifier.{name}": torch.full_like(tensor, value) for name, tensor in model.classifier.state_dict().items()
-    }
+def head(model):
+    return {f"classifier.{key}": torch.full_like(tensor, 0.25) for key, tensor in model.classifier.state_dict().items()}
 
 
 @torch.no_grad()
 def outputs(model):
     return model(input_ids=TOKENS).logits
+
+
+def loss(model):
+    return model(input_ids=TOKENS, labels=torch.tensor([0, 1, 2, 0])).loss
+
+
+def train(model, lr):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for _ in range(4):
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def load(model, folder, **options):
@@ -115,8 +122,7 @@ def test_transformers_loads_supertuning(base, delta, tmp_path):
     delta.to_peft(tmp_path, "supertuning", base)
     loaded = copy.deepcopy(base)
     loaded.load_adapter(str(tmp_path))
-    tuned = delta.apply(copy.deepcopy(base))
-    torch.testing.assert_close(outputs(loaded.eval()), outputs(tuned), rtol=0, atol=1e-6)
+    torch.testing.assert_close(outputs(loaded.eval()), outputs(delta.apply(base)), rtol=0, atol=1e-6)
 
 
 @needs_transformers_5("4 loads the indices")
@@ -134,17 +140,12 @@ def test_a_trained_delta_goes_to_peft_and_back(method, tmp_path):
     model = copy.deepcopy(base)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith("bias") or "classifier" in name)
-    model = sparsify(model, 60, steps=4, target_modules=["query", "dense"], modules_to_save=["classifier"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    for _ in range(4):
-        model(input_ids=TOKENS, labels=torch.tensor([0, 1, 2, 0])).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(sparsify(model, 60, steps=4, target_modules=["query", "dense"], modules_to_save=["classifier"]), lr=0.01)
     delta = SparseDelta.from_model(model)
     adapter = delta.to_peft(tmp_path, method, base)
     assert adapter.corrections == 0, "what training made by adding in float32 needs no correction"
     loaded = load(base, tmp_path, is_trainable=True)
-    loaded(input_ids=TOKENS, labels=torch.tensor([0, 1, 2, 0])).loss.backward()
+    loss(loaded).backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in loaded.parameters())
     delta.to_peft(tmp_path, method, base)  # replaces the first
     assert_same(base, delta, tmp_path)
@@ -275,11 +276,9 @@ def test_a_layer_whose_name_ends_anothers_is_the_only_one_that_matches(method, t
 # What PEFT's format cannot hold
 
 
-def with_entries(delta, base, **counts):
-    """The delta with entries in further tensors of the base; ``__`` stands for a dot."""
-    for name, count in counts.items():
-        name = name.replace("__", ".")
-        delta.tensors[name] = entries(dict(base.named_parameters())[name], count)
+def with_entries(delta, base, counts):
+    """The delta with entries in further tensors of the base."""
+    delta.tensors |= {name: entries(base.get_parameter(name), count) for name, count in counts.items()}
     return delta
 
 
@@ -301,8 +300,12 @@ def moved(base):
 
 
 def not_linear(base):
-    names = {"bert__embeddings__word_embeddings__weight": 3, "bert__encoder__layer__0__output__dense__bias": 3}
-    return with_entries(make_delta(base), base, **names, bert__encoder__layer__0__output__LayerNorm__weight=3), base
+    names = (
+        "embeddings.word_embeddings.weight",
+        "encoder.layer.0.output.dense.bias",
+        "encoder.layer.0.output.LayerNorm.weight",
+    )
+    return with_entries(make_delta(base), base, {f"bert.{name}": 3 for name in names}), base
 
 
 def tied_and_whole(base):
@@ -315,11 +318,9 @@ def tied_and_whole(base):
 def overflowing(base):
     base = nn.Sequential(nn.Linear(2, 2)).half()
     nn.init.constant_(base[0].weight, 60000.0)
-    held = digest(base[0].weight.detach()[0, 1])
-    values = torch.tensor([-60000.0]).half()
-    return SparseDelta(
-        {"0.weight": TensorDelta(torch.tensor([1]), values, (2, 2), torch.float16, "replace", held)}
-    ), base
+    values, held = torch.tensor([-60000.0]).half(), digest(base[0].weight.detach()[0, 1])
+    part = TensorDelta(torch.tensor([1]), values, (2, 2), torch.float16, "replace", held)
+    return SparseDelta({"0.weight": part}), base
 
 
 @pytest.mark.parametrize(
@@ -389,7 +390,7 @@ def test_messages_name_the_first_few_of_many(base, tmp_path):
 
 
 def test_a_layer_too_small_for_shira_is_named(base, delta, tmp_path):
-    with_entries(delta, base, **{QUERY: 100}, classifier__weight=1)
+    with_entries(delta, base, {QUERY: 100, "classifier.weight": 1})
     message = r"needs r=4 for its 100 entries: .*1 layer can have: `classifier.weight` \(3 x 16, asked for 76\)"
     with pytest.raises(SparsifyError, match=message + '.*use method="supertuning"'):
         delta.to_peft(tmp_path, "shira", base)
@@ -415,9 +416,7 @@ def test_a_checkpoint_whose_model_cannot_be_built_is_refused(base, delta, tmp_pa
     save_file({QUERY: torch.zeros(16, 16)}, tmp_path / "model.safetensors")
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(
-        SparsifyError, match=r"nn.Linear layers only, and which .* not known, .*give the base as a model"
-    ):
+    with pytest.raises(SparsifyError, match=r"nn.Linear layers only, and which .* not known, .*give the base as a"):
         delta.to_peft(tmp_path, "supertuning", tmp_path)
 
 
@@ -426,12 +425,7 @@ def test_a_checkpoint_whose_model_cannot_be_built_is_refused(base, delta, tmp_pa
 
 def train_with_peft(base, folder, config):
     model = get_peft_model(copy.deepcopy(base), config)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=0.1)
-    for _ in range(3):
-        model(input_ids=TOKENS, labels=torch.tensor([0, 1, 2, 0])).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, lr=0.1)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -610,8 +604,8 @@ def test_broken_values_are_refused(folder, base, change, match, error):
 
 
 def test_another_base_is_refused_on_reading(folder, base):
-    unreadable(folder, nn.Sequential(nn.Linear(2, 2)), "the base has no tensor `bert.*the base that was fine-tuned",
-               BaseMismatchError)  # fmt: skip
+    other = nn.Sequential(nn.Linear(2, 2))
+    unreadable(folder, other, "the base has no tensor `bert.*the base that was fine-tuned", BaseMismatchError)
     query = base.bert.encoder.layer[0].attention.self.query
     query.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
     unreadable(folder, base, "is torch.int8; .*give the base that it was trained on, unquantized", BaseMismatchError)
