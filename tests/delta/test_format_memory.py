@@ -120,9 +120,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and
 
 
 def part(count, stride, dtype):
-    return TensorDelta(
-        torch.arange(count) * stride, torch.ones(count, dtype=dtype), (count * stride,), dtype, "replace", "0" * 64
-    )
+    indices, values = torch.arange(count) * stride, torch.ones(count, dtype=dtype)
+    return TensorDelta(indices, values, (count * stride,), dtype, "replace", "0" * 64)
 
 
 def write_storm_of_escapes(path, count=4_000_000):
@@ -134,23 +133,18 @@ def write_storm_of_escapes(path, count=4_000_000):
     path.write_bytes(rehashed(join(header, payload[:4] + b"\xff\xff" * (count - 1) + b"\0\0")))
 
 
-@pytest.fixture
-def outcomes():
+def outcomes(folder, paths):
     """Reads files within the promised bounds, each in a process of its own, and says what became of them."""
-
-    def read_all(folder, paths):
-        run = subprocess.run(
-            [sys.executable, "-c", READ, folder, *paths], capture_output=True, text=True, timeout=400, cwd=ROOT,
-            env={**os.environ, **GIVE_BACK},
-        )  # fmt: skip
-        assert run.returncode == 0, f"{run.stdout[-300:]}: {run.stderr[-1000:]}"
-        sys.stderr.write(run.stderr)  # why files were refused, for the report of a test that fails
-        return dict(line.rsplit(" is ", 1) for line in run.stdout.splitlines())
-
-    return read_all
+    run = subprocess.run(
+        [sys.executable, "-c", READ, folder, *paths], capture_output=True, text=True, timeout=400, cwd=ROOT,
+        env={**os.environ, **GIVE_BACK},
+    )  # fmt: skip
+    assert run.returncode == 0, f"{run.stdout[-300:]}: {run.stderr[-1000:]}"
+    sys.stderr.write(run.stderr)  # why files were refused, for the report of a test that fails
+    return dict(line.rsplit(" is ", 1) for line in run.stdout.splitlines())
 
 
-def test_hostile_headers_take_little(tmp_path, outcomes):
+def test_hostile_headers_take_little(tmp_path):
     paths = [tmp_path / sort for sort in HOSTILE_HEADERS]
     for path in paths:
         path.write_bytes(HOSTILE_HEADERS[path.name]())
@@ -168,7 +162,7 @@ def test_hostile_headers_take_little(tmp_path, outcomes):
     }
 
 
-def test_large_payloads_take_little(tmp_path, outcomes):
+def test_large_payloads_take_little(tmp_path):
     strides = {"U16": 3, "U32": 2000, "U64": 2**34}
     paths = []
     for (encoding, stride), dtype in itertools.product(strides.items(), (torch.bfloat16, torch.float64)):

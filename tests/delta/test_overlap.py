@@ -16,10 +16,10 @@ PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=N
 
 def dense(base, delta):
     """The change of the whole model as one vector, and where there is one."""
-    before = torch.cat([p.detach().reshape(-1).clone() for p in base.parameters()])
+    before = torch.nn.utils.parameters_to_vector(base.parameters()).detach()
     with delta.applied(base):
-        change = torch.cat([p.detach().reshape(-1) for p in base.parameters()]) - before
-    mask = torch.cat([torch.zeros(p.numel(), dtype=torch.bool) for p in base.parameters()])
+        change = torch.nn.utils.parameters_to_vector(base.parameters()).detach() - before
+    mask = torch.zeros(before.numel(), dtype=torch.bool)
     start = 0
     for name, parameter in base.named_parameters():
         if name in delta.tensors:
