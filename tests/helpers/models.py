@@ -98,6 +98,16 @@ def run_steps(model, batches, optimizer=None):
     return losses, optimizer
 
 
+def descend(model, inputs, lr=0.1):
+    """A step of SGD for each input, down the mean of the model's squared outputs; the model itself."""
+    optimizer = torch.optim.SGD([model.sparse_values], lr=lr)
+    for x in inputs:
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    return model
+
+
 def _tokens():
     return {"input_ids": torch.randint(3, VOCABULARY, (4, 10)), "attention_mask": torch.ones(4, 10, dtype=torch.long)}
 

@@ -92,12 +92,9 @@ def by_accelerate(rank):
     model = sparsify(build("llama")[0], BUDGET, steps=3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        ignored_modules=keep_whole(model),
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
-    )
+        fsdp_version=2, ignored_modules=keep_whole(model), auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
     plugin.set_mixed_precision("bf16")
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     loader = torch.utils.data.DataLoader(rows_of("llama"), batch_size=4)

@@ -44,15 +44,8 @@ def train(rank, model, batches, *, micro=1, steps=STEPS):
             losses.append(mean_over_ranks(loss))
         optimizer.step()
     engine = get_unmasker(model)
-    return {
-        "losses": losses,
-        "sets": unmasked_sets(model),
-        "delta": engine.values.detach().clone(),
-        "base": engine.buffers.all_base.clone(),
-    }
-
-
-# ------------------------------------------------------------------- scenarios that one process can be compared with
+    delta, base = engine.values.detach().clone(), engine.buffers.all_base.clone()
+    return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base}
 
 
 def tied_and_twice_used(rank):
@@ -89,8 +82,6 @@ def checkpointed(rank):
 LIKE_ONE_PROCESS = [
     tied_and_twice_used, rows_that_do_not_divide, static_beside_a_dense_head, accumulating, checkpointed,
 ]  # fmt: skip
-
-# ------------------------------------------------------------------- scenarios of their own
 
 
 def whole_weights(model):

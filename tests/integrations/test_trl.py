@@ -57,13 +57,9 @@ def make_trainer(kind, config, data, model, folder, callbacks=True, **more):
         "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "report_to": [],
         "disable_tqdm": True, "use_cpu": True, "bf16": False, "learning_rate": 1e-2, "max_length": 12, **more,
     }  # fmt: skip
-    return kind(
-        model,
-        args=config(str(folder), **chosen),
-        train_dataset=Dataset.from_dict(data),
-        processing_class=tokenizer(),
-        callbacks=[SparsifyCallback()] if callbacks else [],
-    )
+    arguments = {"args": config(str(folder), **chosen), "train_dataset": Dataset.from_dict(data)}
+    callbacks = [SparsifyCallback()] if callbacks else []
+    return kind(model, processing_class=tokenizer(), callbacks=callbacks, **arguments)
 
 
 def sft(*args, **options):

@@ -63,13 +63,11 @@ def test_large_layers_are_screened_and_sampled_and_never_for_all_entries(machine
     assert found.limits().candidates < 3072 * 768
 
 
-def test_small_layers_are_dense():
+def test_small_layers_are_dense_and_what_has_no_loops_is_not_screened():
     assert of(16, 16).limits() is None
     assert of(64, 64, dtype=torch.bfloat16).limits() is None
     assert not of(16, 16).samples(1)
-
-
-def test_what_has_no_loops_is_not_screened():
+    assert of(8, 8, tokens=0).dense == 64, "an empty product has costs too"
     assert of(3072, 768, dtype=torch.float64).limits() is None
     assert of(3072, 768, dtype=torch.float64).samples(1000)
 
@@ -80,7 +78,3 @@ def test_threads_that_have_no_tokens_to_read_make_the_passes_over_the_factors_de
     machine(threads=16)
     assert of(768, 768) == many
     assert of(768, 768, tokens=128) == few._replace(norms=4 * few.norms, base=4 * few.base, entry=4 * few.entry)
-
-
-def test_an_empty_product_has_costs():
-    assert of(8, 8, tokens=0).dense == 64

@@ -97,16 +97,12 @@ def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
 
 
 @pytest.mark.parametrize("number", [5, 200])
-def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, number):
+def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, threads, number):
     left, right = factors("random", 300, 40, 30)
     indices = torch.randint(1200, (number,), generator=torch.Generator().manual_seed(0))
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            assert torch.equal(cpu_form(left, right, indices), cpu_form(left, right, indices))
-    finally:
-        torch.set_num_threads(before)
+    for number_of_threads in (1, 2, 5):
+        threads(number_of_threads)
+        assert torch.equal(cpu_form(left, right, indices), cpu_form(left, right, indices))
 
 
 def test_float64_keeps_its_precision():

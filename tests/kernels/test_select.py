@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.kernels.select import plain_cut, plain_select
-from sparsify.selection.topk import TopK, offer_gradient
 from sparsify.strategies.importance import D3, Fisher
 
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
@@ -141,9 +140,6 @@ def test_another_importance_than_d3_is_scored_by_itself():
     assert entries == {OFFSET: (9.0, 3.0), OFFSET + 2: (4.0, -2.0)}
 
 
-# ------------------------------------------------------------------------------------ cut
-
-
 def filled(scores, ids, capacity):
     candidates = Candidates(capacity, TOTAL, torch.float32, torch.device("cpu"))
     number = len(scores)
@@ -182,16 +178,3 @@ def test_a_cut_keeps_the_best_by_score_then_id(form, scores, random, size, slack
         best = entries[:size]
         assert held(candidates) == {entry: (-score, score) for score, entry in best}
         assert candidates.threshold == -best[-1][0]
-
-
-def test_select_and_cut_find_the_topks_winners(form):
-    weight, grad = some(20, 37, 0), some(20, 37, 1)
-    topk = TopK(50, torch.float32, "cpu")
-    offer_gradient(topk, D3(), weight, grad, None, OFFSET)
-    candidates = selected(form, D3(), weight, grad, stop=400)
-    form[1](candidates, 50, 60)
-    form[0](candidates, D3(), Part(weight, grad, None, OFFSET, 400, grad.numel()))
-    form[1](candidates, 50, 50)
-    order = candidates.order()[:50]
-    assert candidates.ids[order].tolist() == topk.winners().ids.tolist()
-    assert candidates.grads[order].tolist() == topk.winners().grads.tolist()

@@ -80,15 +80,11 @@ def test_a_matrix_may_be_strided_and_a_threshold_expanded(form):
     assert found_by(form, values.t().contiguous().t(), least) == expected
 
 
-def test_any_number_of_threads_finds_the_same(form):
-    values = torch.randn(70, 130, generator=torch.Generator().manual_seed(0))
-    before, sets = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 5):
-            torch.set_num_threads(number)
-            sets.append(found_by(form, values, torch.full((70,), 2.0)))
-    finally:
-        torch.set_num_threads(before)
+def test_any_number_of_threads_finds_the_same(form, threads):
+    values, sets = torch.randn(70, 130, generator=torch.Generator().manual_seed(0)), []
+    for number in (1, 2, 5):
+        threads(number)
+        sets.append(found_by(form, values, torch.full((70,), 2.0)))
     assert sets[0][0]
     assert sets == sets[:1] * 3
 

@@ -10,11 +10,7 @@ SCRIPT = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sparsify.kernels.triton import sddmm as triton_sddmm
-
-from sparsify.kernels.triton import select as triton_select
-
-from sparsify.kernels.triton import scatter as triton_scatter
+from sparsify.kernels.triton import scatter as triton_scatter, sddmm as triton_sddmm, select as triton_select
 
 TARGETS = [GPUTarget("cuda", capability, 32) for capability in (80, 90)]
 

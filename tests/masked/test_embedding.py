@@ -12,11 +12,6 @@ from sparsify import MaskedEmbedding, get_unmasker
 ROWS, DIM = 9, 4
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=[None, 0, 3, -1], ids="padding {}".format)
 def plain(request):
     table = nn.Embedding(ROWS, DIM, padding_idx=request.param)

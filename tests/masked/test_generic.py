@@ -1,7 +1,6 @@
 """The generic form: any module that owns parameters trains as it would when plain, and keeps its class."""
 
 import copy
-import pickle
 import types
 
 import pytest
@@ -101,11 +100,6 @@ MODULES = {
     "used twice": lambda: Own(used_twice, weight=DIM),
     "recursive": lambda: Own(recursive, weight=DIM),
 }
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
 
 
 def assert_gradients(masked, plain, tolerance=1e-12):
@@ -237,9 +231,8 @@ def test_an_unwanted_gradient_is_reported_as_a_use():
 
 def replace_forward(layer):
     def doubled(self, x):
-        return 2 * (
-            F.embedding(x, self.weight) if isinstance(self, nn.Embedding) else F.linear(x, self.weight, self.bias)
-        )
+        is_table = isinstance(self, nn.Embedding)
+        return 2 * (F.embedding(x, self.weight) if is_table else F.linear(x, self.weight, self.bias))
 
     layer.forward = types.MethodType(doubled, layer)
 
@@ -262,18 +255,6 @@ def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind, 
     for model in (plain, masked):
         model(x).square().sum().backward()
     assert_gradients(masked, plain)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_trains_by_itself(duplicate):
-    model = sparsify_fully(nn.Sequential(nn.LayerNorm(DIM), nn.Conv1d(3, 2, 1)))
-    twin = duplicate(model)
-    x = torch.randn(2, 3, DIM)
-    twin(x).square().sum().backward()
-    assert model.sparse_values.grad is None
-    model(x).square().sum().backward()
-    for name, gradient in model_gradients(model).items():
-        assert torch.equal(gradient, model_gradients(twin)[name])
 
 
 class ReadDirectly(nn.Module):
@@ -349,9 +330,7 @@ def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node
     model = sparsify_fully(nn.Sequential(casting))
     collector, whole = get_unmasker(model).backward, []
     original = collector.collect
-    monkeypatch.setattr(
-        collector, "collect", lambda *args, **options: (whole.append(options), original(*args, **options))
-    )
+    monkeypatch.setattr(collector, "collect", lambda *args, **kw: (whole.append(kw), original(*args, **kw)))
     model(torch.randn(3, DIM)).sum().backward()
     assert whole == [{"whole": True}] * 2
 

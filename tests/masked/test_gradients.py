@@ -13,11 +13,6 @@ ROWS, COLS = 12, 10
 EVERY = torch.arange(ROWS * COLS)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def product(tokens, dtype=torch.float64):
     return Product(torch.randn(tokens, ROWS, dtype=dtype), torch.randn(tokens, COLS, dtype=dtype))
 
@@ -38,9 +33,6 @@ def sum_of(*gradients):
 
 row_sets = st.one_of(st.none(), st.sets(st.integers(0, ROWS - 1), min_size=1).map(sorted))
 index_sets = st.sets(st.integers(0, ROWS * COLS - 1)).map(lambda chosen: torch.tensor(list(chosen), dtype=torch.int64))
-
-
-# -------------------------------------------------------------------------------- values, of all rows or of some
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -149,9 +141,6 @@ def test_every_shape_is_a_matrix_with_the_last_dimension_kept(shape, matrix):
     assert torch.equal(as_matrix(tensor).flatten(), tensor.flatten())
 
 
-# -------------------------------------------------------------------------------- products
-
-
 @pytest.mark.parametrize(("tokens", "waits"), [(0, True), (3, True), (10, True), (11, False), (100, False)])
 def test_the_sum_of_two_products_waits_as_a_product_while_its_factors_are_small(tokens, waits):
     first, second = product(tokens), product(tokens)
@@ -185,9 +174,6 @@ def test_what_is_held_takes_no_memory_of_its_own_otherwise():
     held = one.held()
     assert held.left is one.left
     assert held.right is one.right
-
-
-# -------------------------------------------------------------------------------- tied tables
 
 
 def test_a_product_and_rows_are_kept_apart_and_are_their_sum():

@@ -45,9 +45,6 @@ def train_a_step(model, x):
     return [loss.item() for loss in (*losses, loss_of(model, x))]
 
 
-# -------------------------------------------------------------------------------- double backward
-
-
 def gradient_of_the_delta(model, x):
     torch.autograd.grad(loss_of(model, x), model.sparse_values, create_graph=True)
 
@@ -101,9 +98,6 @@ def test_double_backward_through_a_compiled_model_is_refused():
     loss = loss_of(torch.compile(model, backend="aot_eager"), x)
     with pytest.raises(SparsifyError, match=TWICE):
         loss.backward(create_graph=True)
-
-
-# -------------------------------------------------------------------------------- export
 
 
 WAYS = {

@@ -29,11 +29,6 @@ MODULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=MODULES)
 def case(request):
     make, masked_class = MODULES[request.param]

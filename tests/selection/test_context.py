@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from models import descend
 from products import FREE
 from torch import nn
 
@@ -25,12 +26,7 @@ def model():
 
 
 def work_of(model, steps=1):
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(16, 32)).square().mean().backward()
-        optimizer.step()
-    return summary(model).last_work
+    return summary(descend(model, torch.randn(steps, 16, 32))).last_work
 
 
 @pytest.fixture

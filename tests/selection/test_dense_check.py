@@ -2,24 +2,15 @@
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, descend, loss_of
 from products import FREE
 from torch import nn
 
-from sparsify import (
-    D3,
-    SNIP,
-    Fisher,
-    Increment,
-    Repeat,
-    SparsifyError,
-    Strategy,
-    get_unmasker,
-    register_importance,
-    sparsify,
-)  # fmt: skip
+from sparsify import SparsifyError, get_unmasker, sparsify
 from sparsify.selection import screening
 from sparsify.selection.topk import TopK, Winners
+from sparsify.strategies.importance import D3, SNIP, Fisher, register_importance
+from sparsify.strategies.strategy import Increment, Repeat, Strategy
 
 
 @register_importance("against the weight")
@@ -82,13 +73,8 @@ def test_layers_of_which_single_entries_are_computed_agree(dtype):
     model[2].weight.data *= 3
     sparsify(model, 40, steps=4)
     get_unmasker(model).check = True
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(2 * torch.randn(500, 200, dtype=dtype)).square().mean().backward()
-        optimizer.step()
-    work = get_unmasker(model).work
-    assert 0 < work.verified < 200 * 300 / 70
+    descend(model, 2 * torch.randn(4, 500, 200, dtype=dtype))
+    assert 0 < get_unmasker(model).work.verified < 200 * 300 / 70
 
 
 class OwnLinear(nn.Linear):
@@ -119,11 +105,7 @@ def test_gradients_that_are_rounded_and_others_agree_where_they_meet_near_the_cu
         batch = torch.randn(30, 150).bfloat16()
     sparsify(model.bfloat16(), 9000, steps=3)
     get_unmasker(model).check = True
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(batch).float().square().mean().backward()
-        optimizer.step()
+    descend(model, [batch] * 3)
 
 
 def test_an_overflow_is_no_difference():
@@ -147,16 +129,15 @@ def without_candidates(found):
     return found._replace(indices=found.indices[:0], values=found.values[:0], most=found.most[:0])
 
 
+def with_half_the_bound(found):
+    return found._replace(most=found.most * 0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "function", "change", "message"),
     [
         ("mlp", "screen", without_candidates, r"entry [\d,]+ of `.*weight` was not unmasked"),
-        (
-            "bert",
-            "screen",
-            lambda found: found._replace(most=found.most * 0.5),
-            "was not unmasked; by the dense form its",
-        ),
+        ("bert", "screen", with_half_the_bound, "was not unmasked; by the dense form its"),
         ("mlp", "sddmm", lambda values: values * 1.001, "was unmasked with a score of"),
     ],
 )

@@ -1,6 +1,7 @@
 """Selection on a GPU, forced on the CPU: the same winners, and a few waits a step for any number of tensors."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from device_waits import HostWaits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, build, loss_of
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from recorder import mask
 from torch import nn
+from twins import Twins
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.masked.gradients import DenseGradient
@@ -106,31 +108,15 @@ def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_can
         assert all(selector.finite())
 
 
-# ------------------------------------------------------------------------------------ in training
-
-
-def optimizer_of(model, parameters=None):
-    return torch.optim.SGD(parameters or [model.sparse_values], lr=0.05, momentum=0.9)
+def optimizer_of(model):
+    return torch.optim.SGD([model.sparse_values], lr=0.05, momentum=0.9)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, "id3", steps=STEPS)
-    oracle = DenseOracle(dense, optimizer_of(dense, list(dense.parameters())), BUDGET, STEPS)
-    optimizer = optimizer_of(sparse)
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        loss = loss_of(sparse, batch)
-        loss.backward()
-        optimizer.step()
-        dense_loss = loss_of(dense, batch)
-        torch.testing.assert_close(loss, dense_loss, rtol=1e-9, atol=1e-9)
-        oracle.step(dense_loss)
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
-    weights = dict(sparse.named_parameters())
-    for parameter_name, parameter in dense.named_parameters():
-        torch.testing.assert_close(weights[parameter_name], parameter, rtol=1e-8, atol=1e-8)
+    Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9)).train(batches[:STEPS])
 
 
 @pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
@@ -169,9 +155,6 @@ def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
         loss_of(model, batch).backward()
         (torch.compile(step, backend="aot_eager") if model is models[0] else step)()
     assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
-
-
-# ------------------------------------------------------------------------------------ waits
 
 
 class Deep(nn.Module):

@@ -1,15 +1,18 @@
 """Screening shows the top-k exactly what the full float32 product would have."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import DenseOracle, unmasked_sets
+from models import descend
+from oracle import unmasked_sets
 from products import FORMS, FREE, screen_in_form
 from recorder import mask
 from torch import nn
+from twins import Twins, sgd
 
 from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, sparsify
 from sparsify.masked.gradients import DenseGradient, Product, TiedGradient
@@ -134,9 +137,7 @@ def test_a_product_in_a_type_with_loops_is_screened_by_a_full_topk():
     ("dear", "unmasked", "is_screened"),
     [({}, 0, True), ({"norms": 1.1}, 0, False), ({"entry": 1 / 20}, 15, True), ({"entry": 1 / 14}, 15, False)],
 )
-def test_nothing_is_screened_where_norms_or_sampling_cost_more_than_the_full_product(
-    monkeypatch, dear, unmasked, is_screened
-):
+def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch, dear, unmasked, is_screened):
     monkeypatch.setattr(screening, "costs_of", lambda *_: FREE._replace(**dear))
     found = scan_random(TopK(1, torch.float32, "cpu", threshold=1e3), torch.arange(unmasked))
     assert (found is not None) is is_screened
@@ -151,13 +152,8 @@ def test_the_engine_unmasks_the_same_with_and_without_screening(monkeypatch):
     for smallest in (1, 1 << 30):
         monkeypatch.setattr(screening, "SMALLEST_SCREENED", smallest)
         model = sparsify(copy.deepcopy(plain), 60, steps=6)
-        optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(6):
-            model(torch.randn(16, 32, generator=generator)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            screened += get_unmasker(model).work.screened > 0
+        for x in torch.randn(6, 16, 32, generator=torch.Generator().manual_seed(1)):
+            screened += get_unmasker(descend(model, [x])).work.screened > 0
         sets.append(unmasked_sets(model))
     assert sets[0] == sets[1]
     assert screened >= 5
@@ -200,15 +196,10 @@ def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     batches = [torch.randint(-1, 2, (12, 20)).float() for _ in range(4)]
     HARD[case](dense, batches[0])
     sparse = sparsify(copy.deepcopy(dense), 60, Strategy(D3(exp=exp), Increment()), steps=4)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.0), 60, 4, exp=exp)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.0)
     ways = torch.randint(-1, 2, (12, 5)).float()
-    for x in batches:
-        _, x = HARD[case](copy.deepcopy(dense), x.clone())
-        oracle.step((dense(x) * ways).sum())
-        (sparse(x) * ways).sum().backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+    batches = [HARD[case](copy.deepcopy(dense), x)[1] for x in batches]
+    options = {"make_optimizer": partial(sgd, lr=0.0), "loss_of": lambda model, x: (model(x) * ways).sum(), "exp": exp}
+    Twins(dense, sparse, 60, 4, **options).train(batches)
 
 
 class Tied(nn.Module):

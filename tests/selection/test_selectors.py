@@ -51,9 +51,8 @@ def test_streaming_leaves_out_what_is_unmasked_only_where_it_is_told_to():
         weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[3, 7]] = torch.tensor([1.0, 2.0])
-        selector = StreamingSelector(
-            SelectionContext(TopK(1, torch.float32, "cpu"), D3(exp=0), Work()), masked_only=masked_only
-        )
+        context = SelectionContext(TopK(1, torch.float32, "cpu"), D3(exp=0), Work())
+        selector = StreamingSelector(context, masked_only=masked_only)
         assert selector.wants(bias)
         assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
         assert selector.winners().ids.tolist() == expected

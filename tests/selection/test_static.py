@@ -1,36 +1,20 @@
 """Static selection and pruning: which entries stay, what becomes of the others, and how the rest trains."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from models import build, loss_of, train
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from torch import nn
+from twins import Twins, masks_of
 
-from sparsify import (
-    D3,
-    SNIP,
-    Bias,
-    Fisher,
-    GraSP,
-    Increment,
-    Magnitude,
-    Prune,
-    Random,
-    SparseDelta,
-    SparsifyError,
-    Static,
-    Strategy,
-    base_weights,
-    desparsify,
-    get_unmasker,
-    register_importance,
-    sparsify,
-    summary,
-)  # fmt: skip
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
+from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.strategies.strategy import Increment, Prune, Static, Strategy
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
@@ -83,6 +67,11 @@ def expected_sets(model, scores, allocation, number):
     return {name: best({name: scores[name]}, n)[name] for name, n in zip(scores, counts, strict=True)}
 
 
+def freeze_vectors(model):
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+
+
 def calibration_of(importance, batches):
     return {"calibration": batches} if importance.uses_gradient else {}
 
@@ -94,12 +83,8 @@ def test_pruning_keeps_the_best_entries_of_matrices_and_all_vectors(model_and_ba
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     scores = dense_scores(model, importance, batches[:2])
     expected = expected_sets(model, scores, allocation, BUDGET - VECTORS)
-    sparsify(
-        model,
-        BUDGET,
-        Strategy(importance, Prune(allocation, pretrained=True)),
-        **calibration_of(importance, batches[:2]),
-    )
+    strategy = Strategy(importance, Prune(allocation, pretrained=True))
+    sparsify(model, BUDGET, strategy, **calibration_of(importance, batches[:2]))
     found = unmasked_sets(model)
     for name, value in before.items():
         kept = expected.get(name, list(range(value.numel())))
@@ -114,8 +99,7 @@ def test_pruning_keeps_the_best_entries_of_matrices_and_all_vectors(model_and_ba
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_static_chooses_the_same_way_and_zeroes_nothing(model_and_batches, importance, allocation):
     model, batches = model_and_batches
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.dim() > 1)
+    freeze_vectors(model)
     before = copy.deepcopy(model.state_dict())
     expected = expected_sets(model, dense_scores(model, importance, batches[:2]), allocation, BUDGET)
     sparsify(model, BUDGET, Strategy(importance, Static(allocation)), **calibration_of(importance, batches[:2]))
@@ -146,8 +130,7 @@ def test_vectors_get_their_erdos_renyi_share_where_nothing_is_pruned():
 def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
     """So that a delta of the first so many entries has the allocation's densities too."""
     model, _ = build("mlp")
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.dim() > 1)
+    freeze_vectors(model)
     sparsify(model, 60, Strategy(Random(), Static(allocation)))
     tensors = get_unmasker(model).tensors
     for number in range(1, 61):
@@ -156,31 +139,16 @@ def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
         assert all(abs(count - share) <= 1 for count, share in zip(counts, shares, strict=True))
 
 
-# Training a pruned model
-
-
 @pytest.mark.parametrize("importance", [SNIP(), GraSP(), Random()], ids=lambda importance: importance.name)
 def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_pruned_weights(importance):
     model, batches = build("mlp", dtype=torch.float64)
     dense = copy.deepcopy(model)
     sparsify(model, BUDGET, Strategy(importance, Prune(pretrained=True)), **calibration_of(importance, batches[:2]))
-    kept, masks = unmasked_sets(model), {}
+    masks = masks_of(model)
     for name, parameter in dense.named_parameters():
-        mask = torch.zeros(parameter.numel(), dtype=torch.bool)
-        mask[kept[name]] = True
-        masks[name] = mask.view_as(parameter)
         parameter.data.mul_(masks[name])
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9), BUDGET, 6, masks=masks)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1, momentum=0.9)
-    for batch in batches[:6]:
-        losses = loss_of(model, batch), loss_of(dense, batch)
-        torch.testing.assert_close(*losses)
-        oracle.step(losses[1])
-        optimizer.zero_grad()
-        losses[0].backward()
-        optimizer.step()
-    for name, parameter in dense.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    Twins(dense, model, BUDGET, 6, sgd, masks=masks).train(batches[:6])
 
 
 def test_the_base_of_a_pruned_model_is_the_pruned_one_and_zeros_stay_after_desparsify():
@@ -189,11 +157,7 @@ def test_the_base_of_a_pruned_model_is_the_pruned_one_and_zeros_stay_after_despa
     pruned = {name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"}
     zeros = sum(int((p == 0).sum()) for p in pruned.values() if p.dim() > 1)
     assert zeros == MATRICES - (BUDGET - VECTORS)
-    optimizer = torch.optim.AdamW([model.sparse_values], lr=0.1, weight_decay=0.5)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    train(model, batches, optimizer=torch.optim.AdamW([model.sparse_values], lr=0.1, weight_decay=0.5))
     assert summary(model, verify=True).verification.ok
     with base_weights(model):
         assert all(torch.equal(model.get_parameter(name), value) for name, value in pruned.items())
@@ -209,8 +173,7 @@ def test_the_base_of_a_pruned_model_is_the_pruned_one_and_zeros_stay_after_despa
 def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_pruned(tmp_path, vectors):
     model, batches = build("mlp")
     if not vectors:
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.dim() > 1)
+        freeze_vectors(model)
     base = copy.deepcopy(model)
     train(sparsify(model, BUDGET, PRUNED, calibration=batches[:2]), batches[:4])
     delta = SparseDelta.from_model(model)
@@ -272,19 +235,16 @@ def test_only_what_requires_grad_is_pruned():
     assert summary(model).unmasked == 35 == int((model.first.weight != 0).sum()) + 10
 
 
-# Refusals: nothing has been changed
-
-
 @pytest.mark.parametrize("strategy", ["sparseadapter", Strategy(Magnitude(largest=True), Prune("uniform"))])
 def test_pretrained_matrices_are_not_pruned_unless_the_user_insists(model_and_batches, strategy):
     model, batches = model_and_batches
     before = copy.deepcopy(model.state_dict())
     options = {"calibration": batches[:2]} if strategy == "sparseadapter" else {}
-    with pytest.raises(
-        SparsifyError,
-        match=r"3 of the 3 matrices to prune are not known to be new, such as `first\.weight`.*"
-        r"pass Strategy\(.*, Prune\(allocation='(global|uniform)', pretrained=True\)\)",
-    ):
+    first, remedy = (
+        r"such as `first\.weight`",
+        r"pass Strategy\(.*, Prune\(allocation='(global|uniform)', pretrained",
+    )
+    with pytest.raises(SparsifyError, match=f"3 of the 3 matrices to prune are not known to be new, {first}.*{remedy}"):
         sparsify(model, BUDGET, strategy, **options)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert type(model.first) is nn.Linear
@@ -366,9 +326,6 @@ def test_an_importance_that_scores_too_little_is_an_error_by_its_name(model_and_
     with pytest.raises(SparsifyError, match=message):
         sparsify(model, BUDGET, Strategy(importance, Static()), **calibration_of(importance, batches[:2]))
     assert type(model.first) is nn.Linear
-
-
-# Given sets, and rankings that an increment follows
 
 
 def test_a_mask_dict_is_trained_exactly():

@@ -70,15 +70,6 @@ def test_one_more_entry_in_all_takes_at_most_a_rounding_from_any_tensor(problem,
         assert all(more >= less - 1 for more, less in zip(after, before, strict=True))
 
 
-def test_densities_are_erdos_renyis():
-    shapes = [(768, 64), (64, 768), (768, 768), (3072, 768)]
-    sizes = [prod(shape) for shape in shapes]
-    counts = allocate(40_000, shapes, sizes, ERDOS_RENYI)
-    scale = 40_000 / sum(sum(shape) for shape in shapes)
-    for (rows, cols), count in zip(shapes, counts, strict=True):
-        assert count / (rows * cols) == pytest.approx(scale * (rows + cols) / (rows * cols), abs=1 / (rows * cols))
-
-
 @pytest.mark.parametrize(
     ("budget", "shapes", "candidates", "allocation", "counts"),
     [

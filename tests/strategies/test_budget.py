@@ -25,23 +25,16 @@ def test_others_do_not():
 
 
 def test_a_share_of_less_than_one_entry_is_an_error_that_names_the_smallest():
-    with pytest.raises(
-        SparsifyError,
-        match=r"budget=1e-09 is a share of the 19 candidates that comes to less than one entry; .* least 0\.053",
-    ):
+    with pytest.raises(SparsifyError, match=r"budget=1e-09 is .* 19 candidates .* less than one entry.* least 0\.053"):
         resolve_budget(1e-9, Strategy(D3(), Increment()), CANDIDATES)
 
 
-@pytest.mark.parametrize(
-    ("selection", "steps", "capacity"),
-    [
-        (Static(), None, 6),
-        (Increment(), 100, 6),
-        (Repeat(), 2, 12),
-        (Repeat(), 100, 19),
-        (Repeat(7), None, 7),
-        (Repeat(10**9), None, 19),
-    ],
-)
+CAPACITIES = [
+    (Static(), None, 6), (Increment(), 100, 6), (Repeat(), 2, 12), (Repeat(), 100, 19), (Repeat(7), None, 7),
+    (Repeat(10**9), None, 19),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("selection", "steps", "capacity"), CAPACITIES)
 def test_only_repeat_needs_more_room_than_the_budget(selection, steps, capacity):
     assert resolve_capacity(6, Strategy(D3(), selection), Schedule(), steps, CANDIDATES) == capacity

@@ -91,9 +91,8 @@ def test_pruning_does_not_keep_the_smallest_weights():
 @pytest.mark.parametrize("kind", [Static, Prune])
 @pytest.mark.parametrize(("typo", "meant"), [("erdos_renyi", "erdos-renyi"), ("local", None), (None, None)])
 def test_an_unknown_allocation_lists_the_known_ones(kind, typo, meant):
-    with pytest.raises(
-        SparsifyError, match=rf"{kind.__name__} got allocation={typo!r}; expected one of global, uniform, erdos-renyi"
-    ) as caught:
+    known = "expected one of global, uniform, erdos-renyi"
+    with pytest.raises(SparsifyError, match=rf"{kind.__name__} got allocation={typo!r}; {known}") as caught:
         kind(typo)
     assert (meant is not None) == str(caught.value).endswith(f"Did you mean {meant!r}?")
 
@@ -157,9 +156,7 @@ def test_a_preset_is_found_by_its_name_and_a_strategy_is_returned_as_it_is():
     ],
 )  # fmt: skip
 def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant):
-    with pytest.raises(
-        SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat, pafi, fish,"
-    ) as caught:
+    with pytest.raises(SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat,") as caught:
         resolve_strategy(typo)
     assert str(caught.value).endswith(f"Did you mean {meant!r}?") == (meant is not None)
 

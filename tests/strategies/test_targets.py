@@ -192,10 +192,7 @@ def test_a_model_without_trainable_parameters_says_what_to_do(model):
 
 def test_a_partial_match_is_reported_by_count(model):
     model.blocks[0].query.requires_grad_(False)
-    with pytest.warns(
-        UserWarning,
-        match=r"matched 2 modules with parameters; 1 of them hold none that requires grad .*: blocks\.0\.query\.$",
-    ):
+    with pytest.warns(UserWarning, match=r"matched 2 modules .*; 1 of them hold none that .*: blocks\.0\.query\.$"):
         found = candidates(model, target_modules=["query"])
     assert found == ["blocks.1.query.weight", "blocks.1.query.bias"]
 

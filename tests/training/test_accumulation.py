@@ -64,9 +64,6 @@ def test_a_graph_that_was_asked_before_and_a_newer_one_choose_by_the_sum_of_thei
     torch.testing.assert_close(asked.sparse_values.grad, fresh.sparse_values.grad)
 
 
-# ------------------------------------------------------------------------------------ optimizers with several passes
-
-
 class SAM(torch.optim.SGD):
     """Sharpness-aware minimisation: descends from where it was by the gradient a little uphill."""
 
@@ -91,9 +88,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
 @pytest.mark.parametrize("architecture", ["mlp", "bert"])
-def test_frozen_entries_stay_bit_equal_while_the_optimizer_moves_the_values_between_passes(
-    name, strategy, architecture
-):
+def test_frozen_entries_stay_bit_equal_while_values_move_between_passes(name, strategy, architecture):
     plain, batches = build(architecture)
     model = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
     optimizer = OPTIMIZERS[name]([model.sparse_values])

@@ -4,12 +4,12 @@ import copy
 import math
 import warnings
 
+import models
 import pytest
 import torch
-from models import loss_of
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from sparsify import SparseDelta, get_unmasker, overlap, sparsify, summary
 from sparsify.adapters import add_adapters
@@ -38,18 +38,17 @@ def lora(model, seed=1, **settings):
     return get_peft_model(model, config)
 
 
+def prefix(model):
+    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
 def pfeiffer(model, seed=1):
     torch.manual_seed(seed)
     return add_adapters(model, "pfeiffer", 2)
 
 
 def train(model):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, {"input_ids": IDS, "labels": torch.tensor([0, 1, 1, 0])}).backward()
-        optimizer.step()
-    return model.eval()
+    return models.train(model, [{"input_ids": IDS, "labels": torch.tensor([0, 1, 1, 0])}] * STEPS).eval()
 
 
 def logits(model):
@@ -264,17 +263,7 @@ def test_a_slightly_trained_matrix_is_not_drawn_again(extend, zeros):
         (lambda: lora(bert(), use_dora=True), "lora_"),
         (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
         (lambda: pfeiffer(bert()), "adapters.default"),
-        (
-            lambda: get_peft_model(
-                LlamaForCausalLM(
-                    LlamaConfig(
-                        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-                    )
-                ),
-                PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-            ),
-            "prompt_encoder",
-        ),
+        (lambda: prefix(models.build("llama")[0]), "prompt_encoder"),
     ],
     ids=["dora", "embedding", "adapters", "prefix"],
 )

@@ -26,9 +26,6 @@ def step(model, batch, *optimizers):
         optimizer.step()
 
 
-# ------------------------------------------------------------------------------------ what would train nothing
-
-
 def made_before():
     model, batches = build("bert")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -37,11 +34,8 @@ def made_before():
 
 def groups_of_layers():
     model, batches = built()
-    return (
-        model,
-        torch.optim.AdamW([{"params": list(layer.parameters())} for layer in model.bert.encoder.layer]),
-        batches,
-    )
+    groups = [{"params": list(layer.parameters())} for layer in model.bert.encoder.layer]
+    return model, torch.optim.AdamW(groups), batches
 
 
 def a_delta_that_was_replaced():
@@ -98,12 +92,14 @@ def test_an_optimizer_that_failed_to_be_made_is_passed_over_in_the_search_for_an
     assert kept.traceback
 
 
-# ------------------------------------------------------------------------------------ what is as it should be
-
-
-def test_a_frozen_model_passes_gradients_on_to_another():
+@pytest.fixture
+def generator_and_critic():
     torch.manual_seed(0)
-    generator, critic = (sparsify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 9, steps=4) for _ in "gc")
+    return [sparsify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 9, steps=4) for _ in range(2)]
+
+
+def test_a_frozen_model_passes_gradients_on_to_another(generator_and_critic):
+    generator, critic = generator_and_critic
     critic.requires_grad_(False)
     optimizer = torch.optim.SGD([generator.sparse_values], lr=0.1)
     critic(generator(torch.randn(5, 4))).mean().backward()
@@ -134,9 +130,8 @@ def test_one_of_several_optimizers_may_hold_the_flat_delta():
     assert summary(model, verify=True).verification.ok
 
 
-def test_two_models_that_train_each_other_in_turns_are_left_alone():
-    torch.manual_seed(0)
-    generator, critic = (sparsify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 9, steps=4) for _ in "gc")
+def test_two_models_that_train_each_other_in_turns_are_left_alone(generator_and_critic):
+    generator, critic = generator_and_critic
     of_generator, of_critic = (torch.optim.SGD([model.sparse_values], lr=0.1) for model in (generator, critic))
     for _ in range(4):
         for _ in range(3):  # the generator gets gradients that nobody wants
@@ -196,9 +191,6 @@ def test_a_step_that_failed_is_not_taken_for_one_around_the_next():
     assert summary(model).step == 2
 
 
-# ------------------------------------------------------------------------------------ optimizers that are not torch's
-
-
 def descend(model):
     with torch.no_grad():
         model.sparse_values -= 0.1 * model.sparse_values.grad
@@ -226,9 +218,6 @@ def test_a_step_that_torch_told_of_cannot_be_counted_again():
     with pytest.raises(SparsifyError, match=r"was counted already.*leave optimizer_stepped\(model\) out"):
         optimizer_stepped(model)
     assert summary(model).step == 1
-
-
-# ------------------------------------------------------------------------------------ models that are half made
 
 
 class NoCopy:

@@ -167,9 +167,7 @@ def test_qlora_gives_the_losses_of_lora_trained_on_the_dequantized_base(folder):
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
-def test_gpt2s_transposed_layers_take_their_delta_quantized_or_dequantized_but_not_the_other_way_round(
-    scheme, tmp_path
-):
+def test_gpt2s_transposed_layers_take_their_delta_quantized_or_dequantized_but_not_plain(scheme, tmp_path):
     from transformers import GPT2LMHeadModel
 
     plain, batches = build("gpt2")

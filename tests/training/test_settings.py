@@ -9,21 +9,10 @@ from models import run_steps as run
 from oracle import unmasked_sets
 from torch import nn
 
-from sparsify import (
-    D3,
-    Increment,
-    Magnitude,
-    Random,
-    Repeat,
-    Schedule,
-    SparseDelta,
-    SparsifyError,
-    Strategy,
-    get_unmasker,
-    sparsify,
-    summary,
-    trained_state,
-)
+from sparsify import SparseDelta, SparsifyError, get_unmasker, sparsify, summary, trained_state
+from sparsify.strategies.importance import D3, Magnitude, Random
+from sparsify.strategies.schedules import Schedule
+from sparsify.strategies.strategy import Increment, Repeat, Strategy
 from sparsify.training.flat_delta import SETTINGS
 
 BUDGET, STEPS = 40, 8
@@ -146,9 +135,6 @@ def test_the_settings_of_a_part_of_a_model_are_compared_under_its_name():
         other.load_state_dict(saved.state_dict())
 
 
-# ------------------------------------------------------------------------------------ extending
-
-
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
@@ -221,11 +207,7 @@ def test_a_run_whose_room_is_used_up_gets_more(options, extension, size):
         ({"steps": None}, {"steps": 0}, r"extend\(steps=0\)"),
         ({}, {"budget": 10_000}, "the number of candidates"),
         ({"strategy": "pafi"}, {"budget": 50}, r"extend\(budget=50\) with Static.*chosen before training"),
-        (
-            {},
-            {"budget": 50, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
-            "does not hold `sparse_values",
-        ),
+        ({}, {"budget": 50, "optimizer": torch.optim.SGD([nn.Linear(1, 1).weight])}, "does not hold `sparse_values"),
     ],
 )
 def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension, message):

@@ -11,20 +11,10 @@ from oracle import unmasked_sets
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparsify import (
-    SNIP,
-    BaseMismatchError,
-    Increment,
-    Magnitude,
-    Prune,
-    Strategy,
-    get_unmasker,
-    sparsify,
-    summary,
-    trained_state,
-)
+from sparsify import BaseMismatchError, sparsify, summary, trained_state
+from sparsify.strategies.importance import SNIP, Magnitude
+from sparsify.strategies.strategy import Increment, Prune, Strategy
 from sparsify.training.flat_delta import STATE
-from sparsify.training.state import placeholder
 
 BUDGET, STEPS = 40, 8
 STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
@@ -120,13 +110,9 @@ def test_a_pruned_adapter_is_in_the_trained_state():
 
 
 def test_a_tied_dense_weight_is_there_once(tmp_path):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.middle, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
-            self.head.weight = self.embed.weight
-
-    model = sparsify(Tied(), 5, "pafi", modules_to_save=["embed"])
+    tied = nn.ModuleDict({"embed": nn.Embedding(9, 4), "middle": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    model = sparsify(tied, 5, "pafi", modules_to_save=["embed"])
     save_file(trained_state(model), tmp_path / "state")
     model.load_state_dict(load_file(tmp_path / "state"))
 
@@ -171,28 +157,6 @@ def test_a_part_of_a_state_dict_is_no_trained_state():
     del state["head.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.weight"'):
         model.load_state_dict(state)
-
-
-def test_a_file_with_the_placeholder_is_refused_by_who_takes_it_for_a_whole_model(tmp_path):
-    model, _ = build("bert")
-    model.save_pretrained(tmp_path)
-    sparsify(model, 20, "pafi")
-    state = trained_state(model) | placeholder(get_unmasker(model))
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RuntimeError, match=r"size mismatch|ignore_mismatched_sizes"):
-        type(model).from_pretrained(tmp_path)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-
-
-def test_best_so_far_comes_back_into_the_model_that_trained_on():
-    model, batches = sparsify(build("bert")[0], 40, steps=8), build("bert")[1]
-    run(model, batches[:3])
-    best = {name: value.clone() for name, value in trained_state(model).items()}
-    expected = copy.deepcopy(model.state_dict())
-    run(model, batches[3:6])
-    model.load_state_dict(best)
-    assert_equal_states(model.state_dict(), expected)
 
 
 def test_a_trained_state_that_is_pickled_holds_the_unmasked_entries_only():

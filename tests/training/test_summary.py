@@ -6,22 +6,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from models import descend
 from torch import nn
 
-from sparsify import (
-    D3,
-    Increment,
-    SparseDelta,
-    SparsifyError,
-    Strategy,
-    desparsify,
-    get_unmasker,
-    print_trainable_parameters,
-    sparsify,
-    summary,
-)
+from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, print_trainable_parameters, sparsify, summary
 from sparsify.selection.context import Work
-from sparsify.strategies.strategy import PRESETS
+from sparsify.strategies.importance import D3
+from sparsify.strategies.strategy import PRESETS, Increment, Strategy
 from sparsify.training.summary import Summary, strategy_name
 
 STEPS, BUDGET = 4, 20
@@ -37,11 +28,7 @@ def model():
 
 
 def train(model, steps):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.tensor([[1, 2, 3, 6]])).square().sum().backward()
-        optimizer.step()
+    descend(model, [torch.tensor([[1, 2, 3, 6]])] * steps)
 
 
 def a_summary(**changes):
@@ -171,9 +158,6 @@ def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
         "trainable params: 2,500 || all params: 1,001,000 || trainable%: 0.2498",
         "trainable params: 6 || all params: 12 || trainable%: 50.0000",
     ]
-
-
-# Strategy "full", which has no engine
 
 
 @pytest.fixture
