@@ -211,14 +211,10 @@ def _reason(error: Exception) -> str:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file atomically: whenever the process may die, the old or the new one is there, complete."""
-    with uninterrupted():  # an interrupt would leave an unfinished file behind
-        _replace_file(path, data)
-
-
-def _replace_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes. An
+    # interrupt would leave it behind.
+    with uninterrupted(), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         complete = Path(folder) / path.name
         with complete.open("wb") as file:
             file.write(data)
@@ -289,9 +285,8 @@ def _check_sizes(file: Any, name: str, record: Record) -> None:
             f"{record.dtype} and kind {record.kind!r}"
         )
     if list(values.get_shape()) != [record.count]:
-        raise DeltaFormatError(
-            f"tensor `{name}`: values have shape {shown(values.get_shape())}, expected [{record.count}]"
-        )
+        shape = shown(values.get_shape())
+        raise DeltaFormatError(f"tensor `{name}`: values have shape {shape}, expected [{record.count}]")
     most = record.count
     if indices.get_dtype() == "U16":
         most += math.prod(record.shape) // ESCAPE  # more escapes than that would skip past the tensor's end

@@ -165,8 +165,9 @@ def parse_json(text: str | bytes) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode()
-    num_keys = _count_keys(text)
     value = json.loads(text, parse_constant=_refuse, parse_int=_int, parse_float=_float)
+    without_escapes = text.replace(r"\\", "").replace(r"\"", "")
+    num_keys = _STRING.sub("", without_escapes).count(":")  # a hook that gets the pairs takes far more memory
     if _check_tree(value) != num_keys:
         raise DeltaFormatError("metadata: an object has a key twice")
     return value
@@ -176,12 +177,6 @@ def shown(value: Any) -> str:
     """Formats a value from a file for a message: on one line, printable, and not long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _count_keys(text: str) -> int:
-    """Number of keys in a JSON text: its colons outside strings. (A hook that gets the pairs takes far more memory.)"""
-    without_escapes = text.replace(r"\\", "").replace(r"\"", "")
-    return _STRING.sub("", without_escapes).count(":")
 
 
 def _refuse(constant: str) -> None:

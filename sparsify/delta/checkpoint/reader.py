@@ -155,9 +155,14 @@ class Checkpoint(Mapping[str, Tensor]):
         if name in self.stored:
             return Layout.stored(name, self.stored[name].shape)
         layouts = self.converted(name)
-        if not layouts:
-            raise BaseMismatchError(self._missing_text(name))
-        return layouts[0]
+        if layouts:
+            return layouts[0]
+        text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
+        remedy = "Give the base that the delta was trained on"
+        if isinstance(self._conversion, SparsifyError):
+            text += f", and what its tensors are called in a model is not known, since {self._conversion}"
+            raise BaseMismatchError(f"{text}. {remedy}, with its `config.json` next to the weights.")
+        raise BaseMismatchError(f"{text}, nor does transformers load one under that name. {remedy}.")
 
     def converted(self, name: str) -> list[Layout]:
         """The layouts that transformers would load a tensor from, by its name at run time; see :meth:`Conversion.find`.
@@ -167,13 +172,9 @@ class Checkpoint(Mapping[str, Tensor]):
         return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
-        """All layouts of a tensor: more than one where a tied tensor is stored under several names.
+        """All layouts of a tensor, one of which is ``first``: several where a tied one is stored under several names.
 
         ``from_pretrained`` ties such tensors only where the stored ones are equal, so they have to change together.
-
-        Args:
-            name: the tensor's name.
-            first: one of its layouts.
         """
         key, *others = first.keys
         alike = self._alike[key] - {key}
@@ -207,16 +208,6 @@ class Checkpoint(Mapping[str, Tensor]):
         except SparsifyError as error:
             return error
 
-    def _missing_text(self, name: str) -> str:
-        """The message for a name that is not in the checkpoint."""
-        text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
-        if isinstance(self._conversion, SparsifyError):
-            return (
-                f"{text}, and what its tensors are called in a model is not known, since {self._conversion}. Give the "
-                "base that the delta was trained on, with its `config.json` next to the weights."
-            )
-        return f"{text}, nor does transformers load one under that name. Give the base that the delta was trained on."
-
     @cached_property
     def _alike(self) -> dict[str, set[str]]:
         """For each stored tensor, all of the same shape and dtype that begin with the same values."""
@@ -232,10 +223,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    if path.is_file():
-        return (path,)
-    if (path / WEIGHTS_NAME).is_file():
-        return (path / WEIGHTS_NAME,)
+    for file in (path, path / WEIGHTS_NAME):
+        if file.is_file():
+            return (file,)
     if (path / INDEX_NAME).is_file():
         return _shards(path / INDEX_NAME)
     if not path.exists():

@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from sparsify.common.names import near_names, plain_name, tied_names
 from sparsify.delta.checkpoint.conversion import model_without_weights
 from sparsify.delta.checkpoint.reader import open_base
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import TensorPatch, check_dense, check_has_values, counted, own_copy, plan_entries
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
 from sparsify.errors import BaseMismatchError, SparsifyError
-
-Base = nn.Module | str | os.PathLike[str]
 
 _NAMED_AT_MOST = 5
 _REMEDY = "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
@@ -82,10 +80,10 @@ class PeftAdapter:
 
 
 def write_adapter(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     method: str,
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
+    tensors: TensorDeltas,
+    whole: NamedTensors,
     config: Mapping[str, Any],
     base: Base | None,
 ) -> PeftAdapter:
@@ -103,14 +101,27 @@ def write_adapter(
     saved = _saved_modules(whole, source.modules)
     layers = {name: edit for name, edit in edits.items() if not _inside(name, saved)}
     _check_weights(layers, source, method)
-    sums = _find_sums(METHODS[method], layers)
+    sums = {}  # by layer: the entry that each difference belongs to (used,), and the differences (used,)
+    for name, edit in layers.items():
+        try:
+            sums[name] = find_differences(METHODS[method], edit.old, edit.new)
+        except SparsifyError as error:
+            raise SparsifyError(f"tensor `{name}`: {error}; nothing was written.") from error
     settings, places = _fit(METHODS[method], layers, {name: owners.numel() for name, (owners, _) in sums.items()})
     stored: dict[str, Tensor] = {}
     for name, edit in layers.items():
         stored |= _sparse_tensors(name, edit, sums[name], places[name], METHODS[method])
     for module in saved:
         stored |= _whole_module(module, whole, edits, source)
-    peft_config = _make_config(method, settings, list(layers), saved, config, source)
+    peft_config = _make_config(
+        method,
+        sorted(name.removesuffix(".weight") for name in layers),
+        source,
+        base_model_name_or_path=config.get("base_model_name_or_path") or source.path,
+        revision=config.get("base_model_revision"),
+        modules_to_save=saved or None,
+        **settings,
+    )
     entries = sum(edit.old.numel() for edit in layers.values())
     used = sum(owners.numel() for owners, _ in sums.values())
     return PeftAdapter(
@@ -214,17 +225,6 @@ def _why_not(name: str, source: _Source) -> str | None:
     return None
 
 
-def _find_sums(method: Method, edits: Mapping[str, TensorPatch]) -> dict[str, tuple[Tensor, Tensor]]:
-    """For every layer, the entry that each difference belongs to (used,), and the differences (used,)."""
-    sums = {}
-    for name, edit in edits.items():
-        try:
-            sums[name] = find_differences(method, edit.old, edit.new)
-        except SparsifyError as error:
-            raise SparsifyError(f"tensor `{name}`: {error}; nothing was written.") from error
-    return sums
-
-
 def _fit(
     method: Method, edits: Mapping[str, TensorPatch], needed: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, int]]:
@@ -289,14 +289,7 @@ def _whole_module(
     return parts
 
 
-def _make_config(
-    method: str,
-    settings: Mapping[str, Any],
-    weights: Iterable[str],
-    saved: list[str],
-    config: Mapping[str, Any],
-    source: _Source,
-) -> Any:
+def _make_config(method: str, layers: list[str], source: _Source, **settings: Any) -> Any:
     """PEFT's own config for the adapter."""
     import peft
 
@@ -304,16 +297,10 @@ def _make_config(
     config_class = getattr(peft, name, None)
     if config_class is None:
         raise SparsifyError(f"PEFT {peft.__version__} has no `{name}`: upgrade it.")
-    made = config_class(
-        **settings,
-        base_model_name_or_path=config.get("base_model_name_or_path") or source.path,
-        revision=config.get("base_model_revision"),
-        modules_to_save=saved or None,
-        inference_mode=True,
-        # not SHiRA's random mask: a loader that passes over the stored positions fails instead of making some up
-        **({"mask_type": "sparse_delta"} if method == "shira" else {}),
-    )
-    layers = sorted(name.removesuffix(".weight") for name in weights)
+    if method == "shira":
+        # not its random mask: a loader that passes over the stored positions fails instead of making some up
+        settings["mask_type"] = "sparse_delta"
+    made = config_class(**settings, inference_mode=True)
     ambiguous = any(other.endswith(f".{layer}") for layer in layers for other in source.modules)
     # PEFT matches the names of a list at the end, and a regular expression as a whole
     made.target_modules = "|".join(map(re.escape, layers)) if ambiguous else layers
