@@ -86,11 +86,7 @@ def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckR
 def check_checkpoint(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint
 ) -> tuple[CheckReport, dict[str, Layout]]:
-    """Checks a delta against a checkpoint, one tensor at a time; see :meth:`sparsify.SparseDelta.check`.
-
-    Returns:
-        A report, and by name where each of the delta's tensors is stored; dense ones may be nowhere.
-    """
+    """Checks a delta against a checkpoint, a tensor at a time; also gives the layouts of those in it."""
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}
     owners: dict[tuple[object, ...], str] = {}  # of stored windows

@@ -1,7 +1,6 @@
 """Compares a model with its base entry by entry, and takes the entries that differ, or the most changed of them.
 
-In: a base and a model tuned from it, each in memory or as a checkpoint on disk, which is read a tensor at a time. Out:
-the parts of a delta.
+In: a base and a model tuned from it, in memory or as a checkpoint, read a tensor at a time. Out: a delta's parts.
 """
 
 from __future__ import annotations

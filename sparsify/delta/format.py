@@ -153,11 +153,7 @@ def read(path: StrPath) -> DeltaFile:
 
 
 def payload_hash(path: StrPath) -> str | None:
-    """The SHA-256 that a delta file has of its payload, which :func:`read` checks; None in format version 1.
-
-    Raises:
-        DeltaFormatError, OSError: as :func:`read`, which checks far more.
-    """
+    """The SHA-256 of the payload that a file records, None in format version 1; raises as :func:`read`, for less."""
     path = os.fspath(path)
     _identity(path)
     with _described(path):

@@ -54,9 +54,8 @@ def check_destination(repo_id: object, revision: object = None) -> None:
     if revision is not None and not (
         isinstance(revision, str) and re.fullmatch(r"[\w.+@#-]+(/[\w.+@#-]+)*", revision) and ".." not in revision
     ):
-        raise SparsifyError(
-            f"revision={revision!r:.100}; expected the name of a branch to push to, or None for `{_MAIN}`."
-        )
+        expected = f"expected the name of a branch to push to, or None for `{_MAIN}`."
+        raise SparsifyError(f"revision={revision!r:.100}; {expected}")
 
 
 def download(

@@ -44,8 +44,7 @@ _LEFT_OUT = re.compile(
 def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], base: StrPath, out: StrPath) -> Path:
     """Writes the checkpoint that a delta makes of another one; see :meth:`sparsify.SparseDelta.merge`.
 
-    Where ``config`` has ``architecture`` and ``model_config``, and there are dense tensors, these go into
-    ``config.json``.
+    With dense tensors, ``architecture`` and ``model_config`` of ``config`` go into ``config.json``.
     """
     check_names(tensors, whole)
     check_not_drawn(tensors, "a merge")

@@ -105,9 +105,7 @@ def to_json(document: Mapping[str, Any], indent: int | None = None) -> str:
 def parse(metadata: Mapping[str, str] | None) -> Metadata:
     """Parses the safetensors header's metadata; raises where anything in it is not as ``format.md`` says."""
     if not metadata or METADATA_KEY not in metadata:
-        raise DeltaFormatError(
-            f"its header has no metadata `{METADATA_KEY}`: it is a safetensors file of something else"
-        )
+        raise DeltaFormatError(f"its header has no metadata `{METADATA_KEY}`: it is another kind of safetensors file")
     document = parse_json(metadata[METADATA_KEY])
     version: Any = document.get("format_version") if isinstance(document, dict) else None
     if not _is_int(version, 1, FORMAT_VERSION):
@@ -138,9 +136,7 @@ def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
                 f"{MAX_NAME_CHARACTERS:,}, and no control characters: rename the module"
             )
         if name in seen:
-            raise SparsifyError(
-                f"tensor `{name}` is there twice: it is either changed at entries or stored whole, once"
-            )
+            raise SparsifyError(f"tensor `{name}` is there twice: it is either changed at entries or stored whole")
         seen.add(name)
 
 

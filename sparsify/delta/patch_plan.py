@@ -1,7 +1,6 @@
 """Writes to a model's tensors that can be undone, all of them planned and checked before the first is carried out.
 
-In: a model and the tensors of a delta. Out: a patch plan, a list of :class:`TensorPatch`, each with the values that it
-replaces.
+In: a model and a delta's tensors. Out: a list of :class:`TensorPatch`, each with the values that it replaces.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 class TensorPatch:
     """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
 
-    ``old`` and ``new`` are the values before and after, on the CPU, in the tensor's dtype at planning: (count,) or
-    ``shape``.
+    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning.
     """
 
     name: str

@@ -31,8 +31,7 @@ class WeightPatch(NamedTuple):
         shape: its shape there.
         dtype: its dtype there.
         values: (count,) in that dtype: the new values.
-        indices: (count,) int64, flat row-major positions, strictly increasing; None where ``values`` are all of the
-            tensor's.
+        indices: (count,) int64, flat row-major positions, strictly increasing; None where all values are given.
     """
 
     name: str

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SparseDelta", "TensorDelta"]
 
-_RECORDED_VERSIONS = ("sparsify", "torch", "safetensors", "transformers", "peft")
-
 
 class SparseDelta(Summable):
     """The entries that training changed, and their trained values.
@@ -134,8 +132,7 @@ class SparseDelta(Summable):
     ) -> SparseDelta:
         """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub.
 
-        The payload is compared with the SHA-256 in the file, which takes about a second for each gigabyte. (A file
-        from before format version 2 has none.)
+        The payload is compared with the SHA-256 that a file has from format version 2 on: about a second a gigabyte.
 
         Args:
             path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
@@ -403,8 +400,7 @@ class SparseDelta(Summable):
         Args:
             folder: made if need be; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
             method: ``"supertuning"``, or ``"shira"``, which is larger, and which transformers' ``load_adapter`` loses.
-            base: the model that the delta was trained on, or the path of its checkpoint; it is only read. It has to
-                be given, since PEFT stores differences.
+            base: the model that the delta was trained on, or the path of its checkpoint. PEFT stores differences.
 
         Returns:
             A report of the method's settings and the padding, to be printed.
@@ -488,5 +484,6 @@ class SparseDelta(Summable):
 
 def _library_versions() -> dict[str, str]:
     """Versions of those of the libraries that are imported already."""
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _RECORDED_VERSIONS}
+    libraries = ("sparsify", "torch", "safetensors", "transformers", "peft")
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in libraries}
     return {name: str(version) for name, version in versions.items() if version is not None}

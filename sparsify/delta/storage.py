@@ -50,10 +50,8 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
     if path.suffix == ".safetensors" and not path.is_dir():
         write(path, tensors, whole, config)
     elif path.is_file():
-        raise SparsifyError(
-            f"`{path}` is a file, and a delta is saved into a folder: give a folder, or a path that ends in "
-            "`.safetensors`."
-        )
+        remedy = "give a folder, or a path that ends in `.safetensors`."
+        raise SparsifyError(f"`{path}` is a file, and a delta is saved into a folder: {remedy}")
     else:
         write(path / FILE_NAME, tensors, whole, config, sidecar=path / CONFIG_NAME)
 

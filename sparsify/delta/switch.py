@@ -1,7 +1,6 @@
 """Switches a model between named deltas, to serve many tasks from one base.
 
-Each delta is checked against the base once, when it is attached; afterwards a change of delta reads and writes the
-entries of the two concerned.
+Each delta is checked against the base once, when it is attached; a change then reads and writes two deltas' entries.
 """
 
 from __future__ import annotations

@@ -28,17 +28,10 @@ _COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that a
 
 
 class Conversion:
-    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers.
-
-    Args:
-        shapes: shapes of the stored tensors by name.
-        folder: where ``config.json`` is.
-
-    Raises:
-        SparsifyError: when transformers cannot build the checkpoint's model.
-    """
+    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+        """From the stored tensors' shapes by name, and the folder of ``config.json``; raises if that has no model."""
         model = model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
@@ -60,11 +53,7 @@ class Conversion:
     def find(self, name: str) -> list[Layout]:
         """Finds a tensor's layouts: several where a tied tensor is stored under several names, none if it is missing.
 
-        Args:
-            name: its name in the model at run time, which may have a head that the checkpoint's lacks, or lack its.
-
-        Raises:
-            SparsifyError: when the tensor is converted at load in a way that entries cannot be followed through.
+        ``name`` is that at run time, in a model that may have a head that the checkpoint's lacks, or lack its.
         """
         found = []
         for alias in self._aliases(name):
@@ -92,15 +81,10 @@ class Conversion:
 
 
 def model_without_weights(folder: Path, num_tensors: int, architecture: object = None) -> Any:
-    """Builds the model of a checkpoint's ``config.json`` on the meta device; runs no code from the folder.
+    """Builds the model of a folder's ``config.json`` on the meta device; runs no code from the folder.
 
-    Args:
-        folder: where ``config.json`` is.
-        num_tensors: in the checkpoint; bounds the model that is built.
-        architecture: name of the class to build where transformers has it for this config; else the config's own.
-
-    Raises:
-        SparsifyError: when there is no config, or transformers cannot build the model.
+    The number of tensors in the checkpoint bounds the model. ``architecture`` names the class to build, if transformers
+    has it for this config; else it is the config's own. Raises where there is no config, or no model can be built.
     """
     file = folder / "config.json"
     if not file.is_file():

@@ -67,11 +67,7 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """A tensor that is made of stored ones, without its values.
-
-    Args:
-        shape: its shape.
-        windows: the boxes that fill it.
+    """A tensor that is made of stored ones, without its values: its shape, and the boxes that fill it.
 
     Example:
         >>> experts = [Layout.stored(f"experts.{i}", (2, 3)) for i in range(2)]

@@ -43,11 +43,7 @@ class Stored(NamedTuple):
 
 
 def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """Returns the tensors of a base: a model's by plain name, or a :class:`Checkpoint` for a path.
-
-    Raises:
-        SparsifyError: when there is no checkpoint at the path, or the model is in sparse training.
-    """
+    """The tensors of a base: a model's, which must not be in training, by plain name; a :class:`Checkpoint`'s."""
     if not isinstance(base, nn.Module):
         return Checkpoint(base)
     check_plain(base)
@@ -57,9 +53,8 @@ def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
 def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
     """Returns a tensor of :func:`open_base`'s; raises with near names where it is missing."""
     if name not in base:
-        raise BaseMismatchError(
-            f"the base has no tensor `{name}`{near_names(name, base)}: give the base that was fine-tuned."
-        )
+        near = near_names(name, base)
+        raise BaseMismatchError(f"the base has no tensor `{name}`{near}: give the base that was fine-tuned.")
     return base[name]
 
 
@@ -143,10 +138,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return file.get_tensor(name)
 
     def layout(self, name: str) -> Layout:
-        """The places of a tensor's entries.
-
-        Args:
-            name: its name in the files, or in the model at run time.
+        """The places of a tensor's entries, by its name in the files or at run time.
 
         Raises:
             BaseMismatchError: when the checkpoint does not have it under any name; near names are listed.
@@ -165,10 +157,7 @@ class Checkpoint(Mapping[str, Tensor]):
         raise BaseMismatchError(f"{text}, nor does transformers load one under that name. {remedy}.")
 
     def converted(self, name: str) -> list[Layout]:
-        """The layouts that transformers would load a tensor from, by its name at run time; see :meth:`Conversion.find`.
-
-        There are none where transformers does not know the model. Imports it.
-        """
+        """The layouts that transformers loads a tensor from, if it knows the model; see :meth:`Conversion.find`."""
         return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
@@ -262,9 +251,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if not os.path.isfile(index.parent / name):  # Path.is_file raises for a name that no file can have
-            raise SparsifyError(
-                f"the shard {name!r:.100} that `{index}` names is missing: download the checkpoint again."
-            )
+            raise SparsifyError(f"the shard {name!r:.100} that `{index}` names is missing: download it again.")
     return tuple(index.parent / name for name in names)
 
 
