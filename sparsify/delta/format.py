@@ -69,12 +69,7 @@ class DeltaFile(NamedTuple):
 
 
 def write(
-    path: StrPath,
-    tensors: TensorDeltas,
-    whole: NamedTensors,
-    config: Mapping[str, Any],
-    *,
-    sidecar: StrPath | None = None,
+    path: StrPath, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], sidecar: StrPath | None = None
 ) -> None:
     """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``.
 

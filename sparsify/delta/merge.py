@@ -31,7 +31,7 @@ from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_N
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
-from sparsify.delta.patches import WeightPatch, entry_patches
+from sparsify.delta.patches import entry_patches
 from sparsify.errors import SparsifyError
 
 # Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.
@@ -57,10 +57,8 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
     if METADATA_KEY in new:
-        raise SparsifyError(
-            f"a tensor stored whole is called `{METADATA_KEY}`, as the metadata of a safetensors file are: rename the "
-            "module."
-        )
+        clash = f"a tensor stored whole is called `{METADATA_KEY}`, as the metadata of a safetensors file are"
+        raise SparsifyError(f"{clash}: rename the module.")
     model_config = _updated_config(source / "config.json", config, whole)
     index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
     with _appearing_folder(out) as folder:
@@ -91,18 +89,14 @@ def _write_shards(
             for name, layouts in places.items():
                 if not any(key in targets for layout in layouts for key in layout.keys):
                     continue
-                if name in tensors:
-                    _write_entries(entry_patches(name, tensors[name], checkpoint, layouts), targets)
-                else:
+                if name in whole:
                     _write_dense(whole[name].detach().cpu(), checkpoint.dtype(layouts[0]), layouts, targets)
+                    continue
+                for patch in entry_patches(name, tensors[name], checkpoint, layouts):
+                    if patch.name in targets:
+                        assert patch.indices is not None
+                        put(_map(targets[patch.name], patch.dtype), patch.indices, patch.values)
             progress.update(size)
-
-
-def _write_entries(patches: Iterator[WeightPatch], targets: Mapping[str, Stored]) -> None:
-    for patch in patches:
-        if patch.name in targets:
-            assert patch.indices is not None
-            put(_map(targets[patch.name], patch.dtype), patch.indices, patch.values)
 
 
 def _write_dense(tensor: Tensor, dtype: torch.dtype, layouts: Sequence[Layout], targets: Mapping[str, Stored]) -> None:

@@ -54,12 +54,9 @@ def make_patches(
         opened = Checkpoint(checkpoint)
         _, layouts = check_checkpoint(tensors, whole, opened)
         return _checkpoint_patches(tensors, whole, opened, layouts)
-    for name, delta in tensors.items():
-        if delta.kind == "add":
-            raise SparsifyError(
-                f"tensor `{name}` is stored as differences, and a patch holds values: give the base's checkpoint, "
-                "`patches(checkpoint)`."
-            )
+    if added := [name for name, delta in tensors.items() if delta.kind == "add"]:
+        remedy = "give the base's checkpoint, `patches(checkpoint)`."
+        raise SparsifyError(f"tensor `{added[0]}` is stored as differences, and a patch holds values: {remedy}")
     return _runtime_patches(tensors, whole)
 
 
@@ -100,7 +97,7 @@ def _dense_patches(name: str, tensor: Tensor, checkpoint: Checkpoint, first: Lay
         for key in layout.keys:
             windows = [window for window in layout.windows if window.key == key]
             stored = checkpoint.read(key)
-            if sum(torch.Size(window.size).numel() for window in windows) != stored.numel():
+            if sum(window.size.numel() for window in windows) != stored.numel():
                 raise BaseMismatchError(
                     f"tensor `{name}` is stored whole in the delta and is a part of `{key}` in the checkpoint, which "
                     "one patch cannot replace: use `merge`, or load the model, `apply`, and `save_pretrained`."

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import safetensors.torch
 import torch
@@ -27,6 +27,7 @@ from sparsify.delta.patch_plan import TensorPatch, check_dense, check_has_values
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
 from sparsify.errors import BaseMismatchError, SparsifyError
 
+Edits: TypeAlias = Mapping[str, TensorPatch]  # by tensor name
 _NAMED_AT_MOST = 5
 _REMEDY = "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
 
@@ -187,10 +188,8 @@ def _saved_modules(whole: Iterable[str], modules: Mapping[str, nn.Module]) -> li
     saved = [owner for owner in owners if not _inside(owner, owners)]
     for owner in saved:  # PEFT saves every module whose name ends in this one
         if others := [name for name in modules if name.endswith(owner) and name != owner]:
-            raise SparsifyError(
-                f"`{owner}` is stored whole, and PEFT would take `{others[0]}` for it, too, since that ends in the "
-                f"same letters: {_REMEDY}"
-            )
+            also = f"PEFT would take `{others[0]}` for it, too, since that ends in the same letters"
+            raise SparsifyError(f"`{owner}` is stored whole, and {also}: {_REMEDY}")
     return saved
 
 
@@ -225,9 +224,7 @@ def _why_not(name: str, source: _Source) -> str | None:
     return None
 
 
-def _fit(
-    method: Method, edits: Mapping[str, TensorPatch], needed: Mapping[str, int]
-) -> tuple[dict[str, Any], dict[str, int]]:
+def _fit(method: Method, edits: Edits, needed: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
     """The smallest setting with the places that every layer needs, and those it gets; raises if one is too small."""
     settings = method.fit({name: (needed[name], edit.shape) for name, edit in edits.items()})
     places = {name: method.places(settings, edit.shape) for name, edit in edits.items()}
@@ -264,9 +261,7 @@ def _sparse_tensors(
     }
 
 
-def _whole_module(
-    module: str, whole: Mapping[str, Tensor], edits: Mapping[str, TensorPatch], source: _Source
-) -> dict[str, Tensor]:
+def _whole_module(module: str, whole: NamedTensors, edits: Edits, source: _Source) -> dict[str, Tensor]:
     """All trained tensors of a module, by PEFT's names."""
     parts = {}
     for name in dict.fromkeys([*whole, *source.tensors]):
