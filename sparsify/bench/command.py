@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +19,7 @@ from sparsify.bench.settings import PLANNED_STEPS, Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.tokens import DATA, find_texts, write_rows
 from sparsify.common.extras import require
+from sparsify.common.names import did_you_mean
 from sparsify.errors import SparsifyError
 
 TABLE_WIDTH = 124  # columns of text: a narrower terminal wraps lines instead of cutting figures off
@@ -103,8 +103,7 @@ def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
     known = list(known)
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=2, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = did_you_mean(name, known)
             raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
 
 
@@ -116,9 +115,7 @@ def _check(methods: list[str], shapes: list[str], device: str, depths: list[int]
     if kind == "cuda" and not torch.cuda.is_available():
         raise SparsifyError(f"--device {device}: torch finds no GPU here; take --device cpu, or a torch with CUDA.")
     if ahead >= PLANNED_STEPS:
-        raise SparsifyError(
-            f"{ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or fewer steps a round."
-        )
+        raise SparsifyError(f"{ahead} steps to measure; a run has {PLANNED_STEPS}: take fewer rounds or steps a round.")
     for method in methods:
         check_installed(method)
     for shape in shapes:

@@ -1,7 +1,6 @@
 """The methods that are compared: a table of functions, each of which makes a model train what its method trains.
 
-In: a model and settings. Out: a :class:`Trainee`, ready for its first step by fused AdamW. Methods in which ID3
-selects resume from filled buffers, all from the same ones (``worker.make_state``), after their initialisation.
+Methods in which ID3 selects resume from filled buffers, all from the same ones (``worker.make_state``).
 """
 
 from __future__ import annotations
@@ -83,16 +82,14 @@ def _floor(model: nn.Module, settings: Settings) -> Trainee:
     return Trainee(model, trained=0)
 
 
+def _sparsified(model: nn.Module, **more: Any) -> Trainee:
+    engine = get_unmasker(model)
+    return _trainee(model, unmasked=lambda: engine.unmasked, **more)
+
+
 def _id3(model: nn.Module, settings: Settings, every: int = 1) -> Trainee:
     sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS, schedule=Schedule(every=every))
-    trainee = _sparsified(model)
-    trainee.resume = lambda state: _load_filled(model, settings, state)
-    return trainee
-
-
-def _sparsified(model: nn.Module) -> Trainee:
-    engine = get_unmasker(model)
-    return _trainee(model, unmasked=lambda: engine.unmasked)
+    return _sparsified(model, resume=lambda state: _load_filled(model, settings, state))
 
 
 def _load_filled(model: nn.Module, settings: Settings, state: State) -> None:
@@ -170,11 +167,8 @@ def _supertuning(model: nn.Module, settings: Settings) -> Trainee:
 def _linear_weights(model: nn.Module) -> list[Tensor]:
     """The weights that PEFT's "all-linear" stands for: of every linear layer but the head."""
     heads = [getattr(model, "classifier", None), model.get_output_embeddings()]  # type: ignore[operator]
-    return [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return [layer.weight for layer in layers if not any(layer is head for head in heads)]
 
 
 def _by_peft(model: nn.Module, settings: Settings, **config: Any) -> Trainee:

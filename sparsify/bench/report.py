@@ -68,11 +68,7 @@ def make_table(results: Sequence[Measurement]) -> Table:
 
 
 def plot(results: Sequence[Measurement], path: Path) -> None:
-    """Draws time and memory: bars, or curves where there are several budgets or sizes of the model.
-
-    Raises:
-        MissingExtraError: when matplotlib is not installed.
-    """
+    """Draws time and memory: bars, or curves where there are several budgets or sizes of the model."""
     figure = require("matplotlib.figure", extra="plot").Figure(figsize=(10, 3.6), layout="constrained")
     first = results[0].settings
     budgets, sizes = {one.settings.budget for one in results}, {one.parameters for one in results}

@@ -71,11 +71,7 @@ class Process:
         print(line, file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
-        """The next line (JSON).
-
-        Raises:
-            SparsifyError: the process's, where it ended with one.
-        """
+        """The next line (JSON); raises the process's ``SparsifyError`` where it ended with one."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -113,12 +109,7 @@ def measure(
     All processes live from the first round to the last where memory holds them: those of all points together, otherwise
     of one point after the other, otherwise one process at a time, which starts anew, warm-up included, at each turn.
 
-    Args:
-        points: the methods to measure at each point (layers, budget), each in its own process.
-        rounds: turns of each method.
-        steps: training steps per turn.
-        progress: called with what is being done.
-        one_at_a_time: whether one process lives at a time in any case.
+    ``points`` are the methods to measure at each point (layers, budget); ``steps`` is the number per turn.
     """
     results = [[Measurement(settings) for settings in point] for point in points]
     everything = [result for point in results for result in point]

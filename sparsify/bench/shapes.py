@@ -1,7 +1,4 @@
-"""The models that are measured: published shapes with random weights, and the pretrained MiniLM.
-
-In: settings. Out: a model with a task's head, in training mode, in the settings' dtype and on their device.
-"""
+"""The models that are measured: published shapes with random weights, and the pretrained MiniLM."""
 
 from __future__ import annotations
 

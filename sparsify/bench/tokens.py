@@ -1,7 +1,6 @@
-"""Batches for the models: rows of real text, or random tokens.
+"""Batches for the models: rows of real text (MRPC, or the standard library's docstrings), or random tokens.
 
-Real text is MRPC where a folder has it, otherwise the standard library's docstrings, as in the demo. Texts of one label
-are joined and cut into rows of equal length: no padding, and a label to learn for each row.
+Texts of one label are joined and cut into rows of equal length: no padding, and a label to learn for each row.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class Batches:
 
 def find_texts(data: Path | None) -> tuple[str, Texts]:
     """The kind of text, and each text with its label: MRPC from a folder, by default the one that ``SPARSIFY_DATA``
-    names, or docstrings where that has none.
-
-    Raises:
-        SparsifyError: when ``data`` has no MRPC.
+    names, or docstrings where that has none; an error where ``data`` is given and has no MRPC.
     """
     folder = data or (Path(os.environ[DATA]) if DATA in os.environ else None)
     paths = [folder / "mrpc" / name for name in ("train.jsonl", "train.jsonl.gz")] if folder else []
@@ -75,11 +71,7 @@ def find_texts(data: Path | None) -> tuple[str, Texts]:
 
 
 def make_rows(texts: Texts, tokenizer: Any, length: int, seed: int = 0) -> dict[str, Tensor]:
-    """Rows ``tokens`` (n, length), each between the tokenizer's marks, and ``labels`` (n,), in random order.
-
-    Raises:
-        SparsifyError: when the text is too short for one row.
-    """
+    """Rows ``tokens`` (n, length), each between the tokenizer's marks, and ``labels`` (n,), in random order."""
     start, end = tokenizer.cls_token_id, tokenizer.sep_token_id
     inner = length - 2
     rows: list[tuple[list[int], int]] = []

@@ -14,23 +14,13 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "sparsify.cli.demo.command:demo",
-    "sparsify.cli.commands:info",
-    "sparsify.cli.commands:verify",
-    "sparsify.cli.commands:merge",
-    "sparsify.cli.commands:diff",
-    "sparsify.cli.commands:add",
-    "sparsify.cli.commands:to_peft",
-    "sparsify.cli.commands:push",
+    *(f"sparsify.cli.commands:{name}" for name in ("info", "verify", "merge", "diff", "add", "to_peft", "push")),
     "sparsify.bench.command:bench",
 )
 
 
 def make_app() -> typer.Typer:
-    """Returns the typer app with all commands.
-
-    Raises:
-        MissingExtraError: when typer or rich is not installed.
-    """
+    """Returns the typer app with all commands; raises ``MissingExtraError`` without typer or rich."""
     require("rich", extra="cli")
     library = require("typer", extra="cli")
     app = library.Typer(name="sparsify", no_args_is_help=True, add_completion=False)

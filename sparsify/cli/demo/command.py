@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from safetensors.torch import save_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsify import SparseDelta, sparsify, summary
 from sparsify.cli.demo.classifier import default_model, load_classifier, quiet_transformers, tokenize
@@ -57,9 +57,6 @@ def demo(
 def parse_budget(text: str, strategy: str) -> int | float | None:
     """Entries, or a share of the candidates; by default ``DEFAULT_BUDGET``, or all of bitfit's biases.
 
-    Raises:
-        SparsifyError: when it is not a number.
-
     Example:
         >>> parse_budget("20_000", "id3"), parse_budget("0.01", "id3"), parse_budget("", "bitfit")
         (20000, 0.01, None)
@@ -75,12 +72,7 @@ def parse_budget(text: str, strategy: str) -> int | float | None:
 
 
 class Display(Progress):
-    """A live progress bar, above it what is worth keeping; entered as a context.
-
-    Args:
-        console: to draw on.
-        steps: number of training steps.
-    """
+    """A live progress bar, above it what is worth keeping; entered as a context."""
 
     def __init__(self, console: Console, steps: int) -> None:
         bar, state = BarColumn(bar_width=None), TextColumn("{task.fields[state]}")
@@ -119,11 +111,7 @@ class Display(Progress):
 def run(
     path: str, strategy: str, budget: int | float | None, steps: int, lr: float, out: Path, seed: int, display: Display
 ) -> dict[str, str]:
-    """Runs the demo; returns the table's rows.
-
-    Raises:
-        SparsifyError: when an option is wrong, or the loaded delta does not predict exactly what the model did.
-    """
+    """Runs the demo; returns the table's rows."""
     started = time.perf_counter()
     if strategy == "full":
         raise SparsifyError("the demo ends with a sparse delta, and strategy 'full' has none; try id3, pafi or random.")
@@ -154,7 +142,10 @@ def run(
     SparseDelta.load(out).apply(fresh)
     check_same(logits, all_rows(fresh, held_out))
 
-    state, whole = summary(model), checkpoint_bytes(fresh)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(fresh, f"{folder}/model.safetensors")
+        whole = Path(folder, "model.safetensors").stat().st_size
+    state = summary(model)
     share = state.unmasked / state.num_candidates
     delta = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return {
@@ -179,11 +170,3 @@ def check_same(logits: Tensor, others: Tensor) -> None:
             f"{logits.numel():,} logits differ, by up to {(logits - others).abs().max().item():.3g}. "
             "This is a bug in sparsify; please report it."
         )
-
-
-def checkpoint_bytes(model: nn.Module) -> int:
-    """The size on disk of the model as an ordinary checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.safetensors"
-        save_model(model, str(path))
-        return path.stat().st_size

@@ -1,10 +1,7 @@
 """Labelled text that every installation of Python has: the docstrings of its standard library.
 
-The task is to tell from a docstring's first words whether it documents a module, a class, or a function or method. The
-answer lies in the wording rather than in the topic, so that a frozen sentence encoder gets only part of the way.
-
-Sources are parsed and never imported. No file has docstrings in both training and held-out examples, and no two
-examples are nearly the same.
+The task is to tell from its first words whether a docstring documents a module, a class, or a function or method.
+Sources are parsed and never imported. No file has both training and held-out examples, and no two are nearly the same.
 """
 
 from __future__ import annotations
@@ -49,11 +46,8 @@ class Example:
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
     """Returns training and held-out examples, at most ``MAX_PER_LABEL`` of each label, in a fixed order.
 
-    Args:
-        root: the folder of the standard library; this interpreter's by default.
-
-    Raises:
-        SparsifyError: when the folder holds too few docstrings, as where Python is installed without its sources.
+    ``root`` is the folder of the standard library, this interpreter's by default. Too few docstrings in it are an
+    error, as where Python is installed without its sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     found = [example for path in source_files(root) for example in read_examples(path, root)]

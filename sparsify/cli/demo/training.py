@@ -29,13 +29,7 @@ def train(
 ) -> None:
     """A plain loop: AdamW on all parameters that require grad, at a constant learning rate.
 
-    Args:
-        model: the model, sparsified or not.
-        data: the training examples.
-        steps: optimizer steps.
-        lr: the learning rate.
-        seed: of the batches and of dropout.
-        on_step: called after each step with the number of steps done and the loss.
+    The seed is that of batches and dropout; ``on_step`` gets the number of steps done and the loss.
     """
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
@@ -80,13 +74,9 @@ def frozen_baseline_accuracy(model: DocstringClassifier, training: Tokenized, he
 
 
 def fit_head(head: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> None:
-    """Logistic regression in place: cross entropy plus decay / 2 times the weight's squared norm, by L-BFGS.
+    """Logistic regression of labels (n,) on features (n, d), in place, by L-BFGS.
 
-    Args:
-        head: maps features (n, d) to logits (n, c).
-        features: (n, d).
-        labels: (n,).
-        decay: strength of the penalty.
+    Minimises the cross entropy plus decay / 2 times the weight's squared norm.
     """
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=BASELINE_ITERATIONS, line_search_fn="strong_wolfe")
 
