@@ -15,6 +15,8 @@ import struct
 
 from delta_bytes import join, split
 
+from sparsify.delta.metadata import MAX_DEPTH
+
 INTEGERS = [0, 1, -1, 2, 3, 7, 2**16, 10**6, 10**9, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 10**308]
 NUMBERS = [*INTEGERS, 10**309, 0.5, -0.0, 5e-324, 1e308, True, False, None, "3", [], {}, [3], "x" * 5000]
 DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
@@ -102,7 +104,8 @@ def some_record(rng, parts):
 
 
 def places(value, path=()):
-    """The paths of everything in a JSON value, itself apart."""
+    """The paths of everything in a JSON value, itself apart, as deep as a reader may go (attacks nest deeper)."""
+    value = value if len(path) < MAX_DEPTH else None
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, item in items for place in [(*path, key), *places(item, (*path, key))]]
 
