@@ -81,9 +81,9 @@ def sparsify(
         sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
             all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes.
         fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: their initial values are drawn again, now, from
-            ``seed``, and only the trained entries are stored. A tensor whose values are no known initialiser's is
-            left unchanged and stored whole.
+            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of
+            our adapters are drawn again, now, from ``seed``, and only their trained entries are stored. Tensors with
+            other initial values are left unchanged and stored whole.
         fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
             matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.

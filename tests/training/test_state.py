@@ -113,8 +113,10 @@ def test_a_tied_dense_weight_is_there_once(tmp_path):
     tied = nn.ModuleDict({"embed": nn.Embedding(9, 4), "middle": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
     tied["head"].weight = tied["embed"].weight
     model = sparsify(tied, 5, "pafi", modules_to_save=["embed"])
-    save_file(trained_state(model), tmp_path / "state")
-    model.load_state_dict(load_file(tmp_path / "state"))
+    state = trained_state(model)
+    assert len({"embed.weight", "head.weight"} & state.keys()) == 1
+    save_file(state, tmp_path / "state")
+    assert not model.load_state_dict(load_file(tmp_path / "state")).unexpected_keys
 
 
 def test_a_model_that_holds_the_sparsified_one_is_kept_but_for_the_frozen_weights():
