@@ -12,34 +12,43 @@ class Candidates:
     """Entries that may be among the best, in arrays of a fixed size; only their device knows how many there are.
 
     Args:
-        capacity: largest number of candidates.
+        size: how many of the best are looked for, at least 1.
+        limit: how many may stay until a cut, at least ``size``.
+        capacity: largest number of candidates, at least ``limit``.
         total: all global ids are below this.
-        dtype: of scores and gradients.
+        dtype: of scores, gradients and weights.
         device: of the arrays.
 
     Attributes:
         ids: (capacity + 1,) int64, global; the last place is where entries that are not kept are written.
         scores: (capacity + 1,).
         grads: (capacity + 1,) the gradients.
-        count: (1,) int64, number of candidates.
+        weights: (capacity + 1,) the weights.
+        count: (3,) int64: the number of candidates; for the Triton forms also the number of places that are left free
+            by entries which found no room for all, and the number of candidates after the last cut.
         threshold: (1,) the score that an entry has to reach to join.
         finite: (1,) bool, whether all gradients so far were finite.
     """
 
-    def __init__(self, capacity: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.capacity = capacity
-        self.total = total
-        self.ids = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(capacity + 1, dtype=dtype, device=device)
-        self.grads = torch.zeros(capacity + 1, dtype=dtype, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(
+        self, size: int, limit: int, capacity: int, total: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.size, self.limit, self.capacity, self.total = size, limit, capacity, total
+        self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)
+        self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))
+        self.count = torch.zeros(3, dtype=torch.int64, device=device)
         self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
 
     @property
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What there is of each candidate: ids, scores, gradients and weights."""
+        return self.ids, self.scores, self.grads, self.weights
+
+    @property
     def held(self) -> Tensor:
         """(capacity + 1,) bool: which places have a candidate."""
-        return torch.arange(self.capacity + 1, device=self.count.device) < self.count
+        return torch.arange(self.capacity + 1, device=self.count.device) < self.count[0]
 
     def order(self) -> Tensor:
         """Returns the places (capacity + 1,), that of the best candidate first, those without a candidate last."""
@@ -47,14 +56,19 @@ class Candidates:
 
 
 class Part(NamedTuple):
-    """Consecutive entries of one tensor's gradient."""
+    """Consecutive entries of the gradient of one tensor, or of several small ones."""
 
     weight: Tensor  # (n_rows, cols), the whole tensor
     grad: Tensor  # (n, cols), the gradient of all rows, or some
     rows: Tensor | None  # (n,) int64, the weight's rows that grad has; None for all of them in order
     offset: int  # global id of the tensor's first entry
+    ids: Tensor | None  # (rows * cols,) int64, the entries' global ids; None where they follow from the offset
     start: int  # the first entry of the part, flat in grad
     stop: int  # the one after the last
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """A streaming selector for a GPU, which waits for the GPU once in a step and not at every tensor.
 
-Only the device knows how many entries reach the threshold. So a tensor is offered in parts, none larger than the places
-that are free in any case. Where the host cannot be sure of enough free places, it launches a cut, which the device
-carries out if its own count calls for one. No candidate can be lost, and the winners are those of
-:class:`sparsify.selection.topk.TopK`.
+Only the device knows how many entries reach the threshold, and the host counts as if all did. Where by its count the
+candidates could be too many, it launches a cut, which the device carries out if its own count calls for one. The
+first parts of a step are small: the sooner there is a threshold, the fewer entries join. No candidate can be lost, and
+the winners are those of :class:`sparsify.selection.topk.TopK`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsify.kernels.candidates import Candidates, Part, best_first
-from sparsify.kernels.select import cut, select
+from sparsify.kernels.select import cut, may_overflow, select
 from sparsify.masked.gradients import Gradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import Work
@@ -21,8 +21,8 @@ from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import GradientImportance
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
-FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part: the sooner there is a threshold, the fewer entries join
-MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 16 bytes each
+FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
+MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
 class DeviceTopK:
@@ -36,11 +36,11 @@ class DeviceTopK:
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._size = size
-        self._limit = size + max(size, SMALLEST_CUT)  # candidates that may stay until a cut
-        self._candidates = Candidates(self._limit + min(total, MOST_AT_ONCE), total, dtype, device)
+        limit = size + max(size, SMALLEST_CUT)  # candidates that may stay until a cut
+        self._candidates = Candidates(size, limit, limit + min(total, MOST_AT_ONCE), total, dtype, device)
         self._most = 0  # an upper bound of the number of candidates
         self._seen = 0  # entries offered so far
+        self._is_cut = False  # whether none was offered since the last cut
 
     @property
     def finite(self) -> Tensor:
@@ -48,28 +48,57 @@ class DeviceTopK:
         return self._candidates.finite[0]
 
     def offer(
-        self, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
+        self,
+        importance: GradientImportance,
+        weight: Tensor,
+        grad: Tensor,
+        rows: Tensor | None,
+        offset: int,
+        ids: Tensor | None = None,
     ) -> None:
-        """Offers the entries of one tensor; see :func:`sparsify.selection.topk.offer_gradient`."""
-        start, end = 0, grad.numel()
-        while start < end:
-            at_once = min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, self._seen))
-            number = min(end - start, at_once)
-            if self._most + number > self._limit + at_once:
-                cut(self._candidates, self._size, self._limit)
-                self._most = self._limit
-            select(self._candidates, importance, Part(weight, grad, rows, offset, start, start + number))
-            start += number
-            self._most += number
-            self._seen += number
+        """Offers entries; see :func:`sparsify.selection.topk.offer_gradient`.
 
-    def best(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids, scores and gradients (size,) of the best, in no order; scores are 0 where there are too few."""
+        Args:
+            importance: scores the entries.
+            weight: (n_rows, cols).
+            grad: (n, cols).
+            rows: (n,) int64, the weight's rows that ``grad`` has; ``None`` for all of them in order.
+            offset: global id of the first entry.
+            ids: (n * cols,) int64, the entries' global ids where they do not follow from the offset.
+        """
+        whole = Part(weight, grad, rows, offset, ids, 0, grad.numel())
+        most_at_once = whole.stop if may_overflow(self._candidates, importance, whole) else MOST_AT_ONCE
+        start = 0
+        while start < whole.stop:
+            number = min(whole.stop - start, most_at_once, max(FEWEST_AT_ONCE, self._seen))
+            self._offer(importance, whole._replace(start=start, stop=start + number))
+            start += number
+
+    def _offer(self, importance: GradientImportance, part: Part) -> None:
+        candidates, number = self._candidates, part.stop - part.start
+        overflows = self._most + number > candidates.capacity
+        late = self._most + number > candidates.limit + min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, self._seen))
+        if (overflows or late) and not self._is_cut:
+            self._cut(candidates.limit)
+            overflows = self._most + number > candidates.capacity
+        select(candidates, importance, part, overflows=overflows)
+        self._most = candidates.limit if overflows else self._most + number
+        self._seen += number
+        self._is_cut = overflows
+
+    def _cut(self, limit: int) -> None:
+        cut(self._candidates, limit)
+        self._most, self._is_cut = min(self._most, limit), True
+
+    def best(self) -> list[Tensor]:
+        """Returns ids, scores, gradients and weights (size,) of the best, in no order; scores are 0 where there is none.
+
+        The weights are those at the time when the entries were offered.
+        """
         candidates = self._candidates
-        cut(candidates, self._size, self._size)
-        self._most = min(self._most, self._size)
-        scores = candidates.scores.where(candidates.held, 0)
-        return candidates.ids[: self._size], scores[: self._size], candidates.grads[: self._size]
+        self._cut(candidates.size)
+        ids, scores, *rest = (array[: candidates.size] for array in candidates.arrays)
+        return [ids, scores.where(candidates.held[: candidates.size], 0), *rest]
 
 
 class DeviceSelector(Selector):
@@ -115,9 +144,9 @@ class DeviceSelector(Selector):
         if not best:
             nothing = torch.empty(0, dtype=self._dtype, device=self._device)
             return Winners(nothing.long(), nothing)
-        ids, scores, grads = map(torch.cat, zip(*best, strict=True))
-        order = best_first(ids, scores)[: min(self._size, int((scores > 0).sum()))]
-        return Winners(ids[order], grads[order])
+        ids, scores, grads, weights = map(torch.cat, zip(*best, strict=True))
+        order = best_first(ids, scores)[: self._size]
+        return Winners(ids.where(scores > 0, -1)[order], grads[order], weights[order])
 
     def finite(self) -> list[Tensor]:
         return [topk.finite.to(self._device) for topk in self._topks.values()]

@@ -29,12 +29,14 @@ class Winners:
     """The selected entries, best first.
 
     Attributes:
-        ids: (n,) int64, global.
+        ids: (n,) int64, global; -1 in the last places where there were fewer, as only the device knows how many.
         grads: (n,) the gradients of these entries; empty when the selection uses none.
+        weights: (n,) their weights, where the selection has them.
     """
 
     ids: Tensor
     grads: Tensor
+    weights: Tensor | None = None
 
 
 class TopK:

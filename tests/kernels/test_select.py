@@ -1,6 +1,7 @@
 """Selecting on a device: both forms find the best entries by score, then id."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def fused():
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from sparsify.kernels.triton import select as triton_select
 
-    return triton_select.select_d3, triton_select.cut
+    return partial(triton_select.select_d3, overflows=False), triton_select.cut
 
 
 @pytest.fixture(scope="module", params=["plain", "triton"])
@@ -34,15 +35,23 @@ def form(request):
 
 
 def held(candidates):
-    """The candidates as {id: (score, gradient)}."""
-    count = int(candidates.count)
-    parts = (candidates.ids[:count], candidates.scores[:count], candidates.grads[:count])
-    return {entry: (score, grad) for entry, score, grad in zip(*(part.tolist() for part in parts), strict=True)}
+    """The candidates as {id: (score, gradient, weight)}."""
+    ids, *parts = (array[: candidates.count[0]].tolist() for array in candidates.arrays)
+    return dict(zip(ids, zip(*parts, strict=True), strict=True))
+
+
+def empty(capacity=200, size=1, limit=1):
+    return Candidates(size, limit, capacity, TOTAL, torch.float32, torch.device("cpu"))
+
+
+def select(form, candidates, importance, weight, grad, rows=None, ids=None, start=0, stop=None, **options):
+    part = Part(weight, grad, rows, OFFSET, ids, start, grad.numel() if stop is None else stop)
+    form[0](candidates, importance, part, **options)
 
 
 def selected(form, importance, weight, grad, rows=None, capacity=1000, start=0, stop=None):
-    candidates = Candidates(capacity, TOTAL, torch.float32, grad.device)
-    form[0](candidates, importance, Part(weight, grad, rows, OFFSET, start, grad.numel() if stop is None else stop))
+    candidates = empty(capacity)
+    select(form, candidates, importance, weight, grad, rows, start=start, stop=stop)
     return candidates
 
 
@@ -61,10 +70,10 @@ def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, row
     some_rows = torch.arange(rows)[::2] if part else None
     grad = grad if some_rows is None else grad[::2]
     kept = []
-    for select in (plain_select, fused[0]):
-        candidates = Candidates(200, TOTAL, torch.float32, grad.device)
+    for form in ((plain_select, None), fused):
+        candidates = empty()
         candidates.threshold.fill_(threshold)
-        select(candidates, importance, Part(weight, grad, some_rows, OFFSET, 0, grad.numel()))
+        select(form, candidates, importance, weight, grad, some_rows)
         kept.append(held(candidates))
     assert kept[0] == kept[1]
 
@@ -74,9 +83,9 @@ def test_a_kernels_score_by_any_exponent_is_torchs_but_for_rounding(fused, impor
     weight, grad = torch.randn(9, 33), torch.randn(9, 33)
     plain, kernel = (held(selected(form, importance, weight, grad)) for form in ((plain_select, None), fused))
     assert plain.keys() == kernel.keys()
-    for entry, (score, gradient) in plain.items():
+    for entry, (score, *rest) in plain.items():
         assert kernel[entry][0] == pytest.approx(score, rel=3e-7)
-        assert kernel[entry][1] == gradient
+        assert list(kernel[entry][1:]) == rest
 
 
 @pytest.mark.parametrize("dtypes", SHORT, ids=str)
@@ -89,10 +98,9 @@ def test_short_numbers_are_scored_in_float32(fused, dtypes):
 
 
 def test_an_entry_at_the_floor_joins_and_one_below_does_not(form):
-    candidates = Candidates(10, TOTAL, torch.float32, torch.device("cpu"))
+    candidates = empty()
     candidates.threshold.fill_(2.0)
-    part = Part(torch.zeros(1, 3), torch.tensor([[2.0, 1.9999999, -2.5]]), None, OFFSET, 0, 3)
-    form[0](candidates, D3(exp=0), part)
+    select(form, candidates, D3(exp=0), torch.zeros(1, 3), torch.tensor([[2.0, 1.9999999, -2.5]]))
     assert sorted(held(candidates)) == [OFFSET, OFFSET + 2]
 
 
@@ -113,7 +121,7 @@ def test_rows_are_those_of_the_weight_and_a_row_of_zeros_may_come_again(form):
     weight = torch.arange(12.0).view(4, 3)
     grad = torch.tensor([[0.0, 10.0, 0.0], [30.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     entries = held(selected(form, D3(exp=1), weight, grad, torch.tensor([1, 3, 3])))
-    assert entries == {1 * 3 + 1 + OFFSET: (2.0, 10.0), 3 * 3 + OFFSET: (3.0, 30.0)}
+    assert entries == {1 * 3 + 1 + OFFSET: (2.0, 10.0, 4.0), 3 * 3 + OFFSET: (3.0, 30.0, 9.0)}
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -125,7 +133,7 @@ def test_a_gradient_that_is_not_finite_is_noticed_and_never_chosen(form, bad, dt
     assert not candidates.finite
     assert 7 + OFFSET not in held(candidates)
     assert len(held(candidates)) == 9
-    form[0](candidates, D3(), Part(torch.zeros(1, 1), torch.ones(1, 1), None, 100, 0, 1))
+    select(form, candidates, D3(), torch.zeros(1, 1), torch.ones(1, 1), ids=torch.tensor([100]))
     assert not candidates.finite  # it stays so
 
 
@@ -137,17 +145,54 @@ def test_a_score_that_is_not_finite_is_refused_and_says_nothing_of_the_gradient(
 
 def test_another_importance_than_d3_is_scored_by_itself():
     entries = held(selected((plain_select, None), Fisher(), torch.zeros(1, 3), torch.tensor([[3.0, 0.0, -2.0]])))
-    assert entries == {OFFSET: (9.0, 3.0), OFFSET + 2: (4.0, -2.0)}
+    assert entries == {OFFSET: (9.0, 3.0, 0.0), OFFSET + 2: (4.0, -2.0, 0.0)}
 
 
-def filled(scores, ids, capacity):
-    candidates = Candidates(capacity, TOTAL, torch.float32, torch.device("cpu"))
-    number = len(scores)
+def test_ids_are_taken_from_a_list_where_there_is_one(form):
+    candidates, ids = empty(), torch.tensor([30, 4, 12])
+    select(form, candidates, D3(exp=0), torch.tensor([[5.0, 6.0, 7.0]]), torch.tensor([[1.0, 0.0, 3.0]]), ids=ids)
+    assert held(candidates) == {30: (1.0, 1.0, 5.0), 12: (3.0, 3.0, 7.0)}
+
+
+NUMBERS_AND_SIZES = st.tuples(st.integers(0, 999), st.integers(1, 12), st.integers(0, 20), st.integers(8, 40))
+
+
+@settings(max_examples=12, deadline=None)
+@given(NUMBERS_AND_SIZES, st.sampled_from(["ties", "rising", "one score"]), st.booleans(), st.integers(0, 30))
+def test_where_places_run_out_the_best_of_all_entries_stay(fused, drawn, scores, some_rows, before):
+    seed, size, slack, room = drawn
+    limit = size + slack
+    candidates = empty(limit + room, size, limit)
+    grad = {"ties": some(12, 5, seed), "rising": torch.arange(1.0, 61).view(12, 5), "one score": torch.ones(12, 5)}[scores]
+    grad = grad.clamp(-1e30, 1e30)
+    weight = torch.zeros(24, 5)
+    offered = {}
+    for ids in torch.arange(1000, 1000 + before).split(room):
+        own = torch.full((1, ids.numel()), 0.75)
+        fused[1](candidates, limit)
+        select(fused, candidates, D3(exp=0), own, own, ids=ids)
+        offered |= {int(entry): 0.75 for entry in ids}
+    fused[1](candidates, limit)
+    rows = torch.arange(12) * 2 if some_rows else None
+    select(fused, candidates, D3(exp=0), weight, grad, rows, overflows=True)
+    places = torch.arange(60) if rows is None else (rows[:, None] * 5 + torch.arange(5)).view(-1)
+    offered |= dict(zip((places + OFFSET).tolist(), grad.view(-1).abs().tolist(), strict=True))
+    offered = {entry: score for entry, score in offered.items() if score}
+    best = sorted(offered, key=lambda entry: (-offered[entry], entry))[:size]
+    assert int(candidates.count[0]) <= limit
+    assert set(best) <= set(held(candidates))
+    assert all(held(candidates)[entry][0] == offered[entry] for entry in held(candidates))
+    fused[1](candidates, size)
+    assert sorted(held(candidates)) == sorted(best)
+
+
+def filled(scores, ids, capacity, size):
+    candidates, number = empty(capacity, size), len(scores)
     candidates.scores[:number] = torch.tensor(scores)
     candidates.ids[:number] = torch.tensor(ids)
-    candidates.grads[:number] = -torch.tensor(scores)
+    candidates.grads[:number], candidates.weights[:number] = -torch.tensor(scores), torch.tensor(scores)
     candidates.scores[number:], candidates.ids[number:] = 99.0, 4  # what was there before
-    candidates.count.fill_(number)
+    candidates.count[0] = number
     return candidates
 
 
@@ -158,8 +203,8 @@ def test_a_cut_of_more_candidates_than_a_block_has(form):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(TOTAL, generator=generator)[:4500].tolist()
     scores = torch.randint(1, 40, (4500,), generator=generator).float().tolist()  # about 115 of each
-    candidates = filled(scores, ids, capacity=4600)
-    form[1](candidates, 2111, 2111)
+    candidates = filled(scores, ids, capacity=4600, size=2111)
+    form[1](candidates, 2111)
     best = sorted(zip([-score for score in scores], ids, strict=True))[:2111]
     assert sorted(held(candidates)) == sorted(entry for _, entry in best)
 
@@ -168,13 +213,13 @@ def test_a_cut_of_more_candidates_than_a_block_has(form):
 @given(SCORES, st.randoms(use_true_random=False), st.integers(1, 12), st.integers(0, 12))
 def test_a_cut_keeps_the_best_by_score_then_id(form, scores, random, size, slack):
     ids = random.sample(range(TOTAL), len(scores))
-    candidates = filled(scores, ids, capacity=60)
-    form[1](candidates, size, size + slack)
+    candidates = filled(scores, ids, capacity=60, size=size)
+    form[1](candidates, size + slack)
     entries = sorted(zip((-torch.tensor(scores)).tolist(), ids, strict=True))
     if len(scores) <= size + slack:
         assert set(held(candidates)) == set(ids)
         assert candidates.threshold == -torch.inf
     else:
         best = entries[:size]
-        assert held(candidates) == {entry: (-score, score) for score, entry in best}
+        assert held(candidates) == {entry: (-score, score, -score) for score, entry in best}
         assert candidates.threshold == -best[-1][0]

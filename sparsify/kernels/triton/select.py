@@ -4,9 +4,14 @@
                 candidates with one atomic addition, and writes them there: in any order, but always the same set.
 ``cut``         A single program, which exits at once where nothing is to be cut. It finds the worst score that stays,
                 and the last id of those that have it, bit by bit: positive floats are ordered as their bits are.
+
+Where a block's entries find no room, no later block's do, since the count only grows. All candidates so far give a
+threshold; then a single program takes the part again from its start, and cuts whenever the places run out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -20,42 +25,57 @@ CUT_BLOCK, CUT_WARPS = 4096, 16  # entries that the one program which cuts looks
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
 
-def select_d3(candidates: Candidates, importance: D3, part: Part) -> None:
+def select_d3(candidates: Candidates, importance: D3, part: Part, overflows: bool) -> None:
     """See :func:`sparsify.kernels.select.select`."""
-    weight, grad, rows, offset, start, stop = part
+    weight, grad, rows, offset, ids, start, stop = part
     exp, eps = importance.exp, importance.eps
+    entries = (
+        *(weight.contiguous(), grad.contiguous(), grad if rows is None else rows.contiguous()),
+        *(grad if ids is None else ids, start, stop, offset, grad.shape[1], eps, float(exp)),
+    )
+    form: dict[str, Any] = {
+        "exact_exp": int(exp) if exp in EXACT_EXPONENTS else -1,
+        "has_rows": rows is not None,
+        "has_ids": ids is not None,
+    }
     with torch.cuda.device_of(grad):
+        finite = candidates.finite.view(torch.int8)
         _select[(triton.cdiv(stop - start, BLOCK),)](
-            *(weight.contiguous(), grad.contiguous(), grad if rows is None else rows.contiguous()),
-            *(candidates.ids, candidates.scores, candidates.grads, candidates.count, candidates.threshold),
-            *(candidates.finite.view(torch.int8), start, stop, offset, grad.shape[1], eps, float(exp)),
-            exact_exp=int(exp) if exp in EXACT_EXPONENTS else -1,
-            has_rows=rows is not None,
-            block=BLOCK,
+            *entries, *_arrays(candidates), finite, candidates.capacity, **form, block=BLOCK
         )
+        if overflows:
+            sizes, free = _sizes(candidates, candidates.limit), candidates.capacity - candidates.size
+            block = min(CUT_BLOCK, 1 << free.bit_length() - 1)  # finds room after a cut
+            _select_again[(1,)](*entries, *_arrays(candidates), *sizes, **form, block=block, num_warps=CUT_WARPS)
 
 
-def cut(candidates: Candidates, size: int, limit: int) -> None:
+def cut(candidates: Candidates, limit: int) -> None:
     """See :func:`sparsify.kernels.select.cut`."""
     with torch.cuda.device_of(candidates.ids):
-        _cut[(1,)](
-            *(candidates.ids, candidates.scores, candidates.grads, candidates.count, candidates.threshold),
-            *(size, limit, candidates.total.bit_length()),
-            block=CUT_BLOCK,
-            num_warps=CUT_WARPS,
-        )
+        _cut[(1,)](*_arrays(candidates), *_sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
+
+
+def _arrays(candidates: Candidates) -> tuple[torch.Tensor, ...]:
+    return *candidates.arrays, candidates.count, candidates.threshold
+
+
+def _sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
+    return candidates.size, limit, candidates.capacity, candidates.total.bit_length()
 
 
 @triton.jit
-def _select(
-    weight, grad, rows, ids, scores, grads, count, threshold, finite, start, stop, offset, cols, eps, exp,
-    exact_exp: tl.constexpr, has_rows: tl.constexpr, block: tl.constexpr,
+def _score(
+    weight, grad, rows, entry_ids, offset, cols, eps, exp, place, inside,
+    exact_exp: tl.constexpr, has_rows: tl.constexpr, has_ids: tl.constexpr,
 ):  # fmt: skip
-    place = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)  # flat in the gradient
-    inside = place < stop
+    """Id, gradient, weight and score of the entries at some places, and which of them may be selected at all."""
     g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    if has_rows:  # then flat in the weight
+    own = place + offset
+    if has_ids:
+        own = tl.load(entry_ids + place, mask=inside, other=0)
+    if has_rows:  # flat in the gradient so far, now in the weight
         place = tl.load(rows + place // cols, mask=inside, other=0) * cols + place % cols
+        own = place + offset
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(g)
     score = size
@@ -67,70 +87,140 @@ def _select(
     if exact_exp == -1:
         power = tl.exp2(exp * tl.log2((tl.abs(w) + eps).to(tl.float64)))
         score = tl.div_rn(size, power.to(tl.float32))
-    infinity = float("inf")
-    if tl.sum((inside & ((size == infinity) | (size != size))).to(tl.int32)) > 0:
-        tl.store(finite, 0)
-    keep = inside & (score >= tl.load(threshold)) & (score > 0) & (score < infinity) & (size > 0)
-    number = tl.sum(keep.to(tl.int32))
-    if number > 0:
-        first = tl.atomic_add(count, number.to(tl.int64))
-        target = first + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(ids + target, place + offset, mask=keep)
-        tl.store(scores + target, score, mask=keep)
-        tl.store(grads + target, g, mask=keep)
+    return own, g, w, score, inside & (score > 0) & (score < float("inf")) & (size > 0)
 
 
 @triton.jit
-def _cut(ids, scores, grads, count, threshold, size, limit, id_bits, block: tl.constexpr):
-    number = tl.load(count).to(tl.int32)
+def _store(ids, scores, grads, weights, target, own, score, g, w, keep):
+    tl.store(ids + target, own, mask=keep)
+    tl.store(scores + target, score, mask=keep)
+    tl.store(grads + target, g, mask=keep)
+    tl.store(weights + target, w, mask=keep)
+
+
+@triton.jit
+def _select(
+    weight, grad, rows, entry_ids, start, stop, offset, cols, eps, exp,
+    ids, scores, grads, weights, count, threshold, finite, capacity,
+    exact_exp: tl.constexpr, has_rows: tl.constexpr, has_ids: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    place = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < stop
+    own, g, w, score, keep = _score(
+        weight, grad, rows, entry_ids, offset, cols, eps, exp, place, inside, exact_exp, has_rows, has_ids
+    )
+    if tl.sum((inside & ((tl.abs(g) == float("inf")) | (g != g))).to(tl.int32)) > 0:
+        tl.store(finite, 0)
+    keep = keep & (score >= tl.load(threshold))
+    number = tl.sum(keep.to(tl.int32))
+    if number > 0:
+        first = tl.atomic_add(count, number.to(tl.int64))
+        if first + number <= capacity:
+            target = first + tl.cumsum(keep.to(tl.int32), 0) - 1
+            _store(ids, scores, grads, weights, target, own, score, g, w, keep)
+        else:
+            tl.atomic_max(count + 1, capacity - first)
+
+
+@triton.jit
+def _select_again(
+    weight, grad, rows, entry_ids, start, stop, offset, cols, eps, exp,
+    ids, scores, grads, weights, count, threshold, size, limit, capacity, id_bits,
+    exact_exp: tl.constexpr, has_rows: tl.constexpr, has_ids: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(count)
+    if number > capacity:
+        worst, last = _worst_of_best(ids, scores, capacity - tl.load(count + 1), size, id_bits, block)
+        number = _keep(ids, scores, grads, weights, tl.load(count + 2), worst, last, block)
+        first = start + tl.full((), 0, tl.int64)
+        while first < stop:
+            place = first + tl.arange(0, block)
+            own, g, w, score, keep = _score(
+                weight, grad, rows, entry_ids, offset, cols, eps, exp, place, place < stop, exact_exp, has_rows, has_ids
+            )
+            keep = keep & (score >= worst)
+            target = number + tl.cumsum(keep.to(tl.int32), 0) - 1
+            _store(ids, scores, grads, weights, target, own, score, g, w, keep)
+            number += tl.sum(keep.to(tl.int32))
+            tl.debug_barrier()  # all of the block is written before it is read
+            if number + block > capacity:
+                worst, last = _worst_of_best(ids, scores, number, size, id_bits, block)
+                number = _keep(ids, scores, grads, weights, number, worst, last, block)
+            first += block
+        tl.store(threshold, worst)
+        tl.store(count + 1, tl.full((), 0, tl.int64))
     if number > limit:
-        # the largest score, as bits, that at least `size` candidates reach
-        worst = tl.full((), 0, tl.int32)
-        for step in range(31):
-            trial = worst | (1 << (30 - step))
-            reaching = tl.zeros((block,), tl.int32)
-            for first in range(0, number, block):
-                place = first + tl.arange(0, block)
-                bits = tl.load(scores + place, mask=place < number, other=0.0).to(tl.int32, bitcast=True)
-                reaching += (bits >= trial).to(tl.int32)
-            worst = tl.where(tl.sum(reaching) >= size, trial, worst)
-        above = tl.zeros((block,), tl.int32)
-        level = tl.zeros((block,), tl.int32)
+        worst, last = _worst_of_best(ids, scores, number, size, id_bits, block)
+        number = _keep(ids, scores, grads, weights, number, worst, last, block)
+        tl.store(threshold, worst)
+    tl.store(count, number)
+    tl.store(count + 2, number)
+
+
+@triton.jit
+def _cut(ids, scores, grads, weights, count, threshold, size, limit, capacity, id_bits, block: tl.constexpr):
+    number = tl.load(count)
+    if number > limit:
+        worst, last = _worst_of_best(ids, scores, number, size, id_bits, block)
+        number = _keep(ids, scores, grads, weights, number, worst, last, block)
+        tl.store(threshold, worst)
+        tl.store(count, number)
+    tl.store(count + 2, number)
+
+
+@triton.jit
+def _worst_of_best(ids, scores, number, size, id_bits, block: tl.constexpr):
+    """The worst score of the ``size`` best of at least as many candidates, and the last id of those that have it."""
+    number = number.to(tl.int32)
+    worst = tl.full((), 0, tl.int32)  # the largest score, as bits, that at least `size` candidates reach
+    for step in range(31):
+        trial = worst | (1 << (30 - step))
+        reaching = tl.zeros((block,), tl.int32)
         for first in range(0, number, block):
             place = first + tl.arange(0, block)
             bits = tl.load(scores + place, mask=place < number, other=0.0).to(tl.int32, bitcast=True)
-            above += (bits > worst).to(tl.int32)
-            level += (bits == worst).to(tl.int32)
-        # the last id that stays of those whose score is the worst: fewer than `wanted` of them have a lower one
-        wanted = size - tl.sum(above)
-        last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-        if tl.sum(level) > wanted:
-            last = tl.full((), 0, tl.int64)
-            for step in range(id_bits):
-                trial = last | (tl.full((), 1, tl.int64) << (id_bits - 1 - step))
-                below = tl.zeros((block,), tl.int32)
-                for first in range(0, number, block):
-                    place = first + tl.arange(0, block)
-                    inside = place < number
-                    bits = tl.load(scores + place, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-                    own = tl.load(ids + place, mask=inside, other=0)
-                    below += ((bits == worst) & (own < trial)).to(tl.int32)
-                last = tl.where(tl.sum(below) < wanted, trial, last)
-        # those that stay move to the front
-        kept = 0
-        for first in range(0, number, block):
-            place = first + tl.arange(0, block)
-            inside = place < number
-            score = tl.load(scores + place, mask=inside, other=0.0)
-            own = tl.load(ids + place, mask=inside, other=0)
-            g = tl.load(grads + place, mask=inside, other=0.0)
-            bits = score.to(tl.int32, bitcast=True)
-            keep = (bits > worst) | ((bits == worst) & (own <= last))
-            tl.debug_barrier()  # the whole block is read before any of it is written to
-            target = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
-            tl.store(scores + target, score, mask=keep)
-            tl.store(ids + target, own, mask=keep)
-            tl.store(grads + target, g, mask=keep)
-            kept += tl.sum(keep.to(tl.int32))
-        tl.store(count, tl.full((), size, tl.int64))
-        tl.store(threshold, worst.to(tl.float32, bitcast=True))
+            reaching += (bits >= trial).to(tl.int32)
+        worst = tl.where(tl.sum(reaching) >= size, trial, worst)
+    above = tl.zeros((block,), tl.int32)
+    level = tl.zeros((block,), tl.int32)
+    for first in range(0, number, block):
+        place = first + tl.arange(0, block)
+        bits = tl.load(scores + place, mask=place < number, other=0.0).to(tl.int32, bitcast=True)
+        above += (bits > worst).to(tl.int32)
+        level += (bits == worst).to(tl.int32)
+    wanted = size - tl.sum(above)  # of those whose score is the worst; fewer than so many of them have a lower id
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    if tl.sum(level) > wanted:
+        last = tl.full((), 0, tl.int64)
+        for step in range(id_bits):
+            trial = last | (tl.full((), 1, tl.int64) << (id_bits - 1 - step))
+            below = tl.zeros((block,), tl.int32)
+            for first in range(0, number, block):
+                place = first + tl.arange(0, block)
+                inside = place < number
+                bits = tl.load(scores + place, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+                own = tl.load(ids + place, mask=inside, other=0)
+                below += ((bits == worst) & (own < trial)).to(tl.int32)
+            last = tl.where(tl.sum(below) < wanted, trial, last)
+    return worst.to(tl.float32, bitcast=True), last
+
+
+@triton.jit
+def _keep(ids, scores, grads, weights, number, worst, last, block: tl.constexpr):
+    """Moves those of the first ``number`` candidates that are not behind the worst to the front; returns how many."""
+    number = number.to(tl.int32)
+    kept = tl.full((), 0, tl.int64)
+    for first in range(0, number, block):
+        place = first + tl.arange(0, block)
+        inside = place < number
+        score = tl.load(scores + place, mask=inside, other=0.0)
+        own = tl.load(ids + place, mask=inside, other=0)
+        g = tl.load(grads + place, mask=inside, other=0.0)
+        w = tl.load(weights + place, mask=inside, other=0.0)
+        keep = inside & ((score > worst) | ((score == worst) & (own <= last)))
+        tl.debug_barrier()  # the whole block is read before any of it is written to
+        target = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        _store(ids, scores, grads, weights, target, own, score, g, w, keep)
+        kept += tl.sum(keep.to(tl.int32))
+    tl.debug_barrier()
+    return kept
