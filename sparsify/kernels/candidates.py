@@ -16,25 +16,19 @@ class Candidates:
         total: all global ids are below this.
         dtype: of scores and gradients.
         device: of the arrays.
-
-    Attributes:
-        ids: (capacity + 1,) int64, global; the last place is where entries that are not kept are written.
-        scores: (capacity + 1,).
-        grads: (capacity + 1,) the gradients.
-        count: (1,) int64, number of candidates.
-        threshold: (1,) the score that an entry has to reach to join.
-        finite: (1,) bool, whether all gradients so far were finite.
     """
 
     def __init__(self, capacity: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self.total = total
-        self.ids = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        # (capacity + 1,) each; the last place is where entries that are not kept are written
+        self.ids = torch.zeros(capacity + 1, dtype=torch.int64, device=device)  # global
         self.scores = torch.zeros(capacity + 1, dtype=dtype, device=device)
         self.grads = torch.zeros(capacity + 1, dtype=dtype, device=device)
+        # (1,) each
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)
-        self.finite = torch.ones(1, dtype=torch.bool, device=device)
+        self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)  # the score that is needed to join
+        self.finite = torch.ones(1, dtype=torch.bool, device=device)  # whether all gradients so far were finite
 
     @property
     def held(self) -> Tensor:

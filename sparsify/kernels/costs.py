@@ -72,16 +72,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(left: Tensor, right: Tensor) -> Costs:
-    """Returns the costs of a product left^T right on a CPU.
-
-    Args:
-        left: (n, rows).
-        right: (n, cols).
-
-    Example:
-        >>> costs_of(torch.ones(8, 16), torch.ones(8, 16)).samples(200)
-        False
-    """
+    """Returns the costs of a product left^T right on a CPU, of left (n, rows) and right (n, cols)."""
     (n, rows), cols, loops = left.shape, right.shape[1], _loops(left.dtype)
     idle = max(1.0, torch.get_num_threads() * TOKENS / max(1, n))  # where some threads have no tokens
     numbers = (rows + cols) * idle

@@ -23,10 +23,7 @@ MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faste
 def select(candidates: Candidates, importance: GradientImportance, part: Part) -> None:
     """Adds the entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold.
 
-    Args:
-        candidates: with a free place for each entry of the part.
-        importance: scores the entries.
-        part: the entries.
+    There has to be a free place for each entry of the part.
     """
     short = part.weight.dtype in SHORT and part.grad.dtype in SHORT and candidates.scores.dtype == torch.float32
     if has_triton(part.grad.device) and type(importance) is D3 and short:
@@ -38,13 +35,7 @@ def select(candidates: Candidates, importance: GradientImportance, part: Part) -
 
 
 def cut(candidates: Candidates, size: int, limit: int) -> None:
-    """Keeps the ``size`` best of more than ``limit`` candidates, and makes the worst of these the threshold.
-
-    Args:
-        candidates: all so far.
-        size: number of candidates to keep, at least 1 and at most ``limit``.
-        limit: at most the capacity.
-    """
+    """Keeps the ``size`` best of more than ``limit`` candidates, and makes the worst of these the threshold."""
     if (
         has_triton(candidates.ids.device)
         and candidates.scores.dtype == torch.float32

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.kernels.select import plain_cut, plain_select
-from sparsify.strategies.importance import D3, Fisher
+from sparsify.strategies.importance import D3
 
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
 OTHERS = [D3(exp=-1), D3(exp=-2, eps=0.1), D3(exp=1.5), D3(exp=0.3, eps=1e-6), D3(exp=40)]
@@ -133,11 +133,6 @@ def test_a_score_that_is_not_finite_is_refused_and_says_nothing_of_the_gradient(
     candidates = selected(form, D3(exp=2, eps=1e-30), torch.zeros(1, 3), torch.tensor([[1.0, 0.0, 2.0]]))
     assert held(candidates) == {}
     assert candidates.finite
-
-
-def test_another_importance_than_d3_is_scored_by_itself():
-    entries = held(selected((plain_select, None), Fisher(), torch.zeros(1, 3), torch.tensor([[3.0, 0.0, -2.0]])))
-    assert entries == {OFFSET: (9.0, 3.0), OFFSET + 2: (4.0, -2.0)}
 
 
 def filled(scores, ids, capacity):
