@@ -216,7 +216,7 @@ class BackwardCollector:
     def _unmask(self, winners: Winners, grad: Tensor) -> None:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
         progress = self._progress()
-        slots, capacity = self._buffers.all_slots, grad.numel()
+        slots, capacity = self._buffers.slots(), grad.numel()
         new = self._policy.unmask(winners, progress, self._tensors, slots, capacity)
         free = torch.arange(progress.unmasked, progress.unmasked + new.ids.numel(), device=new.ids.device)
         grad[free] = new.grads

@@ -92,8 +92,8 @@ def _parts(engine: Engine) -> dict[str, int]:
         "candidates": _number(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors])),
         "flat delta": _number(repr(_digests([engine.values.detach()]))),
         "weights": _number(repr([_sample(tensor) for tensor in engine.tensors])),
-        "unmasked entries": _number(repr((counts, _digests([buffers.all_indices, buffers.all_slots])))),
-        "base values": _number(repr(_digests([buffers.all_base]))),
+        "unmasked entries": _number(repr((counts, _digests([buffers.indices(), buffers.slots()])))),
+        "base values": _number(repr(_digests([buffers.base()]))),
     }
 
 

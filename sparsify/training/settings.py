@@ -88,7 +88,7 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
             "repeat-S with its steps or capacity."
         )
     buffers = engine.buffers
-    own_set = {COUNTS: engine.root._buffers[COUNTS], INDICES: buffers.all_indices}
+    own_set = {COUNTS: engine.root._buffers[COUNTS], INDICES: buffers.indices()}
     if isinstance(engine.strategy.selection, Given) and not all(
         own is not None and torch.equal(state[name].to(own), own) for name, own in own_set.items() if name in state
     ):

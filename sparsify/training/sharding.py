@@ -57,12 +57,13 @@ def read_base(
     On all ranks, after a backward pass.
     """
     reshard(root)
-    values, pending = flat_delta(root).detach(), buffers.all_slots >= first
+    values, pending = flat_delta(root).detach(), buffers.slots() >= first
     parts = []
     for tensor, own in zip(tensors, buffers.split(pending), strict=True):
         read = read_own_entries(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
         parts.append(read if is_shard(tensor.parameter) or ranks.is_first else torch.zeros_like(read))
-    buffers.set_base(pending, ranks.sum_(torch.cat(parts)))
+    base = buffers.base()
+    base[pending] = ranks.sum_(torch.cat(parts)).to(base)
 
 
 def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -129,13 +129,13 @@ class EffectiveWeights:
         check_root(self._root, self._tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
-        values, base = flat_delta(self._root).detach(), self._buffers.all_base
-        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self._buffers.all_slots]
+        values, base = flat_delta(self._root).detach(), self._buffers.base()
+        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self._buffers.slots()]
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
         if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in self._tensors):
             weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in self._tensors), strict=True)
-            scatter(weights, counts, self._buffers.all_indices, effective)
+            scatter(weights, counts, self._buffers.indices(), effective)
         else:
             for tensor, own in zip(self._tensors, self._buffers.split(effective), strict=True):
                 if own.numel() and tensor not in but:

@@ -44,7 +44,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS):
             losses.append(mean_over_ranks(loss))
         optimizer.step()
     engine = get_unmasker(model)
-    delta, base = engine.values.detach().clone(), engine.buffers.all_base.clone()
+    delta, base = engine.values.detach().clone(), engine.buffers.base().clone()
     return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base}
 
 

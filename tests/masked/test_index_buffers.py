@@ -36,12 +36,12 @@ def filled(additions):
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3).map(list), max_size=5))
 def test_each_tensor_keeps_its_entries_in_the_order_in_which_they_came(additions):
     _, buffers, expected = filled(additions)
-    assert buffers.total == sum(map(sum, additions)) == buffers.all_slots.numel()
+    assert buffers.total == sum(map(sum, additions)) == buffers.slots().numel()
     for number, own in enumerate(expected):
         assert buffers.count(number) == len(own)
         parts = (buffers.indices(number), buffers.slots(number), buffers.base(number))
         assert list(zip(*(part.tolist() for part in parts), strict=True)) == own
-    assert [part.numel() for part in buffers.split(buffers.all_base)] == [len(own) for own in expected]
+    assert [part.numel() for part in buffers.split(buffers.base())] == [len(own) for own in expected]
 
 
 def test_the_buffers_are_the_roots_and_go_where_it_goes():
@@ -105,12 +105,14 @@ def test_counts_that_do_not_fit_the_entries_are_refused():
 @pytest.mark.parametrize("slots", [[0, 1, 2, 2], [0, 1, 2, 4], [-1, 0, 1, 2], [0, 0, 0, 0], [1, 2, 3, 4]])
 def test_each_entry_is_there_once_and_has_a_slot_of_its_own_and_none_is_left_for_a_later_one(slots):
     root, buffers, _ = filled([[2, 2, 0]])
-    buffers.all_indices.copy_(torch.tensor([7, 3, 3, 7]))
-    buffers.all_slots.copy_(torch.tensor([3, 0, 2, 1]))
+    buffers.indices().copy_(torch.tensor([7, 3, 3, 7]))
+    buffers.slots().copy_(torch.tensor([3, 0, 2, 1]))
     assert problem_with(root.state_dict(), [100] * 3, capacity=9) is None
     assert "has room for" in problem_with(root.state_dict(), [100] * 3, capacity=3)
-    buffers.all_slots.copy_(torch.tensor(slots))
-    assert "sparse_slots is not every slot from 0 to 3 once" in problem_with(root.state_dict(), [100] * 3, capacity=9)
+    buffers.slots().copy_(torch.tensor(slots))
+    assert "hold one slot of the flat delta twice, or leave one out" in problem_with(
+        root.state_dict(), [100] * 3, capacity=9
+    )
     buffers.indices(1).fill_(3)
     assert "the same entry of a tensor twice" in problem_with(root.state_dict(), [100] * 3, capacity=4)
 

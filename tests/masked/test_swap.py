@@ -10,7 +10,7 @@ from sparsify import MaskedEmbedding, MaskedLinear, SparsifyError, desparsify, g
 from sparsify import summary as summary_of
 from sparsify.masked.conv1d import MaskedConv1D
 from sparsify.masked.generic import MaskedParameterList
-from sparsify.masked.swap import check_maskable, frozen_row, unswap
+from sparsify.masked.swap import check_maskable, unswap
 
 DIM = 4
 
@@ -75,6 +75,22 @@ def test_hooks_still_run_and_see_what_they_saw(case):
     assert torch.equal(output, expected)
 
 
+def test_a_use_is_announced_where_a_gradient_is_collected_and_that_is_computed_where_it_is_wanted(case):
+    module, x = case[0], an_input(case[0])
+    recorder, tensors = mask(module)
+    module.requires_grad_(True)  # as PEFT's set_adapter does
+    recorder.wanted = False
+    module(x).sum().backward()
+    assert recorder.gradients == {name: [None] for name in tensors}
+    assert all(parameter.grad is None for parameter in module.parameters())
+    recorder.gradients.clear()
+    recorder.listening = False
+    assert not module(x).requires_grad
+    with torch.no_grad():
+        module(x)
+    assert not recorder.gradients
+
+
 def test_identity_and_aliases_stay_in_a_whole_model():
     shared = nn.Linear(DIM, DIM)
     model = nn.ModuleDict({"a": shared, "b": shared, "norm": nn.LayerNorm(DIM), "table": nn.Embedding(5, DIM)})
@@ -88,13 +104,6 @@ def test_identity_and_aliases_stay_in_a_whole_model():
     assert [type(module) for module in modules.values()] == [
         nn.ModuleDict, nn.Linear, nn.Linear, nn.LayerNorm, nn.Embedding
     ]  # fmt: skip
-
-
-def test_a_root_that_is_itself_a_layer_is_swapped_in_place():
-    model = nn.Linear(DIM, 3)
-    assert sparsify(model, 5, steps=1) is model
-    assert type(model) is MaskedLinear
-    assert type(desparsify(model)) is nn.Linear
 
 
 def test_a_list_of_parameters_is_swapped_in_place():
@@ -120,13 +129,6 @@ def test_a_parameter_that_the_model_gives_up_is_plain_if_it_comes_back():
     assert torch.equal(model[0]["a"], torch.ones(DIM))
     assert [tensor.parameter for tensor in get_unmasker(model).tensors] == [given_up, model[0]["b"]]
     assert summary_of(model, verify=True).verification.unmasked == 2 * DIM
-
-
-def test_only_an_embeddings_padding_row_is_frozen():
-    assert frozen_row(nn.Embedding(5, DIM, padding_idx=3)) == 3
-    assert frozen_row(nn.Embedding(5, DIM, padding_idx=-1)) == 4
-    assert frozen_row(nn.Embedding(5, DIM)) is None
-    assert frozen_row(nn.Linear(5, DIM)) is None
 
 
 def with_hook(register):
