@@ -1,4 +1,4 @@
-"""The compiled loops are there where they can be, and nobody misses them where they cannot."""
+"""The compiled loops are there where they can be, and the plain forms run where they cannot."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from models import descend
 from products import FREE
 from torch import nn
 
-from sparsify import SparsifyError, sparsify
+from sparsify import sparsify
 from sparsify.kernels.cpu import library as native
 from sparsify.kernels.norm_bound import Limits, screen
 from sparsify.kernels.sddmm import sddmm
@@ -94,25 +94,14 @@ def test_without_a_library_the_plain_forms_run_and_a_warning_comes_once(monkeypa
     check_plain_forms()
 
 
-@pytest.mark.parametrize("word", ["0", "false", "no", "off", " OFF ", "No", "1", "true", "yes", "on", ""])
-def test_the_loops_are_switched_by_any_of_the_usual_words(monkeypatch, fresh, word, caplog):
+@pytest.mark.parametrize(("word", "is_off"), [("0", True), (" OFF ", True), ("1", False), ("", False)])
+def test_the_loops_are_switched_off_by_a_word(monkeypatch, fresh, word, is_off, caplog):
     monkeypatch.setattr(native, "_compiled", lambda compiler: "the library")
     monkeypatch.setattr(native, "_compiler", lambda: ["c++"])
     monkeypatch.setattr(native, "_load", lambda path: path)
     monkeypatch.setenv("SPARSIFY_NATIVE", word)
-    is_off = word.strip().lower() in ("0", "false", "no", "off")
     assert native.library() == (None if is_off else "the library")
     assert not caplog.records
-    if is_off:
-        check_plain_forms()
-
-
-@pytest.mark.parametrize("word", ["2", "disabled"])
-def test_another_word_for_it_is_an_error_each_time(monkeypatch, fresh, word):
-    monkeypatch.setenv("SPARSIFY_NATIVE", word)
-    for _ in range(2):
-        with pytest.raises(SparsifyError, match=f"says SPARSIFY_NATIVE='{word}'; expected one of 0, false, no"):
-            native.library()
 
 
 def test_the_first_compilation_is_told_and_the_next_load_is_not(monkeypatch, fresh, caplog):
