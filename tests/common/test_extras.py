@@ -8,10 +8,6 @@ from sparsify import cli
 from sparsify.common.extras import MissingExtraError, require
 
 
-def test_an_installed_module_is_imported():
-    assert require("json.decoder", extra="demo") is sys.modules["json.decoder"]
-
-
 def test_a_missing_module_is_an_error_that_names_the_extra():
     with pytest.raises(
         MissingExtraError, match=r"`no_such_thing` is not .* pip install 'sparsify-ft\[plot\]'"

@@ -9,11 +9,7 @@ import sys
 
 import pytest
 import torch
-from models import descend
-from products import FREE
-from torch import nn
 
-from sparsify import sparsify
 from sparsify.kernels.cpu import library as native
 from sparsify.kernels.norm_bound import Limits, screen
 from sparsify.kernels.sddmm import sddmm
@@ -125,13 +121,6 @@ def made(command):
     return "compiler 1.0"
 
 
-def trained_indices():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
-    descend(sparsify(model, 60, steps=6), torch.randn(6, 16, 32))
-    return {name: sorted(buffer.tolist()) for name, buffer in model.named_buffers() if "indices" in name}
-
-
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, processor):
     if native._compiler() is None or platform.machine() != "x86_64":
@@ -151,19 +140,6 @@ def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, proces
     found = screen(left, right, indices, indices[:0], torch.full((40,), 20.0), Limits(2000, 1 << 20))
     torch.testing.assert_close(found.taken, product.take(indices))
     assert found.indices.sort().values.equal((product.abs().view(-1) >= 20).nonzero().squeeze(1))
-
-
-def test_training_unmasks_the_same_with_and_without_the_library(monkeypatch):
-    monkeypatch.setattr("sparsify.selection.screening.SMALLEST_SCREENED", 1)
-    monkeypatch.setattr("sparsify.selection.screening.costs_of", lambda *_: FREE)
-    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 0)
-    if native.library() is None:
-        pytest.skip("needs a compiler")
-    compiled = trained_indices()
-    for module in ("sddmm", "threshold", "norm_bound"):
-        monkeypatch.setattr(f"sparsify.kernels.{module}.library", lambda: None)
-    assert trained_indices() == compiled
-    assert any(compiled.values())
 
 
 def running(cache, code):

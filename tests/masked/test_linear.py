@@ -100,18 +100,6 @@ def test_autocast_computes_what_it_does_in_the_plain_layer(plain, x_dtype):
     assert_collected(recorder, tensors, plain, 1e-2)
 
 
-def test_backward_inside_autocast_is_the_same_as_outside(plain):
-    x, results = torch.randn(4, IN, requires_grad=True), []
-    for inside in (True, False):
-        layer, recorder, tensors = masked_copy(plain)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = layer(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-            (grad,) = torch.autograd.grad(y.sum(), x)
-        results.append([y.detach(), grad, *map(recorder.dense, tensors.values())])
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("masked", ["weight", "bias"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_weight_or_bias_is_trained_dense_beside_a_masked_one(masked, autocast):

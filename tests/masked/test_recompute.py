@@ -222,25 +222,3 @@ def test_passes_that_take_turns_in_one_thread_do_not_share_memory(h, enter_pass)
     assert torch.equal(kept, x)
     enter_pass(1)
     assert torch.equal(again(), x)
-
-
-def test_models_that_train_in_threads_of_their_own_get_their_own_gradients(h):
-    layers = [nn.Linear(IN, OUT) for _ in range(3)]
-    masks = [mask(layer, "weight") for layer in layers]
-
-    def gradients(number, repeats):
-        recorder = masks[number][0]
-        recorder.gradients.clear()
-        for _ in range(repeats):
-            layers[number](F.gelu((h.detach() * (number + 1)).requires_grad_())).sin().sum().backward()
-        return [gradient.dense().values for gradient in recorder.gradients["weight"]]
-
-    alone, together = [gradients(number, 1)[0] for number in range(3)], {}
-    threads = [threading.Thread(target=lambda n=n: together.update({n: gradients(n, 50)})) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, expected in enumerate(alone):
-        assert len(together[number]) == 50
-        assert all(torch.equal(gradient, expected) for gradient in together[number])
