@@ -58,15 +58,15 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor
         return compiled_linear(module, x, transposed) if packed is None else untraced(masked_linear, module, x)
     of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
     bias = frozen_if_masked(module, "bias")
-    if packed is not None:
-        weight, dequantize = None, packed.dequantizer()
-        dtype, output_dtype = _quantized_dtypes(module, x)
-    else:
+    if packed is None:
         weight, dequantize = frozen_if_masked(module, "weight"), None
         if of_weight is None and of_bias is None:
             return linear(x, weight, bias, transposed)
         dtype = output_dtype = autocast_dtype(x)
         x = x if dtype is None else x.to(dtype)
+    else:
+        weight, dequantize = None, packed.dequantizer()
+        dtype, output_dtype = _quantized_dtypes(module, x)
     call = LinearCall(of_weight, of_bias, dtype, recomputable(x), transposed, dequantize)
     with without_autocast(x.device):
         y: Tensor = _Linear.apply(x, weight, bias, call, of_weight and of_weight.anchor, of_bias and of_bias.anchor)

@@ -31,19 +31,11 @@ def join(streams, device=DEVICE):
         pass
 
 
-def test_a_single_stream_waits_for_nothing(current):
-    streams = Streams()
-    streams.use(DEVICE)
-    join(streams)
-    join(streams)
-    with streams.joined():
-        pass
-    assert not current[DEVICE].waited_for
-
-
 def test_a_second_stream_waits_for_the_first_which_waits_for_it(current):
     streams, first, second = Streams(), current[DEVICE], Stream()
     join(streams)
+    join(streams)
+    assert not first.waited_for, "a single one waits for nothing"
     current[DEVICE] = second
     with streams.joined(DEVICE):
         assert second.waited_for == [first]

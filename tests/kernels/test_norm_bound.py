@@ -212,17 +212,15 @@ def test_any_number_of_threads_finds_the_same_and_the_same_bits_twice(form, thre
     assert sets == sets[:1] * 4
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
-def test_torchs_default_dtype_does_not_matter(form, default):
+def test_torchs_default_dtype_does_not_matter(form):
     left, right = factors("random", 33, 200, 50)
     wanted, least = torch.arange(0, 10_000, 3), torch.full((200,), 12.0)
     expected = all_of(left, right, form, least, wanted)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
+    torch.set_default_dtype(torch.float64)
     try:
         found = all_of(left, right, form, least.double(), wanted)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
     assert expected.indices.numel()
     assert found.indices.sort().values.equal(expected.indices.sort().values)
     assert found.taken.equal(expected.taken)

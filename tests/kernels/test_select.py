@@ -14,7 +14,8 @@ from sparsify.strategies.importance import D3
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
 OTHERS = [D3(exp=-1), D3(exp=-2, eps=0.1), D3(exp=1.5), D3(exp=0.3, eps=1e-6), D3(exp=40)]
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-3, -3.5, 1e-40, 1e30, -1e38]  # few, so that there are ties
-SHORT = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)]
+FULL, SHORT, HALF = torch.float32, torch.bfloat16, torch.float16
+TYPES = [(FULL, FULL), (SHORT, SHORT), (FULL, SHORT), (HALF, HALF)]
 OFFSET, TOTAL = 7, 5000
 
 
@@ -69,23 +70,15 @@ def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, row
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("importance", OTHERS, ids=repr)
-def test_a_kernels_score_by_any_exponent_is_torchs_but_for_rounding(fused, importance):
-    weight, grad = torch.randn(9, 33), torch.randn(9, 33)
+@pytest.mark.parametrize("importance", [*OTHERS, D3(exp=1, eps=1e-3)], ids=repr)
+@pytest.mark.parametrize("dtypes", TYPES, ids=str)
+def test_a_kernels_score_is_torchs_in_float32_but_for_the_rounding_of_powers(fused, importance, dtypes):
+    weight, grad = torch.randn(9, 33).to(dtypes[0]), torch.randn(9, 33).to(dtypes[1])
     plain, kernel = (held(selected(form, importance, weight, grad)) for form in ((plain_select, None), fused))
     assert plain.keys() == kernel.keys()
     for entry, (score, gradient) in plain.items():
-        assert kernel[entry][0] == pytest.approx(score, rel=3e-7)
+        assert kernel[entry][0] == (score if importance.exp == 1 else pytest.approx(score, rel=3e-7))
         assert kernel[entry][1] == gradient
-
-
-@pytest.mark.parametrize("dtypes", SHORT, ids=str)
-def test_short_numbers_are_scored_in_float32(fused, dtypes):
-    importance = D3(exp=1, eps=1e-3)
-    weight, grad = torch.randn(5, 40).to(dtypes[0]), torch.randn(5, 40).to(dtypes[1])
-    plain, kernel = (held(selected(form, importance, weight, grad)) for form in ((plain_select, None), fused))
-    assert plain == kernel
-    assert len(plain) == grad.count_nonzero()
 
 
 def test_an_entry_at_the_floor_joins_and_one_below_does_not(form):

@@ -193,18 +193,12 @@ def replace_forward(layer):
     layer.forward = types.MethodType(doubled, layer)
 
 
-def add_accelerates_hook(layer):
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(layer, hooks.ModelHook())
-
-
-@pytest.mark.parametrize("replace", [replace_forward, add_accelerates_hook])
 @pytest.mark.parametrize("kind", ["linear", "embedding"])
-def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind, replace):
+def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind):
     plain = nn.Sequential(nn.Linear(DIM, DIM) if kind == "linear" else nn.Embedding(6, DIM), nn.Linear(DIM, 2)).double()
     masked = copy.deepcopy(plain)
     for model in (plain, masked):
-        replace(model[0])
+        replace_forward(model[0])
     sparsify_fully(masked)
     assert type(masked[0]) is type(plain[0])
     x = torch.randn(3, DIM).double() if kind == "linear" else torch.tensor([1, 1, 4])

@@ -114,15 +114,6 @@ def test_a_weight_or_bias_is_trained_dense_beside_a_masked_one(masked, autocast)
     assert_collected(recorder, tensors, plain, 1e-2)
 
 
-def test_every_use_is_collected_on_its_own_though_the_input_needs_no_gradient(plain):
-    layer, recorder, tensors = masked_copy(plain.double())
-    first, second = torch.randn(4, IN).double(), torch.randn(2, IN).double()
-    for each in (layer, plain):
-        (each(first).sum() + each(second).sum()).backward()
-    assert all(len(gradients) == 2 for gradients in recorder.gradients.values())
-    assert_collected(recorder, tensors, plain)
-
-
 @pytest.mark.parametrize("attributes", [[], ["bias"]], ids=["all", "bias alone"])
 def test_a_graph_keeps_the_input_if_it_is_needed_and_the_weight_itself_and_no_copy(plain, attributes):
     if attributes and plain.bias is None:
@@ -156,10 +147,3 @@ def test_a_layer_shows_what_of_its_weight_is_trained(plain):
     assert torch.equal(layer.base_values, plain.weight.detach().take(torch.tensor([9, 2])))
     torch.testing.assert_close(layer.delta, torch.tensor([-0.25, 0.5]))
     assert layer.density == 2 / (IN * OUT)
-
-
-def test_a_layer_with_a_masked_bias_alone_shows_an_untrained_weight():
-    layer, recorder, _ = masked_copy(nn.Linear(IN, OUT), "bias")
-    recorder.buffers.append([1], torch.tensor([1]), torch.tensor([0]), torch.zeros(1))
-    assert layer.indices.tolist() == layer.delta.tolist() == []
-    assert layer.density == 0
