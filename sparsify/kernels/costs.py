@@ -60,13 +60,9 @@ class Costs(NamedTuple):
         """Whether sampling so many entries costs no more than the dense product."""
         return self.base + number * self.entry <= self.dense
 
-    def limits(self, number: int = 0) -> Limits | None:
-        """Returns how much screening may compute at the cost of the dense product; ``None`` where the norms cost more.
-
-        Args:
-            number: entries that are sampled in the same pass.
-        """
-        left = self.dense - self.norms - number * self.entry
+    def limits(self, sampled: int = 0) -> Limits | None:
+        """Returns what screening may compute at the cost of the dense product; ``None`` where the norms cost more."""
+        left = self.dense - self.norms - sampled * self.entry  # which the same pass computes
         # a found entry is scored, and may have to be sampled
         return Limits(int(left / (2 * self.entry)), int(left / self.tile)) if left > 0 else None
 

@@ -36,11 +36,8 @@ def select(candidates: Candidates, importance: GradientImportance, part: Part) -
 
 def cut(candidates: Candidates, size: int, limit: int) -> None:
     """Keeps the ``size`` best of more than ``limit`` candidates, and makes the worst of these the threshold."""
-    if (
-        has_triton(candidates.ids.device)
-        and candidates.scores.dtype == torch.float32
-        and candidates.capacity <= MOST_CUT
-    ):
+    fits = candidates.scores.dtype == torch.float32 and candidates.capacity <= MOST_CUT
+    if has_triton(candidates.ids.device) and fits:
         from sparsify.kernels.triton.select import cut as fused_cut
 
         fused_cut(candidates, size, limit)

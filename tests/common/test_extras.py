@@ -30,9 +30,3 @@ def test_the_command_line_without_the_extra_is_one_line(missing, monkeypatch):
     with pytest.raises(SystemExit) as error:
         cli.main()
     assert str(error.value) == f"sparsify: `{missing}` is not installed; it comes with: pip install 'sparsify-ft[cli]'"
-
-
-def test_an_error_of_ours_on_the_command_line_is_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sparsify", "demo", "--strategy", "full"])
-    with pytest.raises(SystemExit, match=r"^sparsify: the demo ends with a sparse delta, and strategy 'full' has none"):
-        cli.main()

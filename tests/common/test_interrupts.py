@@ -192,12 +192,6 @@ def test_a_section_is_not_interrupted_and_the_interrupt_comes_after_it():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_in_a_section_passes_and_the_handler_is_back():
-    with pytest.raises(ValueError, match="mine"), uninterrupted():
-        raise ValueError("mine")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def handler_in_a_section():
     with uninterrupted():
         return signal.getsignal(signal.SIGINT)

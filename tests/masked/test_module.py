@@ -65,14 +65,6 @@ def test_double_backward_is_refused_and_the_model_trains_on(kind, differentiate)
     assert train_a_step(model, x) == expected
 
 
-@pytest.mark.parametrize("kind", ["linear", "transposed", "quantized"])
-def test_a_penalty_on_the_gradient_of_the_input_is_refused_as_it_is_asked_for(kind):
-    model, x = build(kind)
-    x.requires_grad_()
-    with pytest.raises(SparsifyError, match=TWICE):
-        torch.autograd.grad(loss_of(model, x), x, create_graph=True)
-
-
 @REFERENCE_CYCLE
 def test_double_backward_through_a_compiled_model_is_refused():
     model, x = build("linear")
