@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Candidates:
-    """Entries that may be among the best, in arrays of a fixed size; only their device knows how many there are.
+    """Entries that may be among the best, in arrays of a fixed size; their number is read on their device only.
 
     Args:
         capacity: largest number of candidates.

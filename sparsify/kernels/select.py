@@ -5,7 +5,7 @@
 
 The best are those with the highest score and, among equal ones, the lowest id, in whatever order they came:
 :class:`sparsify.selection.topk.TopK`'s order. ``select`` needs free places for all entries that it is given; the caller
-cuts in time, by numbers that the host knows.
+cuts in time, by numbers on the host.
 """
 
 from __future__ import annotations

@@ -11,21 +11,16 @@ from sparsify.errors import SparsifyError
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
-        ("weight", "weight"),
         ("encoder.0.weight", "encoder.0.weight"),
         ("module.encoder.weight", "encoder.weight"),
-        ("_orig_mod.encoder.weight", "encoder.weight"),
         ("base_model.model.encoder.weight", "encoder.weight"),
         ("base_model.model.model.layers.0.weight", "model.layers.0.weight"),
         ("module._orig_mod.base_model.model.weight", "weight"),
-        ("_orig_mod.module.weight", "weight"),
         ("encoder._orig_mod.0._orig_mod.weight", "encoder.0.weight"),
         # not whole components, not in front, or the tensor's own name
         ("module_list.weight", "module_list.weight"),
-        ("submodule.weight", "submodule.weight"),
         ("encoder.module.weight", "encoder.module.weight"),
         ("encoder.base_model.model.weight", "encoder.base_model.model.weight"),
-        ("base_model.weight", "base_model.weight"),
         ("base_model.model", "base_model.model"),
         ("module", "module"),
         ("encoder._orig_mod", "encoder._orig_mod"),

@@ -81,7 +81,7 @@ def test_a_tied_head_adds_to_the_rows_of_the_batch(padding_idx, sparse):
     plain(ids).backward()
     expected = plain.embed.weight.grad.clone()
     if padding_idx is not None:
-        expected[padding_idx] = 0  # the row is no candidate, whoever else reads it
+        expected[padding_idx] = 0  # the row is no candidate, whatever else reads it
     torch.testing.assert_close(model_gradients(tied)["embed.weight"], expected, rtol=1e-12, atol=1e-12)
 
 
