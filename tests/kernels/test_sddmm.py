@@ -96,12 +96,6 @@ def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, threads, 
         assert torch.equal(cpu_form(left, right, indices), cpu_form(left, right, indices))
 
 
-def test_float64_keeps_its_precision():
-    left, right = (factor.double() for factor in factors("random", 50, 4, 4))
-    taken = sddmm(left, right, torch.arange(16))
-    torch.testing.assert_close(taken, exact(left, right).view(-1), rtol=1e-14, atol=1e-14)
-
-
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))

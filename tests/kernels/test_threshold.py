@@ -68,9 +68,3 @@ def test_any_number_of_threads_finds_the_same(form, threads):
         sets.append(found_by(form, values, torch.full((70,), 2.0)))
     assert sets[0][0]
     assert sets == sets[:1] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_other_types_have_the_plain_form(dtype):
-    values = torch.tensor([[1.0, 2.0]], dtype=dtype)
-    assert found_by(find_reaching, values, torch.tensor([1.5], dtype=dtype)) == ([1], True)
