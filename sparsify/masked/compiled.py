@@ -1,9 +1,9 @@
 """The masked layers under ``torch.compile``: operators that it does not trace into.
 
-    forward    y = use(x, W, b, root, handles)      the plain layer's arithmetic; announces the use
-    backward   grad_x = grad_y W                    left to the compiler
+    forward    y = use(x, W, b, root, handles)         the plain layer's arithmetic; announces the use
+    backward   grad_x = grad_y W                       left to the compiler
                s = collect(root, grad_y, x, handles)   hands the weight's gradient over, as the eager node does
-               grad_root = s                        empty: it keeps ``collect`` in the graph, before the commit
+               grad_root = s                           empty: it keeps ``collect`` in the graph, before the commit
 
 No Python object can travel from a compiled forward to its backward, so a tensor is known by its *handle*, and the
 collector counts the uses that were announced. ``root`` is the root anchor, an input of every use: through it autograd
