@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, run_steps
 from oracle import unmasked_sets
 from transformers import BertForSequenceClassification
 
@@ -18,14 +18,7 @@ PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifie
 
 def train(model, batches, **options):
     """The losses of some steps."""
-    sparsify(model, BUDGET, steps=STEPS, **options)
-    optimizer, losses = torch.optim.SGD([model.sparse_values], lr=0.1), []
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        losses.append(loss_of(model, batch))
-        losses[-1].backward()
-        optimizer.step()
-    return losses
+    return run_steps(sparsify(model, BUDGET, steps=STEPS, **options), batches[:STEPS])[0]
 
 
 def dispatched(model, folder, *on_disk):

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
-from sparsify import SparseDelta, SparsifyError, sparsify
+from sparsify import SparseDelta, sparsify
 from sparsify.cli.demo.docstrings import Example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -67,26 +68,18 @@ def base(tmp_path_factory, tokenizer):
     return folder
 
 
-def train(base, tokenizer, num_labels, seed):
-    torch.manual_seed(seed)
-    model = BertForSequenceClassification.from_pretrained(base, num_labels=num_labels)
-    sparsify(model, BUDGET, steps=3, modules_to_save=["classifier"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
-    for _ in range(3):
-        model(**batch, labels=torch.arange(len(TEXTS)) % num_labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return SparseDelta.from_model(model)
-
-
 @pytest.fixture(scope="module")
 def paths(base, tokenizer, tmp_path_factory):
     """The deltas' folders; one is a single file."""
     folder = tmp_path_factory.mktemp("deltas")
     paths = {"mood": folder / "mood", "topic": folder / "topic.safetensors", "same": folder / "same"}
     for seed, (name, num_labels) in enumerate(LABELS.items(), start=1):
-        train(base, tokenizer, num_labels, seed).save(paths[name])
+        torch.manual_seed(seed)
+        model = BertForSequenceClassification.from_pretrained(base, num_labels=num_labels)
+        sparsify(model, BUDGET, steps=3, modules_to_save=["classifier"])
+        batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+        train(model, [{**batch, "labels": torch.arange(len(TEXTS)) % num_labels}] * 3, lr=0.05)
+        SparseDelta.from_model(model).save(paths[name])
     return paths
 
 
@@ -128,12 +121,15 @@ def body(task, kind):
     return {"task": task, kind: TEXTS if kind == "texts" else PAIRS}
 
 
-def test_each_task_answers_as_its_delta_alone_would_on_a_base_of_its_own(server, tasks, expected):
+def test_each_task_answers_many_clients_at_once_as_its_delta_alone_would_on_a_base_of_its_own(server, tasks, expected):
     url, ask = server
     before = copy.deepcopy(tasks.model.state_dict())
-    for task in ["mood", "topic", "topic", "same", "mood"]:
-        for kind in ("texts", "pairs"):
-            check(ask(f"{url}/predict", body(task, kind)), task, kind, expected)
+    wanted = random.Random(0).choices([(task, kind) for task in LABELS for kind in ("texts", "pairs")], k=60)
+    with ThreadPoolExecutor(8) as clients:
+        answers = clients.map(lambda one: ask(f"{url}/predict", body(*one)), wanted)
+        for (task, kind), answer in zip(wanted, answers, strict=True):
+            check(answer, task, kind, expected)
+    assert len(tasks.swaps_ms) > 3
     tasks.switch.deactivate()
     assert all(torch.equal(before[name], tensor) for name, tensor in tasks.model.state_dict().items())
 
@@ -151,25 +147,12 @@ def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
     assert found["tasks"]["mood"]["bytes"] == (paths["mood"] / "sparse_delta.safetensors").stat().st_size
 
 
-def test_requests_of_many_clients_at_once_do_not_meet(server, tasks, expected):
-    url, ask = server
-    wanted = random.Random(0).choices([(task, kind) for task in LABELS for kind in ("texts", "pairs")], k=60)
-    with ThreadPoolExecutor(8) as clients:
-        answers = clients.map(lambda one: ask(f"{url}/predict", body(*one)), wanted)
-        for (task, kind), answer in zip(wanted, answers, strict=True):
-            check(answer, task, kind, expected)
-    assert len(tasks.swaps_ms) > 3
-
-
 @pytest.mark.parametrize(
     ("wrong", "status", "text"),
     [
         ({"task": "moot", "texts": ["a"]}, 404, "there is no task 'moot'; there are: mood, topic, same"),
         ({"task": "mood"}, 422, "give either texts or pairs"),
-        ({"task": "mood", "texts": ["a"], "pairs": PAIRS}, 422, "give either texts or pairs"),
         ({"task": "mood", "texts": ["a"] * 65}, 422, "at most 64"),
-        ({"task": "mood", "text": ["a"]}, 422, "Extra inputs are not permitted"),
-        ({"task": "same", "pairs": [["a", "b", "c"]]}, 422, "pairs"),
     ],
 )
 def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, status, text):
@@ -181,14 +164,6 @@ def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, stat
     assert tasks.switch.active is None
 
 
-def test_a_delta_of_another_base_is_refused_when_the_server_starts(examples, base, paths, tokenizer, tmp_path):
-    torch.manual_seed(5)
-    BertModel(BertConfig.from_pretrained(base)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match="does not hold the values that the delta was trained on"):
-        examples[0].main(["--base", str(tmp_path), "--delta", f"mood={paths['mood']}"])
-
-
 @pytest.mark.parametrize(
     ("head", "text"),
     [
@@ -196,15 +171,14 @@ def test_a_delta_of_another_base_is_refused_when_the_server_starts(examples, bas
             {"classifier.weight": (2, 5), "classifier.bias": (2,)},
             r"no place for the delta's `classifier\.weight` of sh",
         ),
-        ({"classifier.bias": (2,), "classifier.weight": (2, 16), "score.weight": (2, 16)}, "delta's `score.weight` of"),
         ({"classifier.weight": (2, 16)}, r"neither the base nor .* has a trained `classifier\.bias`"),
     ],
 )
-def test_a_head_that_fits_nowhere_is_refused(examples, base, paths, tmp_path, head, text):
+def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, base, paths, tmp_path, head, text):
     whole = {name: torch.ones(shape) for name, shape in head.items()}
     SparseDelta(SparseDelta.load(paths["mood"]).tensors, whole).save(tmp_path)
-    with pytest.raises(SparsifyError, match=text):
-        examples[0].load(str(base), {"mood": tmp_path})
+    with pytest.raises(SystemExit, match=text):
+        examples[0].main(["--base", str(base), "--delta", f"mood={tmp_path}"])
 
 
 @pytest.mark.parametrize("deltas", [["mood"], ["=mood"], ["mood=a", "mood=b"]])

@@ -76,11 +76,7 @@ def loss_of(model, batch):
 
 def train(model, batches, lr=0.01, optimizer=None):
     """One step of AdamW, or of a given optimizer, for each batch; the model itself."""
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    run_steps(model, batches, optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr))
     return model
 
 
