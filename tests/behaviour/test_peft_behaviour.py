@@ -239,17 +239,6 @@ def test_an_adapter_is_deleted_and_the_other_goes_on(name, pair, tmp_path):
         assert torch.equal(outputs(model, pair.batches[0]), trained)
 
 
-@pytest.mark.parametrize("combination", ["linear", "svd", "cat", "ties"])
-def test_weighted_adapters_are_what_peft_makes_of_them(pair, combination):
-    pair.do(
-        lambda model: model.add_weighted_adapter(["default", "other"], [0.7, 0.4], "both", combination, density=0.5)
-    )
-    pair.do(lambda model: model.set_adapter("both"))
-    assert_close(*pair.do(lambda model: outputs(model, pair.batches[0])))
-    pair.do(lambda model: model.set_adapter("default"))
-    pair.train()
-
-
 @pytest.mark.parametrize("name", ["LoRA on an embedding"])
 def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives(pair):
     batch = {**pair.batches[0], "adapter_names": ["default", "other", "__base__", "default"]}

@@ -14,18 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import train
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertForSequenceClassification
 
 from sparsify import SparseDelta, sparsify
+from sparsify.cli.demo.classifier import default_model
 from sparsify.cli.demo.docstrings import Example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TEXT = "a fine film dull and far too long warm funny waste of time"
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *TEXT.split()]
 TEXTS = ["a fine film", "dull and far too long", "warm and funny"]
 PAIRS = [["a fine film", "warm and funny"], ["a waste of time", "fine"]]
 LABELS = {"mood": 2, "topic": 3, "same": 2}  # how many each task has
@@ -45,27 +40,14 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=32)
+def base():
+    """The folder of a pretrained encoder, which has no head."""
+    return default_model()
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer):
-    """The folder of a tiny pretrained encoder, which has no head."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=32, initializer_range=0.5,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def tokenizer(base):
+    return AutoTokenizer.from_pretrained(base)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +81,7 @@ def expected(base, paths, tokenizer):
 
 @pytest.fixture
 def tasks(examples, base, paths):
-    return examples[0].load(str(base), paths)
+    return examples[0].load(base, paths)
 
 
 @pytest.fixture
@@ -171,14 +153,14 @@ def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, stat
             {"classifier.weight": (2, 5), "classifier.bias": (2,)},
             r"no place for the delta's `classifier\.weight` of sh",
         ),
-        ({"classifier.weight": (2, 16)}, r"neither the base nor .* has a trained `classifier\.bias`"),
+        ({"classifier.weight": (2, 384)}, r"neither the base nor .* has a trained `classifier\.bias`"),
     ],
 )
 def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, base, paths, tmp_path, head, text):
     whole = {name: torch.ones(shape) for name, shape in head.items()}
     SparseDelta(SparseDelta.load(paths["mood"]).tensors, whole).save(tmp_path)
     with pytest.raises(SystemExit, match=text):
-        examples[0].main(["--base", str(base), "--delta", f"mood={tmp_path}"])
+        examples[0].main(["--base", base, "--delta", f"mood={tmp_path}"])
 
 
 @pytest.mark.parametrize("deltas", [["mood"], ["=mood"], ["mood=a", "mood=b"]])
@@ -190,7 +172,7 @@ def test_deltas_are_named_once_each(examples, deltas, capsys):
 
 def test_the_command_serves_until_it_is_interrupted_and_says_how_long_swaps_took(examples, base, paths, expected):
     options = [word for name, path in paths.items() for word in ("--delta", f"{name}={path}")]
-    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", str(base), *options, "--port", "0"]
+    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", base, *options, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = (re.search(r"running on (http://[\d.:]+)", line) for line in process.stderr)

@@ -17,6 +17,7 @@ import warnings
 
 import fake_cuda
 import torch
+from accelerate.utils import send_to_device
 from models import build, loss_of
 from oracle import unmasked_sets
 
@@ -25,15 +26,6 @@ from sparsify import base_weights, sparsify
 BUDGET, STEPS, LR = 60, 3, 1e-2
 SIDE, OTHER = 7, 5  # streams that are not the default ones
 CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
-
-
-def to(device, value):
-    """Moves all tensors of a nested value to a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(to(device, item) for item in value)
-    return {key: to(device, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Place:
         return model
 
     def bring(self, module, args, kwargs):
-        return to(self.devices[1], args), to(self.devices[1], kwargs)
+        return send_to_device(args, self.devices[1]), send_to_device(kwargs, self.devices[1])
 
     def move_to_stream(self, layer):
         before = []
@@ -75,7 +67,7 @@ class Place:
     def batch(self, batch):
         if not self.devices:
             return batch
-        return {**to(self.devices[0], batch), "labels": batch["labels"].to(self.devices[-1])}
+        return {**send_to_device(batch, self.devices[0]), "labels": batch["labels"].to(self.devices[-1])}
 
     @contextlib.contextmanager
     def current(self):
