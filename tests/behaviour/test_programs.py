@@ -11,19 +11,12 @@ from programs import BACKWARDS, program
 
 from sparsify.strategies.schedules import Schedule
 
-ALL = 300
-QUICK = [*range(20), 53, 59]  # these two are repeat-S in float64
+ALL = 200
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", range(ALL))
 def test_a_random_program_is_the_oracle(seed):
-    run(program(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sorted(set(range(ALL)) - set(QUICK)))
-def test_many_random_programs_are_the_oracle(seed):
     run(program(seed))
 
 
@@ -38,7 +31,7 @@ def test_the_programs_have_everything_in_them():
     actions = [action for each in programs for action in each.script]
     assert {kind for name, kind, *_ in (a for a in actions if a[0] == "backward")} == set(BACKWARDS)
     done = {(name, *(argument for argument in rest if isinstance(argument, str))) for name, *rest in actions}
-    assert done >= {("step",), ("saliency",), ("resume", "state_dict"), ("resume", "trained_state"), ("export",)}
+    assert done >= {("step",), ("resume", "state_dict"), ("resume", "trained_state"), ("export",)}
     assert done >= {("copy", how) for how in ("deepcopy", "pickle")} | {
         ("fail", where) for where in ("forward", "backward")
     }

@@ -70,14 +70,14 @@ ADAPTERS = {
     "LoRA with a bias": ("bert", lambda: lora(target_modules=ATTENTION, lora_bias=True)),
     "LoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"])),
     "DoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"], use_dora=True)),
-    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True)),
+    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "LoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"])),
     "DoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"], use_dora=True)),
     "LoRA on attention": ("attention", lambda: lora(target_modules=["attention"])),
     "LoRA on experts": ("mixtral", lambda: lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])),
     "LoRA and modules to save": ("bert", lambda: lora(target_modules=ATTENTION, modules_to_save=["classifier"])),
     "LoHa": on("bert", "LoHaConfig", r=2),
-    "IA3": on("llama", "IA3Config", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3": on("llama", "IA3Config", target_modules=LLAMA, feedforward_modules=["down_proj"]),
     "VeRA": on("bert", "VeraConfig", r=4),
 }
 

@@ -87,18 +87,13 @@ class Run:
 
         Args:
             kind: "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one
-                graph used twice ("retained"); or once, and again together with a newer one ("kept"); or after it was
-                asked for the gradient of a hidden state alone ("looked at").
+                graph used twice ("retained"); or once, and again together with a newer one ("kept").
             first: number of a batch.
             second: number of another one.
             overflow: where the gradient of the first pass turns infinite, or ``None``.
         """
         one = self.losses(first, overflow)
-        if kind == "looked at" and all(hidden.requires_grad for hidden in self.hidden):
-            looks = [torch.autograd.grad(*pair, retain_graph=True)[0] for pair in zip(one, self.hidden, strict=True)]
-            if overflow is None:
-                self.compare("the gradient of the last hidden state", *looks)
-        if kind in ("one", "looked at", "retained"):
+        if kind in ("one", "retained"):
             self.passes(one, retain=kind == "retained")
             if kind == "retained":
                 self.passes(one)
@@ -113,12 +108,9 @@ class Run:
             self.passes([a + 2 * b for a, b in zip(one, two, strict=True)])
 
     def losses(self, batch, overflow=None):
-        """The losses of both sides, equal, and scaled; their last hidden states are kept until the next ones."""
-        self.hidden = []
+        """The losses of both sides, equal, and scaled."""
 
         def probe(place, hidden):
-            if place == len(self.program.parts):
-                self.hidden.append(hidden)
             if place == overflow and hidden.requires_grad:
                 hidden.register_hook(lambda grad: grad * torch.inf)
             return hidden
@@ -188,16 +180,6 @@ class Run:
                 self.compare("the loss", *(model(*self.batches[batch]) for model in models))
             for model in models:
                 model.train()
-
-    def saliency(self, place, batch):
-        """The gradient of a hidden state alone is no step of training."""
-        found = []
-        for model in (self.sparse, self.dense.model):
-            shift = torch.zeros((), dtype=self.program.dtype, requires_grad=True)
-            loss = model(*self.batches[batch], lambda at, hidden, shift=shift: hidden + shift * (at == place))
-            found += torch.autograd.grad(loss, shift)
-        self.compare("the gradient of a hidden state", *found)
-        self.compare_choice()
 
     def step(self):
         """An optimizer step, or none after an overflow."""

@@ -11,7 +11,7 @@ import torch
 from program_models import HEADS, PARTS, TOKENS, VOCABULARY, Network
 from program_oracle import IMPORTANCES, OPTIMIZERS
 
-BACKWARDS = ("one", "one", "one", "summed", "looked at", "pending", "retained", "kept")
+BACKWARDS = ("one", "one", "one", "summed", "pending", "retained", "kept")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,6 @@ def _script(rng, steps, parts):
                 yield "fail", rng.choice(["forward", "backward", "recomputed"]), place(), batch()
             if rng.random() < 0.12:
                 yield "evaluate", rng.choice(["no grad", "inference", "eval", "dropped", "base"]), batch()
-            if rng.random() < 0.06:
-                yield "saliency", place(), batch()
             kind, overflow = rng.choice(BACKWARDS), place() if overflowing and rng.random() < 0.6 else None
             yield "backward", kind, batch(), batch(), overflow
         yield ("step",)
