@@ -71,16 +71,6 @@ def test_hooks_see_and_change_what_they_did(part, place, when):
     torch.testing.assert_close(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_weight_is_refused_by_name(register):
-    model, _, _ = pair()
-    getattr(model.norm.weight, register)(lambda grad: None)
-    with pytest.raises(SparsifyError, match=r"`norm\.weight` .*\(LayerNorm\) has a gradient hook .*would never run"):
-        sparsify(model, BUDGET, steps=STEPS)
-    assert model.norm.weight.requires_grad
-    sparsify(model, BUDGET, steps=STEPS, exclude_modules=["norm"])
-
-
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight

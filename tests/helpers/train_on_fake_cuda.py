@@ -154,15 +154,16 @@ def main():
     fake_cuda.install()
     for strategy, place, everything in RUNS:
         before = bytes_on_devices()
-        try:
-            result = run(strategy, PLACES[place], everything)
-        except Exception:
-            result = {"error": traceback.format_exc()}
+        result = run(strategy, PLACES[place], everything)
         gc.collect()
         result["left"] = bytes_on_devices() - before
         print(json.dumps({"run": [strategy, place, everything], **result}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # autograd's threads for the fake devices cannot be joined
