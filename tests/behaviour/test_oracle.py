@@ -20,7 +20,6 @@ from sparsify import (
     Magnitude,
     Random,
     Repeat,
-    Schedule,
     Strategy,
     get_unmasker,
     register_importance,
@@ -45,15 +44,14 @@ def trained_sets(model):
     return {tensor.name: sorted(tensor.indices[active[tensor.slots]].tolist()) for tensor in engine.tensors}
 
 
-def compare(name, optimizer, strategy="id3", dtype=torch.float64, steps=STEPS, budget=BUDGET, schedule=None, **options):
+def compare(name, optimizer, strategy="id3", dtype=torch.float64, budget=BUDGET, **options):
     """Trains both from the same weights on the same batches and compares them after every step."""
     dense, batches = build(name, dtype=dtype)
-    schedule = schedule or {}
-    sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS, schedule=Schedule(**schedule))
+    sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS)
     # Adam divides by the root of a squared gradient; where that is all rounding error, so is the step
     bounds = {"sets": trained_sets, "tolerance": 1e-8} if dtype == torch.float64 else {"sets": None, "tolerance": 1e-6}
-    twins = Twins(dense, sparse, budget, STEPS, OPTIMIZERS[optimizer], **bounds, **options, **schedule)
-    return twins.train(batches[:steps])
+    twins = Twins(dense, sparse, budget, STEPS, OPTIMIZERS[optimizer], **bounds, **options)
+    return twins.train(batches[:STEPS])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -66,12 +64,6 @@ def test_id3_in_float64_is_the_oracle_to_the_last_entry(name, optimizer):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_id3_in_float32_has_the_oracles_losses_and_weights(name):
     compare(name, "sgd", dtype=torch.float32)
-
-
-@pytest.mark.parametrize("shape", ["uniform", "linear", "cubic", "cosine"])
-@pytest.mark.parametrize(("every", "until"), [(1, 1.0), (3, 1.0), (1, 0.5), (4, 0.7)])
-def test_every_schedule_unmasks_what_the_oracle_does(shape, every, until):
-    compare("mlp", "adamw", steps=STEPS + 2, schedule={"shape": shape, "every": every, "until": until})
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -7,7 +7,7 @@ import torch
 from program_models import HEADS, PARTS
 from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING
 from program_runs import SELECTIONS, run
-from programs import BACKWARDS, program
+from programs import KINDS, program
 
 from sparsify.strategies.schedules import Schedule
 
@@ -29,13 +29,7 @@ def test_the_programs_have_everything_in_them():
     assert {each.selection for each in programs} == {*SELECTIONS, "given"}
     assert {each.importance for each in programs if each.selection == "increment"} == set(IMPORTANCES)
     actions = [action for each in programs for action in each.script]
-    assert {kind for name, kind, *_ in (a for a in actions if a[0] == "backward")} == set(BACKWARDS)
-    done = {(name, *(argument for argument in rest if isinstance(argument, str))) for name, *rest in actions}
-    assert done >= {("step",), ("resume", "state_dict"), ("resume", "trained_state"), ("export",)}
-    assert done >= {("copy", how) for how in ("deepcopy", "pickle")} | {
-        ("fail", where) for where in ("forward", "backward")
-    }
-    assert done >= {("evaluate", how) for how in ("no grad", "inference", "eval", "dropped", "base")}
+    assert {(name, kind) for name, kinds in KINDS.items() for kind in kinds} <= {action[:2] for action in actions}
     assert any(action[0] == "backward" and action[-1] is not None for action in actions)  # an overflow
 
 

@@ -80,23 +80,6 @@ def test_a_selection_that_another_pass_overlaps_is_an_error_and_not_half_a_gradi
     assert not in_threads(lambda batch: loss_of(model, batch).backward(), batches[:2]), "the step has its entries"
 
 
-def test_forward_passes_overlap_and_backward_passes_take_turns():
-    plain, batches = build("bert", dtype=torch.float64)
-    serial, threaded = (sparsify(copy.deepcopy(plain), BUDGET, "random") for _ in range(2))
-    lock, barrier = threading.Lock(), threading.Barrier(THREADS)
-
-    def run(batch):
-        loss = loss_of(threaded, batch)
-        barrier.wait(timeout=20)
-        with lock:
-            loss.backward()
-
-    assert not in_threads(run, batches[:THREADS])
-    for batch in batches[:THREADS]:
-        loss_of(serial, batch).backward()
-    torch.testing.assert_close(threaded.sparse_values.grad, serial.sparse_values.grad)
-
-
 def run_out_of_memory(*_):
     raise RuntimeError("out of memory")
 

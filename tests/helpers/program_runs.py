@@ -83,14 +83,10 @@ class Run:
         self.compare_weights()
 
     def backward(self, kind, first, second, overflow):
-        """One or two passes, over one batch or two.
+        """One or two passes over one batch or two; the gradient of the first may turn infinite at a place.
 
-        Args:
-            kind: "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one
-                graph used twice ("retained"); or once, and again together with a newer one ("kept").
-            first: number of a batch.
-            second: number of another one.
-            overflow: where the gradient of the first pass turns infinite, or ``None``.
+        "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one graph used
+        twice ("retained"); or once, and again together with a newer one ("kept").
         """
         one = self.losses(first, overflow)
         if kind in ("one", "retained"):
@@ -134,10 +130,8 @@ class Run:
     def fail(self, where, place, batch):
         """An error leaves everything as it was.
 
-        Args:
-            where: in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed".
-            place: what hidden state has been reached; if nothing is recomputed, the first.
-            batch: number of a batch.
+        It is raised in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed",
+        once the hidden state of a place is reached; if it is recomputed, the first.
         """
         recomputed = where == "recomputed"
 
