@@ -47,13 +47,7 @@ class InterruptedPassError(Exception):
 
 
 class Run:
-    """Both sides of a program; each method is an action, done by both and compared.
-
-    Attributes:
-        sparse: the sparsified model.
-        dense: the oracle.
-        short: whether each action is compared from equal states.
-    """
+    """Both sides of a program; each method is an action, done by both and compared, from equal states if ``short``."""
 
     def __init__(self, program):
         self.program, self.batches = program, program.batches()
@@ -317,11 +311,7 @@ def interrupt_in_backward(*_):
 
 
 def run(program):
-    """Runs both sides of a program.
-
-    Raises:
-        AssertionError: with the program, the action and what was found there.
-    """
+    """Runs both sides of a program; an error has the program, the action and what was found there."""
     both = Run(program)
     with ExitStack() as limits:
         for name, limit in TINY.items() if program.tiny else ():
