@@ -274,12 +274,6 @@ def test_a_lora_that_is_trained_sparsely_is_one_graph():
     assert counter.frame_count == PRELUDE + 1
 
 
-def test_bitfit_keeps_no_input_of_a_layer_whose_weight_is_never_trained():
-    model, batches = built("mlp")
-    sparsify(model, None, "bitfit")
-    assert_trains_alike(model, copy.deepcopy(model), batches[:1], aot(model), loss_of)
-
-
 # -------------------------------------------------------------------------------- weights that change
 
 
