@@ -89,7 +89,7 @@ class MaskedParameterList(nn.ParameterList):
     plain_class = nn.ParameterList
 
     def __setitem__(self, idx: int, param: Any) -> None:
-        if isinstance(param, Tensor) and not param.is_leaf:
+        if isinstance(param, Tensor) and (not param.is_leaf or torch.compiler.is_dynamo_compiling()):
             self._parameters[self._get_abs_string_index(idx)] = param  # type: ignore[assignment]
         else:
             super().__setitem__(idx, param)
