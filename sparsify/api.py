@@ -15,7 +15,7 @@ from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
 from sparsify.errors import SparsifyError
-from sparsify.selection.static import check_new, choose, find_given, zero_others
+from sparsify.selection.static import check_new, find_given, select_static, zero_others
 from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
@@ -131,7 +131,7 @@ def sparsify(
     with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
         if isinstance(strategy.selection, Static):
             dtype = values_dtype(tensors)
-            selected = choose(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
+            selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
         zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
     install(

@@ -17,9 +17,10 @@ from twins import Twins
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import device_topk
-from sparsify.selection.context import Work
-from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
-from sparsify.selection.topk import TopK, offer_gradient
+from sparsify.selection.context import SelectionContext, Work
+from sparsify.selection.device_topk import DeviceTopK
+from sparsify.selection.selectors import StreamingSelector
+from sparsify.selection.topk import TopK
 
 STEPS, BUDGET = 6, 61
 NUMBERS = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -4.0])  # few, so that there are ties
@@ -59,12 +60,10 @@ def check_winners(shapes, size, seed, random):
     expected = TopK(size, torch.float32, "cpu")
     topk = DeviceTopK(size, offset, torch.float32, torch.device("cpu"))
     for tensor in tensors:
-        offer_gradient(expected, D3(), *tensor)
+        expected.offer(D3(), *tensor)
         topk.offer(D3(), *tensor)
-    selector = DeviceSelector(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
-    selector._topks[torch.device("cpu")] = topk
-    assert selector.winners().ids.tolist() == expected.winners().ids.tolist()
-    assert selector.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
+    assert topk.winners().ids.tolist() == expected.winners().ids.tolist()
+    assert topk.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
 
 
 def test_the_winners_are_the_topks_in_any_number_of_parts(like_a_gpu, small_parts):
@@ -74,22 +73,22 @@ def test_the_winners_are_the_topks_in_any_number_of_parts(like_a_gpu, small_part
 def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
     topk = DeviceTopK(10, 1000, torch.float32, torch.device("cpu"))
     topk.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
-    assert sorted(topk.best()[0].tolist()) == list(range(990, 1000))
+    assert topk.winners().ids.tolist() == list(range(999, 989, -1))
 
 
 def test_the_best_of_several_devices_are_chosen(like_a_gpu):
-    selector = DeviceSelector(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
-    for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, 0.0])):
-        topk = selector._topks[torch.device("cuda", number)] = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
-        topk.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
-    assert selector.winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
-    assert len(selector.finite()) == 2
+    topks = [DeviceTopK(3, 40, torch.float32, torch.device("cpu")) for _ in range(2)]
+    for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, torch.inf])):
+        topks[number].offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
+    topks[0]._held |= {torch.device("cuda"): held for held in topks[1]._held.values()}  # as if of another device
+    assert topks[0].winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
+    assert not topks[0].finite
 
 
 def test_nothing_seen_is_nothing_chosen():
-    selector = DeviceSelector(3, 40, D3(), torch.zeros(1), Work(), masked_only=True)
-    assert selector.winners().ids.shape == selector.winners().grads.shape == (0,)
-    assert selector.finite() == []
+    topk = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
+    assert topk.winners().ids.shape == topk.winners().grads.shape == (0,)
+    assert topk.finite
 
 
 def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_candidate_always(like_a_gpu):
@@ -100,12 +99,13 @@ def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_can
         weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
-        selector = DeviceSelector(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
+        topk = DeviceTopK(1, 16, torch.float32, torch.device("cpu"))
+        selector = StreamingSelector(SelectionContext(topk, D3(exp=0), Work(), masked_only))
         assert selector.wants(weight)
         assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
         selector.skip(tensors["bias"])
         assert selector.winners().ids.tolist() == expected
-        assert all(selector.finite())
+        assert selector.finite()
 
 
 def optimizer_of(model):

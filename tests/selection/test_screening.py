@@ -18,7 +18,7 @@ from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, sparsi
 from sparsify.masked.gradients import DenseGradient, Product, TiedGradient
 from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
-from sparsify.selection.topk import TopK, offer_gradient
+from sparsify.selection.topk import TopK
 
 ROWS, COLS, TOKENS = 48, 40, 24
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -88,10 +88,10 @@ def test_screening_finds_the_winners_of_the_full_product(seed, importance, scale
         topk.add(torch.arange(20), others, others)
     found = screening.scan_screened(context_of(screened, importance), a_tensor(weight, unmasked), product, unmasked)
     size = gradient.values.abs().max()
-    torch.testing.assert_close(found.unmasked, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * size)
+    torch.testing.assert_close(found, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * size)
     torch.testing.assert_close(product.left_sum, left.sum(0), rtol=1e-4, atol=1e-5 * left.abs().max())
     gradient.clear(unmasked)
-    offer_gradient(dense, importance, weight, gradient.values, None, 100)
+    dense.offer(importance, weight, gradient.values, None, 100)
     chosen, expected = (set(topk.winners().ids.tolist()) for topk in (screened, dense))
 
     def score_of(index):
@@ -240,4 +240,5 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
     gradient = TiedGradient(product, DenseGradient(rows, torch.tensor([4, 7])))
     topk, tensor = TopK(1, torch.float32, "cpu", threshold=1e-3), a_tensor(torch.zeros(ROWS, COLS))
-    assert not screening.scan_screened(context_of(topk), tensor, gradient, NOTHING).finite
+    screening.scan_screened(context_of(topk), tensor, gradient, NOTHING)
+    assert not topk.finite

@@ -40,9 +40,9 @@ def test_a_tensor_without_ranked_entries_is_not_wanted_and_one_that_never_came_h
 def test_ranked_gradients_that_are_not_finite_are_noticed():
     weight, bias = masked_layer()
     selector = RankedSelector(torch.tensor([1]), [weight, bias], torch.zeros(4))
-    assert all(selector.finite())
+    assert selector.finite()
     selector.offer(weight, DenseGradient(torch.full((4, 3), torch.inf)))
-    assert not all(selector.finite())
+    assert not selector.finite()
 
 
 def test_streaming_leaves_out_what_is_unmasked_only_where_it_is_told_to():
@@ -51,9 +51,9 @@ def test_streaming_leaves_out_what_is_unmasked_only_where_it_is_told_to():
         weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
         grad = torch.zeros(4, 3)
         grad.view(-1)[[3, 7]] = torch.tensor([1.0, 2.0])
-        context = SelectionContext(TopK(1, torch.float32, "cpu"), D3(exp=0), Work())
-        selector = StreamingSelector(context, masked_only=masked_only)
+        context = SelectionContext(TopK(1, torch.float32, "cpu"), D3(exp=0), Work(), masked_only)
+        selector = StreamingSelector(context)
         assert selector.wants(bias)
         assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
         assert selector.winners().ids.tolist() == expected
-        assert all(selector.finite())
+        assert selector.finite()

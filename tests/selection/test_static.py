@@ -318,7 +318,7 @@ def useless_weights(weight):
     ("importance", "message"),
     [
         (useless, r"the importance 'test-static-useless' gave only 0 entries a score above 0"),
-        (useless_weights, r"'test-static-weights' gave only \d+ entries a finite score, and 90 are"),
+        (useless_weights, r"'test-static-weights' gave only \d+ entries a finite score"),
     ],
 )
 def test_an_importance_that_scores_too_little_is_an_error_by_its_name(model_and_batches, importance, message):

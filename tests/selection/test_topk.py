@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsify.selection.topk as selection
-from sparsify.selection.topk import TopK, in_blocks, offer_gradient, offer_scores
+from sparsify.selection.topk import TopK, in_blocks
 from sparsify.strategies.importance import D3, SNIP, Magnitude, Random
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
@@ -28,7 +28,7 @@ def _default_sizes(monkeypatch):
 def offer_weight(topk, importance, weight, offset, generator, excluded=None):
     """Offers a tensor by its weights, in blocks."""
     excluded = torch.arange(0 if excluded is None else excluded.start, 0 if excluded is None else excluded.stop)
-    offer_scores(topk, (importance.score(block, generator) for block in in_blocks(weight)), offset, excluded)
+    topk.offer_scores((importance.score(block, generator) for block in in_blocks(weight)), offset, excluded)
 
 
 def draw_sizes(data):
@@ -71,10 +71,10 @@ def plain_sort(tensors, score):
 
 def offer_all(topk, tensors, importance):
     before = [grad.clone() for _, _, grad, _ in tensors]
-    finite = [offer_gradient(topk, importance, weight, grad, rows, offset) for offset, weight, grad, rows in tensors]
+    for offset, weight, grad, rows in tensors:
+        topk.offer(importance, weight, grad, rows, offset)
     for (_, _, grad, _), same in zip(tensors, before, strict=True):
         assert torch.equal(grad, same) or not grad.isfinite().all()
-    return finite
 
 
 def selected(topk):
@@ -88,8 +88,8 @@ def test_any_order_of_arrival_selects_what_a_plain_sort_does(data, size, exp):
     draw_sizes(data)
     tensors, importance = draw_tensors(data), SNIP() if exp is None else D3(exp=exp, eps=0.5)
     topk = TopK(size, torch.float64, "cpu")
-    finite = offer_all(topk, data.draw(st.permutations(tensors), label="arrival"), importance)
-    assert all(finite)
+    offer_all(topk, data.draw(st.permutations(tensors), label="arrival"), importance)
+    assert topk.finite
     assert selected(topk) == plain_sort(tensors, importance.score)[:size]
 
 
@@ -126,8 +126,8 @@ def test_a_gradient_that_is_not_finite_is_reported_and_never_selected(data, size
     _, _, grad, _ = tensors[-1]
     grad.view(-1)[data.draw(st.integers(0, grad.numel() - 1), label="place")] = bad
     topk = TopK(size, torch.float64, "cpu")
-    finite = offer_all(topk, tensors, D3(exp=1, eps=0.5))
-    assert [bool(flag) for flag in finite] == [True] * (len(tensors) - 1) + [False]
+    offer_all(topk, tensors, D3(exp=1, eps=0.5))
+    assert not topk.finite
     assert selected(topk) == plain_sort(tensors, D3(exp=1, eps=0.5).score)[:size]
 
 
@@ -136,7 +136,8 @@ def test_a_score_that_overflows_is_never_selected(exp):
     eps = 1e-30 if exp > 0 else 1.0
     weight = torch.tensor([[0.0, 1.0, 2.0]]) if exp > 0 else torch.tensor([[1e30, 1.0, 0.5]])
     topk = TopK(2, torch.float32, "cpu")
-    assert offer_gradient(topk, D3(exp=exp, eps=eps), weight, torch.ones(1, 3), None, 0)
+    topk.offer(D3(exp=exp, eps=eps), weight, torch.ones(1, 3), None, 0)
+    assert topk.finite
     assert topk.winners().ids.tolist() == [1, 2]
 
 
@@ -167,7 +168,7 @@ def test_memory_stays_in_the_order_of_the_topk_under_mass_ties_and_while_scores_
     topk, blocks = TopK(size, torch.float32, "cpu"), range(0, 20_000, 64)
     for offset in reversed(blocks) if order == "ties, last first" else blocks:
         score = 1.0 + offset if order == "rising" else 1.0
-        offer_gradient(topk, D3(), torch.zeros(1, 64), torch.full((1, 64), score), None, offset)
+        topk.offer(D3(), torch.zeros(1, 64), torch.full((1, 64), score), None, offset)
         assert topk._num_waiting + topk._ids.numel() <= size + max(size // 4, 16) + 64
     first = blocks[-1] if order == "rising" else 0
     assert topk.winners().ids.tolist() == list(range(first, first + size))
@@ -192,11 +193,11 @@ def test_an_entry_that_cannot_reach_the_threshold_is_not_scored():
             return super().score(weight, grad)
 
     topk = TopK(2, torch.float32, "cpu")
-    offer_gradient(topk, Counting(), torch.zeros(1, 4), torch.full((1, 4), 5.0), None, 0)
+    topk.offer(Counting(), torch.zeros(1, 4), torch.full((1, 4), 5.0), None, 0)
     assert Counting.scored == 4
     grad = torch.ones(10, 4)
     grad[7, 2] = 6.0
-    offer_gradient(topk, Counting(), torch.zeros(10, 4), grad, None, 4)
+    topk.offer(Counting(), torch.zeros(10, 4), grad, None, 4)
     assert Counting.scored == 5
     assert topk.winners().ids.tolist() == [4 + 30, 0]
 

@@ -167,7 +167,7 @@ def test_progress_is_shown_for_every_backward_pass(model_and_batches, monkeypatc
         shown.append(tqdm(batches, **settings))
         return shown[-1]
 
-    monkeypatch.setattr("tqdm.auto.tqdm", bar)
+    monkeypatch.setattr("sparsify.strategies.calibration.tqdm", bar)
     calibrate(model, list(model.parameters()), importance, batches[:2])
     assert [(bar.total, bar.n) for bar in shown] == [(total, passes)]
 
