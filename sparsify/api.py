@@ -16,7 +16,7 @@ from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import check_new, find_given, select_static, zero_others
-from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
+from sparsify.strategies.budget import resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
@@ -117,8 +117,7 @@ def sparsify(
     tensors = mask_candidates(targets)
     check_possible(tensors, strategy)
     if isinstance(strategy.selection, Given):
-        selected = find_given(tensors, strategy.selection.support)
-        check_given_budget(budget, selected.numel())
+        selected = find_given(tensors, strategy.selection.support, budget)
         number = capacity = selected.numel()
     else:
         candidates = {tensor.name: tensor.num_candidates for tensor in tensors}

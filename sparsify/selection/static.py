@@ -216,21 +216,25 @@ def _interleave(parts: Sequence[Tensor]) -> Tensor:
     return ids[order.to(ids.device)]
 
 
-def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor]) -> Tensor:
+def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], budget: int | float | None) -> Tensor:
     """Returns the global ids (n,) of a given set of entries, ascending.
 
     Args:
         tensors: with the entries.
         support: by tensor name, in the model or in the plain model: a bool mask, or flat indices (n,).
+        budget: their number, or ``None``.
 
     Raises:
-        SparsifyError: when a name is no candidate's, a mask's shape or an index does not fit, or nothing is given.
+        SparsifyError: when a name is no candidate's, a mask's shape, an index or the budget does not fit, or nothing
+            is given.
     """
     by_name = {plain_name(tensor.name): tensor for tensor in tensors}
     ids = [_given_in(name, by_name, entries) for name, entries in support.items()]
     found = torch.cat(ids).unique() if ids else torch.empty(0, dtype=torch.int64)
     if not found.numel():
         raise SparsifyError("the given set is empty; expected masks or indices with at least one entry.")
+    if budget is not None and (isinstance(budget, bool) or budget != found.numel()):
+        raise SparsifyError(f"budget={budget!r} with a given set of {found.numel():,} entries; pass budget=None.")
     return found
 
 
@@ -250,9 +254,8 @@ def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -
         entries = entries.flatten().nonzero().squeeze(1)
     if entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
         raise SparsifyError(f"the given set has {entries.dtype} for `{name}`; expected a bool mask or flat indices.")
-    numel = tensor.numel
-    if entries.numel() and not (int(entries.min()) >= 0 and int(entries.max()) < numel):
-        raise SparsifyError(f"the given set has indices of `{name}` outside its {numel:,} entries.")
+    if ((entries < 0) | (entries >= tensor.numel)).any():
+        raise SparsifyError(f"the given set has indices of `{name}` outside its {tensor.numel:,} entries.")
     if torch.isin(entries, tensor.never_candidates.cpu()).any():
         raise SparsifyError(f"the given set has entries of `{name}` in its padding row, which is never trained.")
     return entries.to(torch.int64) + tensor.offset

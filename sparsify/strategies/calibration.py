@@ -51,7 +51,6 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    loss_fn = loss_fn or _loss_of_model
     if isinstance(importance, GraSP):
         if callable(calibration):
             raise SparsifyError(
@@ -59,25 +58,25 @@ def calibrate(
                 "an iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
             )
         calibration = list(calibration)
+    loss_of, device = loss_fn or _loss_of_model, next(model.parameters()).device
 
-    def losses() -> Iterator[Tensor]:
-        batches, number, unit = calibration, None, "batch"
+    def losses(batches: Any) -> Iterator[Tensor]:
+        number, unit = None, "batch"
         if isinstance(importance, Fisher):
             number, unit = importance.num_samples, "example"
-            batches = islice((example for batch in calibration for example in _examples(batch)), number)
-        device = next(model.parameters()).device
+            batches = islice((example for batch in batches for example in _examples(batch)), number)
         for batch in tqdm(batches, total=number, unit=unit, desc="calibrating", leave=False):
-            yield (loss_fn or _loss_of_model)(model, _to(batch, device))
+            yield loss_of(model, _to(batch, device))
 
     with _left_unchanged(model), torch.enable_grad():
         with _summed(parameters, squared=isinstance(importance, Fisher)) as totals:
             if callable(calibration):
                 calibration(model)
             else:
-                for loss in losses():
+                for loss in losses(calibration):
                     loss.backward()
         if isinstance(importance, GraSP):
-            totals = _hessian_product(losses(), parameters, totals)
+            totals = _hessian_product(losses(calibration), parameters, totals)
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
