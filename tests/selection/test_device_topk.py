@@ -6,20 +6,16 @@ from functools import partial
 import pytest
 import torch
 from device_waits import HostWaits
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, build, loss_of
+from models import ARCHITECTURES, build, loss_of, train
 from oracle import unmasked_sets
-from recorder import mask
 from torch import nn
 from twins import Twins
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
-from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import device_topk
-from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.selectors import StreamingSelector
 from sparsify.selection.topk import TopK
 
 STEPS, BUDGET = 6, 61
@@ -47,9 +43,10 @@ def small_parts(monkeypatch):
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.usefixtures("like_a_gpu", "small_parts")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
-def check_winners(shapes, size, seed, random):
+def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
     generator = torch.Generator().manual_seed(seed)
     tensors, offset = [], 0
     for shape in shapes:
@@ -66,12 +63,9 @@ def check_winners(shapes, size, seed, random):
     assert topk.winners().grads.tolist() == expected.winners().grads.tolist()  # asked twice
 
 
-def test_the_winners_are_the_topks_in_any_number_of_parts(like_a_gpu, small_parts):
-    check_winners()
-
-
 def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
     topk = DeviceTopK(10, 1000, torch.float32, torch.device("cpu"))
+    assert topk.winners().ids.shape == topk.winners().grads.shape == (0,), "nothing seen"
     topk.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
     assert topk.winners().ids.tolist() == list(range(999, 989, -1))
 
@@ -83,29 +77,6 @@ def test_the_best_of_several_devices_are_chosen(like_a_gpu):
     topks[0]._held |= {torch.device("cuda"): held for held in topks[1]._held.values()}  # as if of another device
     assert topks[0].winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
     assert not topks[0].finite
-
-
-def test_nothing_seen_is_nothing_chosen():
-    topk = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
-    assert topk.winners().ids.shape == topk.winners().grads.shape == (0,)
-    assert topk.finite
-
-
-def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_candidate_always(like_a_gpu):
-    for masked_only, expected in ((True, [4]), (False, [7])):
-        _, tensors = mask(nn.Linear(3, 4))
-        weight = tensors["weight"]
-        weight.frozen_row = 0
-        weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
-        grad = torch.zeros(4, 3)
-        grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
-        topk = DeviceTopK(1, 16, torch.float32, torch.device("cpu"))
-        selector = StreamingSelector(SelectionContext(topk, D3(exp=0), Work(), masked_only))
-        assert selector.wants(weight)
-        assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
-        selector.skip(tensors["bias"])
-        assert selector.winners().ids.tolist() == expected
-        assert selector.finite()
 
 
 def optimizer_of(model):
@@ -127,16 +98,9 @@ def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, mo
         monkeypatch.setattr("sparsify.common.devices.AHEAD", ahead)
         model, batches = build("mlp", dtype=dtype)
         sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)
-        optimizer = optimizer_of(model)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for batch in batches[2 * step : 2 * step + 2]:
-                loss_of(model, batch).backward()
-            optimizer.step()
-        runs.append(model)
+        runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))
     assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    states = [run.state_dict() for run in runs]  # single entries are summed in another order
-    torch.testing.assert_close(states[0], states[1])
+    torch.testing.assert_close(*(run.state_dict() for run in runs))  # single entries are summed in another order
 
 
 def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):

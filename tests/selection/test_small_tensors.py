@@ -18,12 +18,9 @@ def small_tensors(unmasked):
     """A weight (2, 3) with global ids from 100, a bias (5,) from 200 and a table (4, 2) from 300 with a padding row."""
     modules = [nn.Linear(3, 2, bias=False), nn.BatchNorm1d(5), nn.Embedding(4, 2, padding_idx=1)]
     tensors = []
-    for module, attribute, offset, indices in zip(
-        modules, ["weight", "bias", "weight"], [100, 200, 300], unmasked, strict=True
-    ):
-        _, masked = mask(module, attribute)
-        tensor = masked[attribute]
-        tensor.offset = offset
+    for module, attribute, indices in zip(modules, ["weight", "bias", "weight"], unmasked, strict=True):
+        tensor = mask(module, attribute)[1][attribute]
+        tensor.offset = 100 * len(tensors) + 100
         nothing = torch.zeros(len(indices))
         tensor.collector.buffers.append([len(indices)], torch.tensor(indices).long(), nothing.long(), nothing)
         tensors.append(tensor)
@@ -46,11 +43,14 @@ def context_of(size, masked_only=True):
     return SelectionContext(TopK(size, torch.float32, "cpu"), D3(exp=1), Work(), masked_only)
 
 
-def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
-    tensors = small_tensors([[5, 0], [], [2]])
+def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking_in_the_longest_dtype():
+    tensors = small_tensors([[5, 0], [4], [2]])
     grads = gradients(tensors)
-    weight, _, table = (gradient.values.reshape(-1) for gradient in grads)
-    assert kept(tensors, grads).take().tolist() == [weight[5], weight[0], table[2]]
+    grads[1] = DenseGradient(grads[1].values.bfloat16())
+    weight, bias, table = (gradient.values.reshape(-1) for gradient in grads)
+    taken = kept(tensors, grads).take()
+    assert taken.tolist() == [weight[5], weight[0], bias[4], table[2]]
+    assert taken.dtype == torch.float32
 
 
 @settings(max_examples=40, deadline=None)
@@ -89,15 +89,6 @@ def test_a_number_that_is_not_finite_is_noticed_unmasked_or_not(entry):
     context = context_of(3)
     kept(tensors, grads).offer(context)
     assert not context.topk.finite
-
-
-def test_gradients_in_different_dtypes_are_kept_together():
-    tensors = small_tensors([[5], [4], []])
-    grads = gradients(tensors)
-    grads[1] = DenseGradient(grads[1].values.bfloat16())
-    taken = kept(tensors, grads).take()
-    assert taken.dtype == torch.float32
-    assert taken.tolist() == [grads[0].values[1, 2], grads[1].values[0, 4]]
 
 
 def test_what_is_small_is_whole_and_has_few_entries():
