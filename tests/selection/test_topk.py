@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparsify.selection.topk as selection
 from sparsify.selection.topk import TopK, in_blocks
-from sparsify.strategies.importance import D3, SNIP, Magnitude
+from sparsify.strategies.importance import D3, SNIP, Magnitude, register_importance
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
 WEIGHTS = [0.0, 1.0, -1.0, 0.5]
@@ -169,6 +169,13 @@ def test_an_entry_that_cannot_reach_the_threshold_is_not_scored():
     topk.offer(Counting(), torch.zeros(10, 4), grad, None, 4)
     assert Counting.scored == 5
     assert topk.winners().ids.tolist() == [4 + 30, 0]
+
+
+def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
+    generous = register_importance("test-topk-generous")(lambda weight, grad: torch.ones_like(grad))
+    topk = TopK(4, torch.float32, "cpu")
+    topk.offer(generous, torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), None, 0)
+    assert topk.winners().ids.tolist() == [1, 2]
 
 
 @cheap

@@ -70,11 +70,14 @@ def assert_bounded(importance, weight, grad):
         assert grad[row, column].abs() >= least[row], (row, column, least[row].item(), scores[row, column].item())
 
 
+d3 = st.builds(D3, st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), st.sampled_from([1, 0.1, 1e-3, 1e-8]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data(), exp=st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), eps=st.sampled_from([1, 0.1, 1e-3, 1e-8]))
-def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, exp, eps):
-    assert_bounded(D3(exp=exp, eps=eps), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data(), importance=d3 | st.sampled_from([SNIP(), Fisher()]))
+def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, importance):
+    assert_bounded(importance, data.draw(matrices(dtype)), data.draw(matrices(dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,31 +158,18 @@ def test_bias_covers_parameters_called_bias_and_nothing_else(name, covered):
     assert Bias().covers(name) is covered
 
 
-def test_every_importance_is_registered_under_its_own_name():
-    assert set(IMPORTANCES) >= {"d3", "fisher", "snip", "grasp", "magnitude", "random", "bias"}
-    for name, kind in IMPORTANCES.items():
-        assert kind().name == name
-
-
-@pytest.mark.parametrize("kind", IMPORTANCES.values())
-def test_every_importance_keeps_its_protocol(kind):
-    importance = kind()
-    with pytest.raises(AttributeError):  # frozen
+@pytest.mark.parametrize("name", ["d3", "fisher", "snip", "grasp", "magnitude", "random", "bias"])
+def test_every_importance_is_registered_under_its_own_name_and_frozen(name):
+    importance = IMPORTANCES[name]()
+    assert importance.name == name
+    with pytest.raises(AttributeError):
         importance.anything = 1
 
 
 def test_scores_of_fisher_and_snip():
     weight, grad = torch.tensor([[0.5, -2.0], [0.0, 3.0]]), torch.tensor([[-3.0, -1.0], [5.0, 0.0]])
     assert Fisher().score(weight, grad).tolist() == [[9, 1], [25, 0]]
-    assert_bounded(Fisher(), weight, grad)
     assert SNIP().score(weight, grad).tolist() == [[1.5, 2], [0, 0]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_no_entry_is_more_sensitive_than_its_rows_bound(dtype, data):
-    assert_bounded(SNIP(), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
 
 
 def test_grasp_keeps_what_carries_the_gradient():
@@ -211,12 +201,3 @@ def test_a_users_function_has_to_score_every_entry():
     total = register_importance("test-importance-total")(lambda weight, grad: grad.abs().sum())
     with pytest.raises(SparsifyError, match=r"'test-importance-total' made .* a score for every entry, in that shape"):
         total.score(torch.ones(3), torch.ones(3))
-
-
-def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
-    from sparsify.selection.topk import TopK
-
-    generous = register_importance("test-importance-generous")(lambda weight, grad: torch.ones_like(grad))
-    pool = TopK(4, torch.float32, "cpu")
-    pool.offer(generous, torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), None, 0)
-    assert pool.winners().ids.tolist() == [1, 2]
