@@ -28,26 +28,23 @@ def model_and_batches():
 
 
 def dense_scores(model, importance, batches):
-    """Every entry's score from plain gradients of the summed loss, by name; matrices only for GraSP's Hessian."""
+    """Every matrix entry's score, by name, from plain gradients of the summed loss."""
     parameters = {name: p for name, p in model.named_parameters() if p.dim() > 1}
-    values = [p.detach() for p in parameters.values()]
+
+    def gradients(loss, **options):
+        return torch.autograd.grad(loss, list(parameters.values()), **options)
+
     if isinstance(importance, Magnitude):
-        scores = [value.abs() for value in values]
+        scores = [p.abs() for p in parameters.values()]
     elif isinstance(importance, Fisher):
         examples = [{k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(12)][:24]
-        grads = [torch.autograd.grad(loss_of(model, example), parameters.values()) for example in examples]
+        grads = [gradients(loss_of(model, example)) for example in examples]
         scores = [sum(grad**2 for grad in of_parameter) for of_parameter in zip(*grads, strict=True)]
     else:
-        loss = sum(loss_of(model, batch) for batch in batches)
-        grads = torch.autograd.grad(loss, parameters.values(), create_graph=True)
+        grads = gradients(sum(loss_of(model, batch) for batch in batches), create_graph=True)
         if isinstance(importance, GraSP):
-            norm = sum(grad.square().sum() for grad in grads)  # its gradient is 2 H g
-            products = torch.autograd.grad(norm, parameters.values())
-            scores = [value * product / 2 for value, product in zip(values, products, strict=True)]
-        elif isinstance(importance, SNIP):
-            scores = [(value * grad).abs() for value, grad in zip(values, grads, strict=True)]
-        else:
-            scores = [grad.abs() / (value.abs() + 1) ** 2 for value, grad in zip(values, grads, strict=True)]
+            grads = gradients(sum(grad.square().sum() for grad in grads) / 2)  # H g
+        scores = [importance.score(p, grad) for p, grad in zip(parameters.values(), grads, strict=True)]
     return {name: score.detach().flatten().tolist() for name, score in zip(parameters, scores, strict=True)}
 
 

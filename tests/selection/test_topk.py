@@ -143,16 +143,6 @@ def test_memory_stays_in_the_order_of_the_topk_under_mass_ties_and_while_scores_
     assert topk.winners().ids.tolist() == list(range(first, first + size))
 
 
-def test_newcomers_of_a_quarter_of_a_topk_raise_its_threshold():
-    topk = TopK(1000, torch.float32, "cpu")
-    topk.add(torch.arange(1000), torch.arange(1000).float(), torch.zeros(1000))
-    best = torch.full((125,), 2000.0)
-    topk.add(torch.arange(1000, 1125), best, best)
-    assert topk.threshold == 0
-    topk.add(torch.arange(1125, 1250), best, best)
-    assert topk.threshold == 250
-
-
 def test_an_entry_that_cannot_reach_the_threshold_is_not_scored():
     class Counting(D3):
         scored = 0

@@ -1,5 +1,6 @@
 """The calibration sums up gradients of the plain model and leaves it unchanged."""
 
+import contextlib
 import copy
 
 import pytest
@@ -68,43 +69,40 @@ def test_a_loss_of_ones_own(model_and_batches, importance, factor):
     assert_close(tripled, [factor * total for total in plain])
 
 
-@pytest.mark.parametrize("importance", [D3(), GraSP()])
-def test_the_model_is_left_as_it_was(importance):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
 
-        def forward(self, x):
-            return self.layers(x).square().mean()
+    def forward(self, x):
+        return self.layers(x).square().mean()
 
+
+def failing(model):
+    model(torch.ones(8, 4)).backward()
+    raise KeyError("nothing of ours")
+
+
+@pytest.mark.parametrize(
+    ("importance", "calibration"),
+    [(D3(), [{"x": torch.ones(8, 4)}]), (GraSP(), [{"x": torch.ones(8, 4)}]), (D3(), failing)],
+)
+def test_the_model_is_left_as_it_was(importance, calibration):
     model = Net()
     model.layers[1].eval()
-    model.layers[0].weight.grad = grad = torch.ones(4, 4)
-    before = copy.deepcopy(model.state_dict())
-    random_state = torch.get_rng_state()
-    with torch.no_grad():  # whatever the caller's mode
-        calibrate(model, [model.layers[0].weight], importance, [{"x": torch.randn(8, 4, generator=torch.Generator())}])
-    assert model.layers[0].weight.grad is grad
+    first, last = model.layers[0].weight, model.layers[3].weight
+    first.grad = grad = torch.ones(4, 4)
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    fails = pytest.raises(KeyError) if calibration is failing else contextlib.nullcontext()
+    with torch.no_grad(), fails:  # whatever the caller's mode
+        calibrate(model, [first, last], importance, calibration)
+    assert first.grad is grad
     assert torch.equal(grad, torch.ones(4, 4))
-    assert model.layers[3].weight.grad is None
+    assert last.grad is None
     assert [module.training for module in model.layers] == [True, False, True, True]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_a_failure_leaves_the_model_as_it_was(model_and_batches):
-    model, batches = model_and_batches
-
-    def run(model):
-        loss_of(model, batches[0]).backward()
-        raise KeyError("nothing of ours")
-
-    with pytest.raises(KeyError):
-        sparsify(model, 20, "fish", calibration=run)
-    assert all(p.grad is None and p.requires_grad and not p._post_accumulate_grad_hooks for p in model.parameters())
-    assert model.training
 
 
 @pytest.mark.parametrize(

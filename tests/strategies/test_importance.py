@@ -10,17 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import (
-    D3,
-    IMPORTANCES,
-    SNIP,
-    Bias,
-    Fisher,
-    GraSP,
-    Magnitude,
-    Random,
-    register_importance,
-)
+from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Random, register_importance
 
 EXPONENTS = [-2, -1, 0, 1, 2]
 ROWS, COLS = 2, 3
@@ -99,19 +89,6 @@ def test_bounds_hold_for_denormal_gradients(units, exp, eps):
     assert_bounded(D3(exp=exp, eps=eps), torch.zeros(1, 1), grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("exp", EXPONENTS)
-def test_bounds_of_half_precision_weights_hold_for_float32_scores(dtype, exp):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(50, COLS, generator=generator).to(dtype)
-    grad = torch.randn(50, COLS, generator=generator)
-    importance = D3(exp=exp, eps=1e-3)
-    scores = importance.score(weight.float(), grad)
-    least = importance.least_gradient(scores.max(), weight)
-    assert least.dtype == torch.float32
-    assert (grad.abs() >= least[:, None])[scores == scores.max()].all()
-
-
 @pytest.mark.parametrize("exp", [1, 2])
 def test_a_bound_with_positive_exponent_reads_no_weights(exp):
     unread = torch.empty(ROWS, COLS, device="meta")
@@ -130,13 +107,6 @@ def test_a_bound_is_tight_enough_to_skip_rows(exp):
 @pytest.mark.parametrize("importance", [D3(), D3(exp=-1), D3(exp=2, eps=1e-30), Fisher(), SNIP(), GraSP()])
 def test_any_gradient_reaches_no_floor(importance):
     assert (importance.least_gradient(torch.tensor(-torch.inf), torch.randn(ROWS, COLS)) <= 0).all()
-
-
-def test_scores_of_weights():
-    weight, unused = torch.tensor([0.5, -0.25, 0.0, -2.0]), torch.Generator()
-    assert Magnitude().score(weight, unused).tolist() == [-0.5, -0.25, 0, -2]
-    assert Magnitude(largest=True).score(weight, unused).tolist() == [0.5, 0.25, 0, 2]
-    assert Bias().score(weight, unused).unique().numel() == 1
 
 
 def test_random_is_settled_by_the_generator_and_blind_to_the_weights():
@@ -164,19 +134,6 @@ def test_every_importance_is_registered_under_its_own_name_and_frozen(name):
     assert importance.name == name
     with pytest.raises(AttributeError):
         importance.anything = 1
-
-
-def test_scores_of_fisher_and_snip():
-    weight, grad = torch.tensor([[0.5, -2.0], [0.0, 3.0]]), torch.tensor([[-3.0, -1.0], [5.0, 0.0]])
-    assert Fisher().score(weight, grad).tolist() == [[9, 1], [25, 0]]
-    assert SNIP().score(weight, grad).tolist() == [[1.5, 2], [0, 0]]
-
-
-def test_grasp_keeps_what_carries_the_gradient():
-    weight, product = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([-3.0, -1.0, 0.0])
-    assert GraSP().score(weight, product).tolist() == [-1.5, 2.0, 0.0]
-    assert not GraSP.monotone
-    assert not GraSP().least_gradient(torch.tensor(1.0), weight[None]).any(), "any gradient may score as much"
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None])

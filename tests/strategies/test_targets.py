@@ -96,6 +96,7 @@ def test_all_linear_includes_gpt2s_transposed_layers_and_not_its_tied_head():
     found = candidates(model, "all-linear")
     assert len(found) == 2 * 4 * 2  # layers, linear layers in each, weight and bias
     assert all(name.split(".")[-2] in {"c_attn", "c_proj", "c_fc"} for name in found)
+    assert candidates(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "all-linear") == ["0.weight", "0.bias"]
 
 
 def test_a_dense_module_is_saved_whole_with_what_is_inside_it(model):
