@@ -159,13 +159,17 @@ def waits_of_a_step(layers, micro_batches=1, **options):
 FORWARD, COMMIT = {"equal": 1}, {"_local_scalar_dense": 2, "tolist": 1}
 
 
-@pytest.mark.parametrize("layers", [1, 6])
-def test_a_step_waits_for_the_gpu_four_times_however_many_tensors(layers, like_a_gpu, small_parts):
-    assert waits_of_a_step(layers) == FORWARD | COMMIT
-
-
-def test_a_further_micro_batch_waits_once_more(like_a_gpu):
-    assert waits_of_a_step(3, micro_batches=3) == {"equal": 3} | COMMIT
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({"layers": 1}, FORWARD | COMMIT),
+        ({"layers": 6}, FORWARD | COMMIT),
+        ({"layers": 3, "micro_batches": 3}, {"equal": 3} | COMMIT),
+        ({"layers": 3, "strategy": "pafi", "steps": None}, FORWARD),  # chooses nothing
+    ],
+)
+def test_a_step_waits_for_the_gpu_four_times_however_many_tensors(options, waits, like_a_gpu, small_parts):
+    assert waits_of_a_step(**options) == waits
 
 
 def test_a_further_use_of_an_embeddings_table_waits_once_more(like_a_gpu, monkeypatch):
@@ -174,10 +178,6 @@ def test_a_further_use_of_an_embeddings_table_waits_once_more(like_a_gpu, monkey
 
     monkeypatch.setattr(Deep, "forward", forward)
     assert waits_of_a_step(1) == FORWARD | COMMIT | {"_unique2": 1}
-
-
-def test_a_step_that_chooses_nothing_waits_in_its_forward_only(like_a_gpu):
-    assert waits_of_a_step(3, strategy="pafi", steps=None) == FORWARD
 
 
 def test_the_count_of_waits_sees_those_of_the_cpus_way(monkeypatch):

@@ -106,19 +106,6 @@ def test_the_best_entries_of_matrices_stay_and_pruning_keeps_all_vectors(
     assert sum(map(len, found.values())) == summary(model).unmasked == BUDGET
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
-def test_random_pruning_has_the_allocations_counts_and_depends_on_the_seed(allocation):
-    sets = []
-    for seed in (0, 0, 1):
-        model, _ = build("mlp")
-        sparsify(model, BUDGET, Strategy(Random(), Prune(allocation, pretrained=True)), seed=seed)
-        sets.append(unmasked_sets(model))
-    assert sets[0] == sets[1] != sets[2]
-    if allocation != GLOBAL:
-        counts = [len(sets[0][name]) for name in ("first.weight", "second.weight", "head.weight")]
-        assert counts == allocate(BUDGET - VECTORS, [(10, 6), (8, 10), (3, 8)], [60, 80, 24], allocation)
-
-
 def test_vectors_get_their_erdos_renyi_share_where_nothing_is_pruned():
     model = nn.Linear(6, 4)
     sparsify(model, 7, Strategy(Magnitude(), Static("erdos-renyi")))
@@ -314,5 +301,5 @@ def test_flat_indices_are_a_set_and_names_of_a_wrapped_model_are_found_under_the
 def test_a_random_order_is_unmasked_a_few_at_a_time_and_does_not_depend_on_the_training():
     model, batches = build("mlp")
     increment = train(sparsify(copy.deepcopy(model), 40, Strategy(Random(), Increment()), steps=4, seed=3), batches[:4])
-    static = sparsify(copy.deepcopy(model), 40, Strategy(Random(), Static()), seed=3)
-    assert unmasked_sets(increment) == unmasked_sets(static)
+    static, other = (sparsify(copy.deepcopy(model), 40, Strategy(Random(), Static()), seed=seed) for seed in (3, 4))
+    assert unmasked_sets(increment) == unmasked_sets(static) != unmasked_sets(other)

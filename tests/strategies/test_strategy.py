@@ -141,12 +141,9 @@ def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant)
     with pytest.raises(SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat,") as caught:
         resolve_strategy(typo)
     assert str(caught.value).endswith(f"Did you mean {meant!r}?") == (meant is not None)
-
-
-@pytest.mark.parametrize("other", [None, 3, D3(), ["id3"], {"importance": None}], ids=repr)
-def test_anything_else_is_no_strategy(other):
-    with pytest.raises(SparsifyError, match=r"unknown strategy .*a Strategy\(importance=\.\.\., selection=\.\.\.\)"):
-        resolve_strategy(other)
+    for other in (None, 3, D3(), ["id3"], {"importance": None}):
+        with pytest.raises(SparsifyError, match=r"unknown strategy .*a Strategy\(importance=\.\.\., selection="):
+            resolve_strategy(other)
 
 
 @pytest.mark.parametrize(("head", "entries"), [(False, 102_912), (True, 103_682)], ids=["backbone", "two labels"])
