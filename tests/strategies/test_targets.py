@@ -186,15 +186,6 @@ def test_a_full_match_gives_no_warning_and_the_model_is_only_read(model):
     assert {name: (id(p), p.requires_grad) for name, p in model.named_parameters()} == before
 
 
-def test_pefts_adapters_are_the_candidates_of_a_peft_model():
-    peft = pytest.importorskip("peft")
-    model, _ = build("bert")
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
-    found = candidates(model)
-    assert len(found) == 2 * 2
-    assert all("lora_" in name for name in found)
-
-
 def sharing(arrange):
     """Three parameters, of which `first` and `third` are over the same memory."""
     memory = torch.randn(12)
