@@ -91,16 +91,14 @@ class CheckedSelector(StreamingSelector):
             wrong[best] |= ~selected[best] & (best_scores > slack[best])
         if wrong.any():
             entry = int(wrong.nonzero()[0])
-            self._raise(entry, float(found[entry]), float(scores[entry]), float(cut))
-
-    def _raise(self, entry: int, found: float, score: float, cut: float) -> None:
-        tensor = next(t for t in self._scored if 0 <= entry - t.offset < t.numel)
-        what = "was not unmasked" if found != found else f"was unmasked with a score of {found:.9g}"
-        raise SparsifyError(
-            f"entry {entry - tensor.offset:,} of `{tensor.name}` {what}; by the dense form its score is {score:.9g}, "
-            f"and the last entry to be unmasked has {cut:.9g}. Both should select the same entries: please report it, "
-            "and whether it happens with SPARSIFY_NATIVE=0 in the environment (without the compiled loops) too."
-        )
+            tensor = next(t for t in self._scored if 0 <= entry - t.offset < t.numel)
+            what = f"was unmasked with a score of {float(found[entry]):.9g}" if selected[entry] else "was not unmasked"
+            raise SparsifyError(
+                f"entry {entry - tensor.offset:,} of `{tensor.name}` {what}; by the dense form its score is "
+                f"{float(scores[entry]):.9g}, and the last entry to be unmasked has {float(cut):.9g}. Both should "
+                "select the same entries: please report it, and whether it happens with SPARSIFY_NATIVE=0 in the "
+                "environment (without the compiled loops) too."
+            )
 
 
 def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:

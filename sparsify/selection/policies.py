@@ -72,19 +72,13 @@ class UnmaskingPolicy:
         return 0
 
     def selector(self, progress: Progress, values: Tensor, work: Work, *, check: bool = False) -> Selector | None:
-        """Makes the selector of a backward pass.
+        """Makes the selector of a backward pass; ``None`` where nothing is to be selected.
 
         Args:
             progress: how far training is.
             values: (capacity,) the flat delta, for its dtype and device.
             work: counts the entries that the selector looks at.
-            check: compare the selection with the dense form.
-
-        Returns:
-            ``None`` where nothing is to be selected.
-
-        Raises:
-            SparsifyError: when the number of steps is needed and not known, or ``check`` is set on several ranks.
+            check: compare the selection with the dense form; an error on several ranks.
         """
         number, values = self.quota(progress), values.detach()
         if not number:
@@ -108,16 +102,13 @@ class UnmaskingPolicy:
         return DistributedSelector(context, self.ranks, self.tensors, self.sync_mode)
 
     def unmask(self, winners: Winners, progress: Progress, slots: Tensor, capacity: int) -> Winners:
-        """Takes note of a step's winners.
+        """Takes note of a step's winners, and returns those that get the next free slots, in this order.
 
         Args:
             winners: what the selector found.
             progress: how far training was when they were selected.
             slots: (unmasked,) int64, the slots of the unmasked entries, tensor by tensor.
             capacity: number of slots.
-
-        Returns:
-            The winners to be unmasked: they get the next free slots, in this order.
         """
         if not winners.ids.numel():
             self._warn_of_none(progress.step)

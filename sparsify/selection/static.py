@@ -34,17 +34,7 @@ def select_static(
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Tensor:
-    """Selects the entries that a static selection trains.
-
-    Args:
-        model: still plain; only read.
-        tensors: its candidates.
-        strategy: with ``Static`` or ``Prune``.
-        budget: number of entries.
-        dtype: of the scores.
-        seed: of a random importance.
-        calibration: for a gradient importance.
-        loss_fn: the loss in the calibration.
+    """Selects the entries that ``Static`` or ``Prune`` trains, among the candidates of a model that is still plain.
 
     Returns:
         (budget,) int64 global ids, best first. The tensors that ``Prune`` leaves whole come before all others. With an
@@ -91,16 +81,7 @@ def select_static(
 
 
 def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
-    """Refuses to prune tensors that may be pretrained, unless the user insists.
-
-    Args:
-        tensors: the candidates.
-        strategy: any; only one with ``Prune`` is refused.
-        new: names of the parameters that the base does not have.
-
-    Raises:
-        SparsifyError: naming a pretrained matrix and the ways out.
-    """
+    """Raises ``SparsifyError`` where a strategy prunes tensors that may be pretrained, and the user does not insist."""
     selection = strategy.selection
     if not isinstance(selection, Prune) or selection.pretrained:
         return
@@ -129,17 +110,9 @@ def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) 
 def rank_by_weight(
     tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str, *, masked_only: bool = False
 ) -> Tensor:
-    """Ranks entries by the weights alone.
+    """Returns the global ids (n,) of the best entries by the weights alone; only those with a finite score.
 
-    Args:
-        tensors: with the entries.
-        importance: scores them.
-        topk: of the size that is wanted.
-        seed: of a random importance; each tensor draws from a generator of its own, seeded by this and its name.
-        masked_only: leave out unmasked entries.
-
-    Returns:
-        (n,) int64 global ids; fewer than wanted where no more have a finite score.
+    With ``masked_only`` unmasked entries are left out.
     """
     for tensor in tensors:
         if importance.covers(tensor.name):
@@ -149,6 +122,7 @@ def rank_by_weight(
 
 
 def _scores_by_weight(tensor: MaskedTensor, importance: Importance, seed: str) -> Iterator[Tensor]:
+    """Scores by the weights; a random importance draws from a generator seeded by the seed and the tensor's name."""
     digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     return (importance.score(block, generator) for block in in_blocks(tensor.weight))
@@ -217,16 +191,9 @@ def _interleave(parts: Sequence[Tensor]) -> Tensor:
 
 
 def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], budget: int | float | None) -> Tensor:
-    """Returns the global ids (n,) of a given set of entries, ascending.
+    """Returns the global ids (n,) of a given set of entries, ascending, or raises ``SparsifyError`` if it does not fit.
 
-    Args:
-        tensors: with the entries.
-        support: by tensor name, in the model or in the plain model: a bool mask, or flat indices (n,).
-        budget: their number, or ``None``.
-
-    Raises:
-        SparsifyError: when a name is no candidate's, a mask's shape, an index or the budget does not fit, or nothing
-            is given.
+    The support has a bool mask or flat indices (n,) by tensor name, in the model or in the plain model.
     """
     by_name = {plain_name(tensor.name): tensor for tensor in tensors}
     ids = [_given_in(name, by_name, entries) for name, entries in support.items()]

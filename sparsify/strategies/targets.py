@@ -73,7 +73,11 @@ def find_targets(
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
 
     takes_quantized = target_modules is not None and not _is_peft(modules)
-    owners = _owners(modules)
+    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
+    for module_name, module in modules.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append((module_name, module, attribute))
     candidates: list[Candidate] = []
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -95,15 +99,6 @@ def find_targets(
         left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
         _report_partial_match(targeted - left_out, modules, candidates)
     return Targets(tuple(candidates), saved, frozen)
-
-
-def _owners(modules: dict[str, nn.Module]) -> dict[nn.Parameter, list[Owner]]:
-    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
-    for module_name, module in modules.items():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[parameter].append((module_name, module, attribute))
-    return owners
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
