@@ -96,6 +96,8 @@ def _screen(
     multiplied = min(found.multiplied, numel)  # whole tiles reach beyond the product's edge
     work.screened += multiplied
     work.skipped += numel - multiplied
+    if not found.indices.numel():
+        return found.taken
     near = weight.take(found.indices)
     scores = context.importance.score(near.float(), found.most)
     could_win = (scores * ROUNDING_SLACK >= topk.threshold).nonzero().squeeze(1)

@@ -70,7 +70,7 @@ def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_
     assert topk.winners().ids.tolist() == list(range(999, 989, -1))
 
 
-def test_the_best_of_several_devices_are_chosen(like_a_gpu):
+def test_the_best_of_several_devices_are_selected(like_a_gpu):
     topks = [DeviceTopK(3, 40, torch.float32, torch.device("cpu")) for _ in range(2)]
     for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, torch.inf])):
         topks[number].offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
@@ -165,7 +165,7 @@ FORWARD, COMMIT = {"equal": 1}, {"_local_scalar_dense": 2, "tolist": 1}
         ({"layers": 1}, FORWARD | COMMIT),
         ({"layers": 6}, FORWARD | COMMIT),
         ({"layers": 3, "micro_batches": 3}, {"equal": 3} | COMMIT),
-        ({"layers": 3, "strategy": "pafi", "steps": None}, FORWARD),  # chooses nothing
+        ({"layers": 3, "strategy": "pafi", "steps": None}, FORWARD),  # selects nothing
     ],
 )
 def test_a_step_waits_for_the_gpu_four_times_however_many_tensors(options, waits, like_a_gpu, small_parts):

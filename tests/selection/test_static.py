@@ -188,7 +188,7 @@ def test_a_delta_of_the_first_entries_has_the_others_as_they_were_when_pruned():
             assert torch.equal(first.whole[tensor.name], expected)
 
 
-def test_a_padding_row_is_neither_chosen_nor_zeroed_and_a_tied_matrix_is_pruned_once():
+def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_pruned_once():
     torch.manual_seed(0)
     model = nn.Embedding(5, 4, padding_idx=2)
     model.weight.data[2] = 7.0
