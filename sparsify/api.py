@@ -15,8 +15,8 @@ from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
 from sparsify.errors import SparsifyError
-from sparsify.selection.static import check_new, choose, find_given, zero_others
-from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
+from sparsify.selection.static import check_new, find_given, select_static, zero_others
+from sparsify.strategies.budget import resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
@@ -117,8 +117,7 @@ def sparsify(
     tensors = mask_candidates(targets)
     check_possible(tensors, strategy)
     if isinstance(strategy.selection, Given):
-        selected = find_given(tensors, strategy.selection.support)
-        check_given_budget(budget, selected.numel())
+        selected = find_given(tensors, strategy.selection.support, budget)
         number = capacity = selected.numel()
     else:
         candidates = {tensor.name: tensor.num_candidates for tensor in tensors}
@@ -131,7 +130,7 @@ def sparsify(
     with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
         if isinstance(strategy.selection, Static):
             dtype = values_dtype(tensors)
-            selected = choose(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
+            selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
         zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
     install(

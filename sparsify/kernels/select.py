@@ -14,13 +14,13 @@ import torch
 
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Part, at_least_float32
-from sparsify.strategies.importance import D3, GradientImportance
+from sparsify.strategies.importance import D3, Importance
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton form computes with, in float32
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 
 
-def select(candidates: Candidates, importance: GradientImportance, part: Part) -> None:
+def select(candidates: Candidates, importance: Importance, part: Part) -> None:
     """Adds the entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold.
 
     There has to be a free place for each entry of the part.
@@ -45,7 +45,7 @@ def cut(candidates: Candidates, size: int, limit: int) -> None:
     plain_cut(candidates, size, limit)
 
 
-def plain_select(candidates: Candidates, importance: GradientImportance, part: Part) -> None:
+def plain_select(candidates: Candidates, importance: Importance, part: Part) -> None:
     """The plain torch form of :func:`select`."""
     weight, grad, rows, offset, start, stop = part
     own = at_least_float32(grad.reshape(-1)[start:stop])

@@ -65,7 +65,7 @@ class BackwardPass:
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used more than once
         self._settled: set[MaskedTensor] = set()
         self._small = SmallGradients()
-        self._keeps_small = selector is None or selector.offer_small is not None
+        self._keeps_small = selector is None or selector.batches_small
 
     def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Adds the gradient of one of a tensor's uses to those of the others."""
@@ -90,7 +90,7 @@ class BackwardPass:
             return
         slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
         self.grad[slots] += small.take().to(self.grad)
-        if self.selector is not None and self.selector.offer_small is not None:
+        if self.selector is not None:
             self.selector.offer_small(small)
 
     def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
@@ -201,7 +201,7 @@ class BackwardCollector:
         if self._buffers.total != current.unmasked:
             raise SparsifyError(OVERLAPPING)
         if selector is not None:
-            winners, finite = selector.winners(), torch.stack([grad.isfinite().all(), *selector.finite()]).all()
+            winners, finite = selector.winners(), selector.finite() & grad.isfinite().all()
             if num_ranks() > 1:
                 finite = agree_on_winners(self._ranks, self._tensors, flat_delta(self._root), winners, finite)
             if not finite:
@@ -217,7 +217,7 @@ class BackwardCollector:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
         progress = self._progress()
         slots, capacity = self._buffers.slots(), grad.numel()
-        new = self._policy.unmask(winners, progress, self._tensors, slots, capacity)
+        new = self._policy.unmask(winners, progress, slots, capacity)
         free = torch.arange(progress.unmasked, progress.unmasked + new.ids.numel(), device=new.ids.device)
         grad[free] = new.grads
         self._weights.append(new.ids, free)

@@ -27,7 +27,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import Work
-from sparsify.selection.policies import Progress, policy_of
+from sparsify.selection.policies import POLICIES, Progress, UnmaskingPolicy
 from sparsify.selection.selectors import Selector
 from sparsify.training.anchors import AnchoredUse
 from sparsify.training.backward import BackwardCollector
@@ -89,9 +89,9 @@ class Engine:
         self.ranks, self.buffers = Ranks(), IndexBuffers(self.root)
         self.base_digests = digest_base(self.root, self.tensors, self.dense_names, masked=False)
         self.weights = EffectiveWeights(self.root, self.tensors, self.buffers, self.ranks)
-        self.policy = policy_of(
-            self.strategy, self.schedule, seed=self.seed, ranks=self.ranks, sync_mode=self.sync_mode
-        )
+        policy = POLICIES.get(type(self.strategy.selection), UnmaskingPolicy)
+        importance = self.strategy.importance
+        self.policy = policy(importance, self.schedule, self.tensors, self.seed, self.ranks, self.sync_mode)
         self.backward = BackwardCollector(
             self.root, self.tensors, self.buffers, self.weights, self.policy, self.ranks,
             self._prepare_backward, self._select, self._progress,
@@ -208,7 +208,7 @@ class Engine:
 
     def _select(self) -> Selector | None:
         work = Work()
-        selector = self.policy.selector(self._progress(), self.tensors, self.values, work, check=self.check)
+        selector = self.policy.selector(self._progress(), self.values, work, check=self.check)
         self.work = self.work if selector is None else work
         return selector
 

@@ -37,7 +37,7 @@ from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.distributed import DistributedSelector
-from sparsify.selection.topk import TopK, offer_gradient
+from sparsify.selection.topk import TopK
 
 
 def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: model, ddp=True, **options):
@@ -165,9 +165,7 @@ def winners_of_random_tensors(rank):
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         topk, expected = TopK(size, torch.float32, "cpu"), TopK(size, torch.float32, "cpu")
-        selector = DistributedSelector(
-            SelectionContext(topk, importance, Work()), Ranks(), tensors, masked_only=True, mode="exact"
-        )
+        selector = DistributedSelector(SelectionContext(topk, importance, Work()), Ranks(), tensors, "exact")
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -176,7 +174,7 @@ def winners_of_random_tensors(rank):
             if seed % 5 == 0:
                 grads[:, ::2] = 0
             mean = grads.clone().sum(0) / num_ranks()
-            offer_gradient(expected, importance, tensor.matrix, mean, None, tensor.offset)
+            expected.offer(importance, tensor.matrix, mean, None, tensor.offset)
             gradient = DenseGradient(grads[rank].clone())
             if seed % 7 == 0:
                 rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
