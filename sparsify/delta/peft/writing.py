@@ -50,7 +50,7 @@ class PeftAdapter:
     Example:
         >>> print(PeftAdapter(Path("a"), "shira", {"r": 2}, 3, 100, 0, 20, ("classifier",), 1_500))
         a: PEFT shira, r=2, 100 entries in 3 layers, 1,500 bytes
-          padding: 20 places (16.7 %) that the layers with fewer entries have to have
+          padding: 20 places (16.7 %) for layers with fewer entries than others
           stored whole: classifier
     """
 
@@ -70,8 +70,7 @@ class PeftAdapter:
         lines = [
             f"{self.folder}: PEFT {self.method}, {settings}, {counted(self.entries, 'entry', 'entries')} in "
             f"{counted(self.layers, 'layer')}, {self.num_bytes:,} bytes",
-            f"  padding: {counted(self.padding, 'place')} ({100 * share:.1f} %) that the layers with fewer entries have "
-            "to have",
+            f"  padding: {counted(self.padding, 'place')} ({100 * share:.1f} %) for layers with fewer entries than others",
         ]
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
