@@ -11,9 +11,7 @@ from limits import needs_limits, within_limits
 from requirements import fuses_at_load, needs_transformers_5
 from safetensors.torch import load_file, save_file
 
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.delta import merge as merging
-from sparsify.delta.entries import TensorDelta
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -61,16 +59,6 @@ def test_a_merged_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, out, 
     assert files(out).keys() == before.keys()
     assert bits(load(model, out, dtype=dtype)) == bits(delta.apply(load(model, base, dtype=dtype)))
     assert os.access(next(out.glob("*.safetensors")), os.W_OK)
-
-
-def test_untouched_tensors_keep_their_bytes(model, base, out):
-    name = "bert.pooler.dense.bias"
-    delta = make_delta(model)
-    SparseDelta({name: delta.tensors[name]}).merge(base, out)
-    old, new = files(base), files(out)
-    (changed,) = [file for file in old if old[file] != new[file]]
-    before, after = load_file(base / changed), load_file(out / changed)
-    assert [key for key in before if not torch.equal(before[key], after[key])] == [name]
 
 
 def test_differences_are_merged(model, base, out):
@@ -239,29 +227,11 @@ def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, no
         SparseDelta({}, {"__metadata__": torch.zeros(2)}).merge(base, out)
 
 
-def test_a_drawn_tensor_is_no_change_of_the_bases_files(base, out, nothing_written):
-    nothing, drawn = (torch.empty(0, dtype=torch.int64), torch.empty(0)), InitializerRecipe("constant", 0.0)
-    entry = TensorDelta(*nothing, (2, 16), torch.float32, "replace", "0" * 64, drawn)
-    with pytest.raises(SparsifyError, match=r"a merge is about changes of a base, and tensor `classifier.weight`"):
-        SparseDelta({"classifier.weight": entry}).merge(base, out)
-
-
-BROKEN_CONFIGS = {
-    b"": "is no JSON that can be used",
-    b"\xff\xfe": "is no JSON that can be used",
-    b"[" * 100_000: "is no JSON that can be used",
-    b"[]": "holds a list, expected a JSON object",
-    b"null": "holds a NoneType, expected a JSON object",
-}
-
-
-@pytest.mark.parametrize(("text", "message"), BROKEN_CONFIGS.items(), ids=range(len(BROKEN_CONFIGS)))
-def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path, out, text, message):
+def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path, out):
     base = save(model, tmp_path / "base")
-    (base / "config.json").write_bytes(text)
-    config = {"architecture": "BertForSequenceClassification"}
-    delta = SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, config)
-    with pytest.raises(SparsifyError, match=f"config.json` {message}"):
+    (base / "config.json").write_bytes(b"[" * 100_000)
+    delta = SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, {"architecture": "BertModel"})
+    with pytest.raises(SparsifyError, match=r"config.json` is no JSON that can be used"):
         delta.merge(base, out)
     assert not out.exists()
 

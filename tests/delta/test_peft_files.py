@@ -149,9 +149,7 @@ def test_a_trained_delta_goes_to_peft_and_back(method, tmp_path):
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in loaded.parameters())
     delta.to_peft(tmp_path, method, base)  # replaces the first
     assert_same(base, delta, tmp_path)
-    back = SparseDelta.from_peft(tmp_path, base).apply(copy.deepcopy(base))
-    for name, tensor in delta.apply(base).state_dict().items():
-        assert torch.equal(back.state_dict()[name], tensor), name
+    assert SparseDelta.from_peft(tmp_path, base) == delta, "without the padding"
 
 
 # What is in the folder
@@ -292,13 +290,6 @@ def misnamed(base):
     return delta, base
 
 
-def moved(base):
-    delta = make_delta(base)
-    with torch.no_grad():
-        base.get_parameter(QUERY).add_(1)
-    return delta, base
-
-
 def not_linear(base):
     names = (
         "embeddings.word_embeddings.weight",
@@ -327,16 +318,13 @@ def overflowing(base):
     ("make", "match"),
     [
         (lambda base: (make_delta(base), None), r"PEFT's adapters hold differences .*give the base, as in `to_peft\("),
-        (moved, f"tensor `{QUERY}` does not hold the values"),
-        (misnamed, f"no tensor `.*qeury.weight` .*near: `{QUERY}`.*Give the base"),
-        (lambda base: (make_delta(base), base.to("meta")), f"`{QUERY}` is on the meta device and has no values"),
+        (misnamed, f"no tensor `.*qeury.weight` .*near: `{QUERY}`.*: give the base"),
         (
             not_linear,
             r"3 of the delta's 5 tensors are not: .*word_embeddings.weight` \(Embedding's weight\), .*bias` "
             r"\(Linear's bias\), .*\(LayerNorm's weight\). Nothing was written: freeze them before",
         ),
         (lambda base: of_one(gpt2()[0], "transformer.h.0.mlp.c_fc.weight"), r"c_fc.weight` \(Conv1D's weight\)"),
-        (lambda base: of_one(gpt2()[0], "transformer.wte.weight"), r"wte.weight` \(Embedding's weight\)"),
         (
             lambda base: of_one(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)}), "attention.out_proj.weight"),
             "NonDynamicallyQuantizableLinear's weight",
@@ -352,8 +340,8 @@ def overflowing(base):
         (overflowing, "`0.weight`: 1 of 1 values are too far"),
     ],
     ids=[
-        "no base", "another base", "missing", "meta", "not linear", "Conv1D", "embedding", "attention", "root",
-        "root's whole", "no entries", "ambiguous", "tied", "overflow",
+        "no base", "missing", "not linear", "Conv1D", "attention", "root", "root's whole", "no entries", "ambiguous",
+        "tied", "overflow",
     ],
 )  # fmt: skip
 def test_a_delta_that_pefts_format_cannot_hold_is_refused(base, tmp_path, make, match):
@@ -379,14 +367,12 @@ def test_a_peft_without_the_method_is_refused(base, delta, tmp_path, monkeypatch
 
 def test_messages_name_the_first_few_of_many(base, tmp_path):
     many = SparseDelta({}, {f"x{i}": torch.zeros(1) for i in range(3_000)})
-    with pytest.raises(SparsifyError, match=r"`x0` .*`x4` \(of the model itself\) and 2,995 more cannot be") as raised:
+    with pytest.raises(SparsifyError, match=r"^`x0` .{,200} `x4` \(of the model itself\) and 2,995 more cannot be"):
         many.to_peft(tmp_path / "adapter", "shira", base)
-    assert len(str(raised.value)) < 500
+    with pytest.raises(SparsifyError, match=r"method='x{99}; expected one of 'shira', 'supertuning'"):
+        many.to_peft(tmp_path / "adapter", "x" * 40_000, base)
     written = PeftAdapter(tmp_path, "shira", {"r": 1}, 1, 1, 0, 0, tuple(f"layer.{i}" for i in range(3_000)), 9)
     assert str(written).endswith("layer.4 and 2,995 more")
-    with pytest.raises(SparsifyError, match=r"method='x+; expected one of 'shira', 'supertuning'") as raised:
-        many.to_peft(tmp_path / "adapter", "x" * 40_000, base)
-    assert len(str(raised.value)) < 200
 
 
 def test_a_layer_too_small_for_shira_is_named(base, delta, tmp_path):
@@ -411,11 +397,8 @@ def test_a_checkpoint_without_the_head_is_named_as_the_class_that_was_trained(ba
     assert_same(base, delta, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("config", [None, "", '{"model_type": "none"}', '{"model_type": "bert", "hidden_size": "x"}'])
-def test_a_checkpoint_whose_model_cannot_be_built_is_refused(base, delta, tmp_path, config):
+def test_a_checkpoint_whose_model_cannot_be_built_is_refused(base, delta, tmp_path):
     save_file({QUERY: torch.zeros(16, 16)}, tmp_path / "model.safetensors")
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
     with pytest.raises(SparsifyError, match=r"nn.Linear layers only, and which .* not known, .*give the base as a"):
         delta.to_peft(tmp_path, "supertuning", tmp_path)
 
@@ -452,21 +435,6 @@ def test_an_adapter_that_peft_trained_is_read(method, dtype, tmp_path):
     assert torch.equal(outputs(SparseDelta.load(tmp_path / "delta").apply(copy.deepcopy(base))), outputs(trained))
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_delta_comes_back_as_it_was_and_without_padding(method, dtype, tmp_path):
-    base = make_base(dtype)
-    delta = make_delta(base, head(base))
-    delta.to_peft(tmp_path, method, base)
-    back = SparseDelta.from_peft(tmp_path, base)
-    assert set(back.tensors) == set(delta.tensors)
-    for name, part in delta.tensors.items():
-        assert torch.equal(back.tensors[name].indices, part.indices)
-        assert torch.equal(back.tensors[name].values, part.values)
-        assert back.tensors[name].base_sha256 == part.base_sha256
-    assert all(torch.equal(back.whole[name], tensor) for name, tensor in delta.whole.items())
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
 @BOTH
@@ -500,11 +468,6 @@ def edit_tensors(folder, change):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, file)
 
 
-def edit_config(folder, **changes):
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 def unreadable(folder, base, match, error=DeltaFormatError):
     with pytest.raises(error, match=match):
         SparseDelta.from_peft(folder, base)
@@ -535,18 +498,14 @@ def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (None, "no `adapter_config.json`: give the folder"),
-        ("{", "adapter_config.json` is no JSON"),
+        (None, "adapter_config.json` is no JSON .*there is no such file"),
         ("[" * 100_000, "adapter_config.json` is no JSON"),
-        (" " * (2**20 + 1), "longer than 1,048,576 bytes"),
-        ("[]", "holds a list, expected a JSON object"),
         ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
         ('{"peft_type": "SHIRA", "modules_to_save": "classifier"}', "`modules_to_save` is 'classifier'"),
-        ('{"peft_type": "SHIRA"}', "`r` is None, expected a positive int"),
-        ('{"peft_type": "SHIRA", "r": true}', "`r` is True, expected a positive int"),
+        ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
+        ('{"peft_type": "SHIRA", "r": "x"}', "its `adapter_config.json` gives no number of entries"),
+        ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
         ('{"peft_type": "SHIRA", "r": 1, "scaling": 2.0}', "it has a `scaling`"),
-        ('{"peft_type": "SUPERTUNING", "sparsity": NaN}', r"`sparsity` is nan, expected a number in \[0, 1\)"),
-        ('{"peft_type": "SUPERTUNING", "sparsity": 1.0}', "`sparsity` is 1.0, expected"),
     ],
 )
 def test_a_broken_config_is_refused(base, delta, tmp_path, content, match):

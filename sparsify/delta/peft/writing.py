@@ -50,7 +50,7 @@ class PeftAdapter:
     Example:
         >>> print(PeftAdapter(Path("a"), "shira", {"r": 2}, 3, 100, 0, 20, ("classifier",), 1_500))
         a: PEFT shira, r=2, 100 entries in 3 layers, 1,500 bytes
-          padding: 20 places (16.7 %) for layers with fewer entries than others
+          padding: 20 places (16.7 %) that the layers with fewer entries have to have
           stored whole: classifier
     """
 
@@ -66,11 +66,12 @@ class PeftAdapter:
 
     def __str__(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        share = self.padding / (self.entries + self.corrections + self.padding)
+        share = 100 * self.padding / (self.entries + self.corrections + self.padding)
+        padding = f"{counted(self.padding, 'place')} ({share:.1f} %)"
         lines = [
             f"{self.folder}: PEFT {self.method}, {settings}, {counted(self.entries, 'entry', 'entries')} in "
             f"{counted(self.layers, 'layer')}, {self.num_bytes:,} bytes",
-            f"  padding: {counted(self.padding, 'place')} ({100 * share:.1f} %) for layers with fewer entries than others",
+            f"  padding: {padding} that the layers with fewer entries have to have",
         ]
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
