@@ -225,13 +225,10 @@ def rewrite(base, change):
 
 
 @of_version_5
-def test_a_config_from_before_there_were_model_types_is_told_by_its_settings(classifier):
+def test_a_config_from_before_there_were_model_types_is_of_any_family(classifier):
     base, delta, expected, batches = classifier
     rewrite(base, lambda config: config.pop("model_type"))
     assert torch.equal(logits(load_model(base, delta), batches), expected)
-    delta.config["architecture"] = "T5ForSequenceClassification"
-    with pytest.raises(SparsifyError, match=r"is of another family of models \(None\)"):
-        load_model(base, delta)
 
 
 def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):

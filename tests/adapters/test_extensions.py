@@ -172,13 +172,9 @@ CATASTROPHIC = "(((.*)*)*)*!"
     "changes",
     [
         {"target_modules": CATASTROPHIC},
-        {"target_modules": "(.|.)" * 60 + "!"},
-        {"exclude_modules": CATASTROPHIC},
         {"modules_to_save": ["classifier", CATASTROPHIC]},
         {"rank_pattern": {CATASTROPHIC: 4}},
-        {"alpha_pattern": {CATASTROPHIC: 4}},
         {"layers_to_transform": [0], "layers_pattern": CATASTROPHIC},
-        {"layers_to_transform": [0], "layers_pattern": ["layer", CATASTROPHIC]},
     ],
     ids=str,
 )
@@ -189,7 +185,7 @@ def test_a_regular_expression_from_a_file_is_not_run(lora, changes):
 
 
 @needs_limits
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "modules_to_save", "target_modules"])
+@pytest.mark.parametrize("key", ["rank_pattern", "modules_to_save"])
 def test_a_record_has_no_more_items_than_are_of_use(lora, key):
     names = [f"n{i}" for i in range(200_000)]
     changes = {key: dict.fromkeys(names, 4) if key.endswith("pattern") else names}
@@ -228,13 +224,11 @@ def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_mat
         ({"reduction_factor": 1e-3}, "tensor .* has shape"),
         ({"reduction_factor": 10**400}, "tensor .* has shape"),
         ({"kind": ["pfeiffer"]}, r"kind=\['pfeiffer'\] is no kind of adapter"),
+        ({"kind": None}, "kind=None is no kind of adapter"),
         ({"name": "training"}, "adapter_name='training' cannot be part of a parameter's name"),
         ({"target_modules": ["nowhere"]}, "has no module 'nowhere'"),
         ({"target_modules": [5]}, r"target_modules=\(5,\); expected a tuple of module names"),
-        ({"target_modules": [["query"]]}, r"target_modules=\(\['query'\],\); expected a tuple of module names"),
-        ({"target_modules": 5}, "target_modules=5; expected a tuple of module names"),
         ({"target_modules": "query"}, "target_modules='query'; expected a tuple of module names"),
-        ({"target_modules": {"query": 1}}, r"target_modules={'query': 1}; expected a tuple of module names"),
         ({"target_modules": ["bert.pooler", "bert.pooler"]}, "and no values in the delta"),
     ],
     ids=str,
@@ -254,13 +248,6 @@ def test_the_name_of_a_recorded_adapter_is_quoted_briefly_and_cannot_steer_a_ter
         load_model(folder, delta)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
-
-
-def test_adapters_without_a_setting_are_refused(pfeiffer):
-    folder, delta = changed(pfeiffer, {}, "adapters")
-    del delta.config["adapters"]["kind"]
-    with pytest.raises(SparsifyError, match="the delta records adapters without `kind`: build the model"):
-        load_model(folder, delta)
 
 
 ODD = [None, True, -1, 10**30, "\x1b[2J", [[]], ["x", 5], {"a": [1]}]

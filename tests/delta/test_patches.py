@@ -42,15 +42,6 @@ def test_a_patched_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, arch
     assert bits(loaded) == bits(delta.apply(model))
 
 
-@fuses_at_load
-def test_experts_are_patched_one_by_one(tmp_path):
-    delta = make_delta(mixtral())
-    names = {patch.name for patch in delta.patches(save(mixtral(), tmp_path))}
-    assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in names
-    assert "model.layers.0.mlp.experts.gate_up_proj" not in names
-    assert "model.layers.0.mlp.experts.gate_up_proj" in {patch.name for patch in delta.patches()}
-
-
 def test_the_fields_are_those_of_vllm():
     """CheckpointWeightPatch(name, shape, dtype, values, indices=None); positions are int64, values one-dimensional."""
     assert WeightPatch._fields == ("name", "shape", "dtype", "values", "indices")

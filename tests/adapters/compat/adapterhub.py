@@ -244,19 +244,6 @@ def test_an_adapter_is_switched_off_on_and_merged():
     torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", ["seq_bn", "lora"])
-def test_gradients_are_the_same_under_activation_checkpointing(config):
-    gradients = []
-    for checkpointing in (False, True):
-        model, batches = build("bert")
-        sparsify(hub_model(model, config), BUDGET, "id3", steps=1)
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()(**batches[0]).loss.backward()
-        gradients.append(model.sparse_values.grad)
-    torch.testing.assert_close(*gradients)
-
-
 def test_adapterhubs_trainer_trains_and_saves_plain_adapters(tmp_path):
     torch.set_default_dtype(torch.float32)
     model, (batch, *_) = build("bert", torch.float32)
