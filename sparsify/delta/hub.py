@@ -177,7 +177,7 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
     login = "log in with `hf auth login` or pass `token=...`"
     online = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "get online"
     offline = f"it is not in the local cache, and the hub was not asked or is silent: {online} and try again, or give "
-    offline += "the path of a copy"
+    offline += f"the path of a copy, which `{repo_id}` is not"
     texts: dict[type[Exception], str] = {  # subclasses before their classes
         errors.GatedRepoError: f"it is gated: ask for access on its page, then {login}",
         errors.RepositoryNotFoundError: "it is neither a path here nor a repository that you may see: check the "

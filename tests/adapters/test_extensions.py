@@ -11,12 +11,10 @@ from limits import needs_limits, within_limits
 from models import loss_of
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, BertModel
-from typer.testing import CliRunner
 
 from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
 from sparsify.adapters.extensions import record_extensions
-from sparsify.cli import make_app
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 CONFIG = BertConfig(
@@ -298,15 +296,6 @@ def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, 
     assert not (tmp_path / "out").exists()
     plain = load_model(folder, delta).merge_and_unload()
     assert torch.allclose(logits(plain), logits(load_model(folder, delta)), atol=1e-6)
-
-
-def test_info_says_what_is_drawn(folder, tmp_path):
-    model = trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])), "seed")
-    SparseDelta.from_model(model).save(tmp_path / "d")
-    shown = CliRunner().invoke(make_app(), ["info", str(tmp_path / "d")], catch_exceptions=False).output
-    assert "the initial values of 4 tensors that the base does not have" in " ".join(shown.split())
-    described = json.loads(CliRunner().invoke(make_app(), ["info", str(tmp_path / "d"), "--json"]).output)
-    assert sum("drawn" in tensor for tensor in described["tensors"].values()) == 4
 
 
 def test_an_adapter_of_another_type_is_built_by_the_user(folder):

@@ -272,32 +272,24 @@ def test_what_describes_the_model_comes_along_and_nothing_else(model, tmp_path, 
     assert files(out).keys() == {"config.json", "model.safetensors", *kept}
 
 
-def test_links_of_a_download_cache_are_followed(model, base, tmp_path, out):
-    cache = tmp_path / "snapshot"
-    cache.mkdir()
-    for path in base.iterdir():
-        (cache / path.name).symlink_to(path)
-    make_delta(model).merge(cache, out)
-    assert not any(path.is_symlink() for path in out.iterdir())
-    assert bits(load(model, out)) == bits(make_delta(model).apply(model))
-
-
-def test_links_to_folders_and_pipes_are_left_out(model, base, tmp_path, out):
-    """An untrusted folder may link to itself, or to the whole disk."""
+def test_links_to_files_are_followed_and_links_to_folders_and_pipes_left_out(model, base, tmp_path, out):
+    """As a download's cache has them; an untrusted folder may link to itself, or to the whole disk."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("mine")
     source = tmp_path / "downloaded"
     (source / "extra").mkdir(parents=True)
     for path in base.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+        (source / path.name).symlink_to(path)
     (source / "extra" / "kept.json").write_text("{}")
     (source / "extra" / "back").symlink_to("..")
     (source / "extra" / "nowhere").symlink_to("nothing")
-    (source / "elsewhere").symlink_to(tmp_path / "secret")
+    (source / "secret").symlink_to(tmp_path / "secret")
     os.mkfifo(source / "extra" / "pipe")
     os.mkfifo(source / "pipe")
     make_delta(model).merge(source, out)
     assert files(out).keys() == files(base).keys() | {"extra/kept.json"}
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert bits(load(model, out)) == bits(make_delta(model).apply(model))
 
 
 # All or nothing

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -248,25 +249,19 @@ def test_buffers_that_training_changed_are_kept(method, tmp_path):
     assert torch.equal(back.whole["1.num_batches_tracked"], torch.tensor(7))
 
 
-class Nested(nn.Module):
+def nested():
     """Layers one of whose names is another's ending."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-        self.block = nn.ModuleDict({"fc": nn.Linear(6, 6)})
-
-    def forward(self, x):
-        return self.fc(torch.tanh(self.block["fc"](x)))
+    inner = nn.Sequential(OrderedDict(fc=nn.Linear(6, 6)))
+    return nn.Sequential(OrderedDict(block=inner, fc=nn.Linear(6, 6)))
 
 
 @BOTH
 def test_a_layer_whose_name_ends_anothers_is_the_only_one_that_matches(method, tmp_path):
-    base = Nested()
+    base = nested()
     delta = SparseDelta({"fc.weight": entries(base.fc.weight, 5)})
     delta.to_peft(tmp_path, method, base)
     loaded = load(base, tmp_path)
-    assert type(loaded.base_model.model.block["fc"]) is nn.Linear
+    assert type(loaded.base_model.model.block.fc) is nn.Linear
     x = torch.randn(3, 6)
     torch.testing.assert_close(loaded(x), delta.apply(base)(x), rtol=0, atol=1e-6)
 
@@ -333,7 +328,7 @@ def overflowing(base):
         (lambda base: (SparseDelta({}, {"bias": torch.zeros(4)}), nn.Linear(4, 4)), "`bias` .of the model itself. can"),
         (lambda base: (SparseDelta({}, head(base)), base), "has no entries in a linear layer's weight"),
         (
-            lambda base: (SparseDelta({}, {"fc.weight": torch.zeros(6, 6), "fc.bias": torch.zeros(6)}), Nested()),
+            lambda base: (SparseDelta({}, {"fc.weight": torch.zeros(6, 6), "fc.bias": torch.zeros(6)}), nested()),
             "`fc` is stored whole, and PEFT would take `block.fc` for it, too",
         ),
         (tied_and_whole, "`lm_head` is stored whole and holds `lm_head.weight`, which is tied to"),

@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers as hf
 from architectures import build
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from safetensors.torch import load_file
+from twins import Twins
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify
 from sparsify.adapters import add_adapters, load_adapters, save_adapters
@@ -154,22 +155,11 @@ def trained(name, config):
     hub_model(base, config)
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
     budget = min(BUDGET, sum(base.get_parameter(key).numel() for key in trainable(base)) // 2)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), budget, STEPS)
     sparsify(sparse, budget, "id3", steps=STEPS)
-    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
-    for batch in batches:
-        loss, dense_loss = sparse(**batch).loss, dense(**batch).loss
-        torch.testing.assert_close(loss, dense_loss, rtol=1e-9, atol=1e-9)
-        oracle.step(dense_loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        unmasked = unmasked_sets(sparse)
-        assert unmasked == {key: oracle.unmasked_sets()[key] for key in unmasked}
+    Twins(dense, sparse, budget, STEPS).train(batches)
+    unmasked = unmasked_sets(sparse)
     assert set(unmasked) == set(trainable(base))
     assert sum(map(len, unmasked.values())) == budget
-    for key, parameter in dense.named_parameters():
-        torch.testing.assert_close(sparse.get_parameter(key).detach(), parameter.detach(), rtol=1e-9, atol=1e-9)
     return base, sparse, batches[0]
 
 
