@@ -67,14 +67,21 @@ def test_differences_are_merged(model, base, out):
     assert bits(load(model, out)) == bits(delta.apply(model))
 
 
+def with_two_copies(base, change=0.0):
+    """A GPT-2's checkpoint that stores the table of its embedding and its head each, the last entry changed."""
+    tensors = load_file(save(gpt2(), base, shards=False) / "model.safetensors")
+    head = tensors["transformer.wte.weight"].clone()
+    head.view(-1)[-1] += change
+    tensors |= {"lm_head.weight": head}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
 def test_both_stored_copies_of_a_tied_tensor_are_changed(tmp_path, out):
+    with_two_copies(tmp_path / "base")
     model = gpt2()
-    base = save(model, tmp_path / "base", shards=False)
-    file = base / "model.safetensors"
-    tensors = load_file(file)
-    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()}, file, metadata={"format": "pt"})
     delta = make_delta(model)
-    delta.merge(base, out)
+    delta.merge(tmp_path / "base", out)
     merged = load(model, out)
     assert merged.lm_head.weight is merged.transformer.wte.weight
     assert bits(merged) == bits(delta.apply(model))
@@ -83,21 +90,16 @@ def test_both_stored_copies_of_a_tied_tensor_are_changed(tmp_path, out):
 @needs_transformers_5("4 ties whatever the config ties")
 def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
     """The config ties them, but the stored ones differ in the last entry: `from_pretrained` does not tie such."""
-    base = save(gpt2(), tmp_path / "base", shards=False)
-    file = base / "model.safetensors"
-    tensors = load_file(file)
-    head = tensors["transformer.wte.weight"].clone()
-    head.view(-1)[-1] += 1
-    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
-    model = load(gpt2(), base)
+    tensors = with_two_copies(tmp_path / "base", change=1.0)
+    model = load(gpt2(), tmp_path / "base")
     assert model.lm_head.weight is not model.transformer.wte.weight
     name = "transformer.wte.weight"
     delta = SparseDelta({name: make_delta(model).tensors[name]})
-    delta.merge(base, out)
+    delta.merge(tmp_path / "base", out)
     merged = load_file(out / "model.safetensors")
-    assert torch.equal(merged["lm_head.weight"], head)
+    assert torch.equal(merged["lm_head.weight"], tensors["lm_head.weight"])
     assert not torch.equal(merged[name], tensors[name])
-    assert [patch.name for patch in delta.patches(base)] == [name]
+    assert [patch.name for patch in delta.patches(tmp_path / "base")] == [name]
 
 
 @fuses_at_load

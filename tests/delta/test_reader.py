@@ -6,9 +6,7 @@ import pytest
 import torch
 from checkpoints import bert, save
 from safetensors.torch import save_file
-from torch import nn
 
-from sparsify import sparsify
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.errors import SparsifyError
@@ -17,19 +15,6 @@ from sparsify.errors import SparsifyError
 @pytest.fixture
 def folder(tmp_path):
     return save(bert(), tmp_path / "base")
-
-
-def test_a_model_is_its_tensors_by_plain_name():
-    model = nn.Linear(2, 1)
-    assert open_base(nn.ModuleDict({"module": model}))["weight"] is model.weight
-
-
-def test_it_knows_where_each_tensors_bytes_are(folder):
-    checkpoint = Checkpoint(folder)
-    for name, stored in checkpoint.stored.items():
-        data = stored.file.read_bytes()[stored.begin : stored.begin + stored.nbytes]
-        assert data == checkpoint[name].numpy().tobytes()
-        assert (stored.shape, stored.dtype) == (tuple(checkpoint[name].shape), "F32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
@@ -68,11 +53,6 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path):
 def test_a_path_that_is_not_there_may_be_a_name_on_the_hub():
     with pytest.raises(SparsifyError, match=r"`user/base` does not exist.*`hf download user/base` does"):
         open_base("user/base")
-
-
-def test_a_model_in_sparse_training_is_no_base():
-    with pytest.raises(SparsifyError, match="this model is sparsified"):
-        open_base(sparsify(nn.Linear(3, 2), 2, strategy="pafi"))
 
 
 def test_a_missing_shard_is_named(folder):

@@ -15,7 +15,7 @@ from oracle import unmasked_sets
 from safetensors.torch import load_file
 from twins import Twins
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify
+from sparsify import SparseDelta, base_weights, desparsify, sparsify
 from sparsify.adapters import add_adapters, load_adapters, save_adapters
 from sparsify.training.new_parameters import find_new
 
@@ -251,9 +251,3 @@ def test_adapterhubs_trainer_trains_and_saves_plain_adapters(tmp_path):
         loaded.load_adapter(str(tmp_path / f"checkpoint-{STEPS}" / "default"), set_active=True)
     loaded.classifier.load_state_dict(model.classifier.state_dict())
     assert torch.equal(logits(loaded, batch), logits(model, batch))
-
-
-def test_our_add_adapters_tells_a_model_of_theirs_apart():
-    model = hub_model(build("bert")[0], "seq_bn")
-    with pytest.raises(SparsifyError, match=r"was prepared by AdapterHub's `adapters`: call its model\.add_adapter"):
-        add_adapters(model)
