@@ -59,10 +59,11 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
         model = _with_peft(model, configs)
     if isinstance(settings := config.get(ADAPTERS_KEY), dict):
-        kind, factor, name, modules = map(settings.get, ("kind", "reduction_factor", "name", "target_modules"))
+        given: dict[str, Any] = {key: settings.get(key) for key in ("kind", "reduction_factor", "name")}
+        modules = settings.get("target_modules")
+        modules = tuple(modules) if isinstance(modules, list) else modules
         with torch.device("meta"):
-            places = tuple(modules) if isinstance(modules, list) else modules
-            insert_adapters(model, AdapterConfig(kind, factor, name, places))
+            insert_adapters(model, AdapterConfig(**given, target_modules=modules))
     _materialise(model, shapes)
     return model
 

@@ -73,10 +73,11 @@ def _t5_places(layer: Any, kind: Kind) -> list[Place] | None:
     parts = getattr(layer, "layer", None)
     if not isinstance(parts, nn.ModuleList) or not len(parts):
         return None
-    if not {"layer_norm", "dropout"} <= set(parts[0]._modules) or not hasattr(parts[-1], "DenseReluDense"):
+    modules: list[Any] = list(parts)
+    if not {"layer_norm", "dropout"} <= set(modules[0]._modules) or not hasattr(modules[-1], "DenseReluDense"):
         return None
     places = []
-    for part in (parts[0], parts[-1]) if kind.mh_adapter else (parts[-1],):
+    for part in (modules[0], modules[-1]) if kind.mh_adapter else (modules[-1],):
         hooked = part if kind.original_ln_before else part.dropout
         places.append(Place(part, "adapters", hooked, part.layer_norm.weight.numel(), part.layer_norm))
     return places

@@ -105,7 +105,7 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     base = config.get("base_model_name_or_path")
     hidden = {"base_model_name_or_path": None, "base_model_revision": None}
-    return {**config, **({} if is_repo_id(base) and not Path(base).exists() else hidden)}
+    return {**config, **({} if is_repo_id(base) and not Path(str(base)).exists() else hidden)}
 
 
 def push(

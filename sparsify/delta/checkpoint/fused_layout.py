@@ -32,14 +32,18 @@ class Window(NamedTuple):
     place: Tensor
 
     @property
+    def offset(self) -> int:
+        """The flat position in the stored tensor of the box's first entry."""
+        return int(self.place.storage_offset())
+
+    @property
     def box(self) -> tuple[slice, ...]:
         """The box as an index into the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.place.shape, strict=True))
 
     def view(self, stored: Tensor) -> Tensor:
         """The box as a view of the stored tensor, which has to be contiguous."""
-        offset = stored.storage_offset() + self.place.storage_offset()
-        return stored.as_strided(self.place.shape, self.place.stride(), offset)
+        return stored.as_strided(self.place.shape, self.place.stride(), stored.storage_offset() + self.offset)
 
 
 class Part(NamedTuple):
@@ -108,12 +112,12 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         """
         if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
             window = self.windows[0]
-            return [Part(window.key, indices + window.place.storage_offset(), torch.arange(indices.numel()))]
+            return [Part(window.key, indices + window.offset, torch.arange(indices.numel()))]
         parts = []
         for window in self.windows:
             begin, end = torch.searchsorted(indices, torch.tensor(self._range(window))).tolist()
             near = indices[begin:end]
-            inside, flat = torch.ones_like(near, dtype=torch.bool), torch.full_like(near, window.place.storage_offset())
+            inside, flat = torch.ones_like(near, dtype=torch.bool), torch.full_like(near, window.offset)
             coordinates = torch.unravel_index(near, self.shape)
             for coordinate, box, stride in zip(coordinates, window.box, window.place.stride(), strict=True):
                 inside &= (coordinate >= box.start) & (coordinate < box.stop)
