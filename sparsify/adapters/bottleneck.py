@@ -6,6 +6,7 @@ In: the hidden states of a layer, by a forward hook. Out: the adapted hidden sta
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class AdapterConfig:
     kind: str = "pfeiffer"
     reduction_factor: float = 16
     name: str = "default"
-    target_modules: tuple[str, ...] | None = None
+    target_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
@@ -77,8 +78,10 @@ class AdapterConfig:
                 "is no method of a dict, such as 'default'."
             )
         named = self.target_modules
-        if named is not None and not (isinstance(named, tuple) and all(isinstance(module, str) for module in named)):
-            raise SparsifyError(f"target_modules={named!r:.100}; expected a tuple of module names.")
+        if named is not None and not (
+            isinstance(named, (list, tuple)) and all(isinstance(module, str) for module in named)
+        ):
+            raise SparsifyError(f"target_modules={named!r:.100}; expected a list of module names.")
 
     def bottleneck(self, width: int) -> int:
         """Returns the bottleneck's size for hidden states of ``width`` dimensions: at least one."""

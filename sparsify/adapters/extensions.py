@@ -59,11 +59,9 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
         model = _with_peft(model, configs)
     if isinstance(settings := config.get(ADAPTERS_KEY), dict):
-        given: dict[str, Any] = {key: settings.get(key) for key in ("kind", "reduction_factor", "name")}
-        modules = settings.get("target_modules")
-        modules = tuple(modules) if isinstance(modules, list) else modules
+        given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(AdapterConfig)}
         with torch.device("meta"):
-            insert_adapters(model, AdapterConfig(**given, target_modules=modules))
+            insert_adapters(model, AdapterConfig(**given))
     _materialise(model, shapes)
     return model
 

@@ -104,7 +104,7 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
 def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
     """The config that AdapterHub writes next to the weights, and the modules that the user named."""
     base = getattr(plain_model(model), "config", None)
-    named = {} if config.target_modules is None else {"target_modules": list(config.target_modules)}
+    named = {} if config.target_modules is None else {"target_modules": config.target_modules}
     return {
         "config": {**_SETTINGS, **KINDS[config.kind]._asdict(), "reduction_factor": config.reduction_factor},
         "hidden_size": getattr(base, "hidden_size", None),
@@ -124,8 +124,6 @@ def _read_config(path: Path) -> AdapterConfig:
         raise SparsifyError(
             f"{path} is no config of AdapterHub's bottleneck adapters; expected one of save_adapters()."
         )
-    if isinstance(named, list):
-        named = tuple(named)
     for kind, known in KINDS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known._asdict()}.items()):
             return AdapterConfig(kind, given["reduction_factor"], full["name"], named)

@@ -73,7 +73,7 @@ def add_adapters(
     check_without_adapters(model)
     if target_modules is not None:
         matched = match_modules(model, target_modules, "target_modules")
-        config = replace(config, target_modules=tuple(name for name, _ in model.named_modules() if name in matched))
+        config = replace(config, target_modules=[name for name, _ in model.named_modules() if name in matched])
     insert_adapters(model, config)
     return model
 

@@ -50,11 +50,12 @@ def is_repo_id(text: object) -> bool:
 def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> Path:
     """The path of a delta's file, fetched from the hub if need be; arguments as in ``SparseDelta.load``."""
     file = Path(path)
-    if isinstance(path, str) and not file.exists() and _may_be_on_hub(path):
+    may_be_id = isinstance(path, str) and path.count("/") == 1 and not path.endswith(".safetensors")
+    if may_be_id and not file.exists() and is_repo_id(path):
         from huggingface_hub import hf_hub_download
 
-        with _explained(path, revision):
-            return Path(hf_hub_download(path, FILE_NAME, revision=revision, library_name="sparsify", **options))
+        with _explained(str(path), revision):
+            return Path(hf_hub_download(str(path), FILE_NAME, revision=revision, library_name="sparsify", **options))
     if revision is not None:
         raise SparsifyError(
             f"revision={revision!r} of `{path}`, which is taken for a path, and paths have no revisions: leave it "
@@ -68,11 +69,6 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
             f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'."
         )
     return file
-
-
-def _may_be_on_hub(path: str) -> bool:
-    """Whether a string that is no path here has the form of a repository's id."""
-    return path.count("/") == 1 and not path.endswith(".safetensors") and is_repo_id(path)
 
 
 def cached_folder(repo_id: str, revision: str | None) -> Path | None:

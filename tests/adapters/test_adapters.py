@@ -470,7 +470,7 @@ def edited(folder, change):
         (lambda c: c["config"].update(reduction_factor={"1": 8}), r"reduction_factor=\{'1': 8\}; expected a number"),
         (lambda c: c["config"].update(reduction_factor=2), r"has the shape \(4, 16\), .* needs \(8, 16\)"),
         (lambda c: c.update(name="other"), r"has no `bert.*\.other\.adapter_down\.0\.weight`, which .* needs \(near"),
-        (lambda c: c.update(target_modules="mlp"), "target_modules='mlp'; expected a tuple of module names"),
+        (lambda c: c.update(target_modules="mlp"), "target_modules='mlp'; expected a list of module names"),
         (lambda c: c.update(target_modules=["bert.poler"]), "has no module 'bert.poler' .near: `bert.pooler`"),
         (lambda c: c.clear(), "is no config of AdapterHub's bottleneck adapters"),
     ],

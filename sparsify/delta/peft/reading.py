@@ -73,13 +73,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     """The adapter's tensors by plain name, in memory of their own."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
-        pickle = (
-            f", only a `{_PICKLE_NAME}`, a pickle, which can run code when it is loaded: load it with PEFT if you "
-            "trust it, and save it again"
-            if (folder / _PICKLE_NAME).is_file()
-            else f": give the folder that PEFT's `save_pretrained` wrote, with its `{CONFIG_NAME}`"
-        )
-        raise SparsifyError(f"it has no `{WEIGHTS_NAME}`{pickle}")
+        pickle = f", and a `{_PICKLE_NAME}` can run code: load it with PEFT if you trust it, and save it again"
+        raise SparsifyError(f"it has no `{WEIGHTS_NAME}`: give the folder that PEFT's `save_pretrained` wrote{pickle}")
     with safe_open(path, framework="pt", device="cpu") as file:
         return {key.removeprefix(PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
 
