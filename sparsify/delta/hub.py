@@ -91,14 +91,7 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A delta's config without the path of a base on the machine that trained, which is private.
-
-    Example:
-        >>> public_config({"base_model_name_or_path": "openai-community/gpt2"})
-        {'base_model_name_or_path': 'openai-community/gpt2'}
-        >>> public_config({"base_model_name_or_path": "/home/me/models/gpt2"})
-        {'base_model_name_or_path': None, 'base_model_revision': None}
-    """
+    """A delta's config without the path of a base on the machine that trained, which is private."""
     base = config.get("base_model_name_or_path")
     hidden = {"base_model_name_or_path": None, "base_model_revision": None}
     return {**config, **({} if is_repo_id(base) and not Path(str(base)).exists() else hidden)}

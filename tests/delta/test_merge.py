@@ -319,14 +319,6 @@ def test_a_failure_midway_leaves_nothing_behind(model, base, out, nothing_writte
         make_delta(model).merge(base, out)
 
 
-def test_a_folder_that_holds_something_is_not_written_to(model, base, out):
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(SparsifyError, match="is there already and is not an empty folder: delete it, or give another"):
-        make_delta(model).merge(base, out)
-    assert files(out) == {"notes.txt": b"mine"}
-
-
 def test_the_folder_may_be_a_link_or_the_one_that_we_are_in(model, base, tmp_path, monkeypatch):
     for name in ("real", "here"):
         (tmp_path / name).mkdir()
@@ -340,13 +332,23 @@ def test_the_folder_may_be_a_link_or_the_one_that_we_are_in(model, base, tmp_pat
     assert files(tmp_path / "real") == files(tmp_path / "here") != {}
 
 
-def test_the_base_itself_is_not_written_to(model, base):
-    with pytest.raises(SparsifyError, match="is the base itself, which a merge leaves as it is"):
-        make_delta(model).merge(base, base / ".." / "base")
+@pytest.mark.parametrize(
+    ("folders", "match"),
+    [
+        (("base", "taken"), "is there already and is not an empty folder: delete it, or give another"),
+        (("base", "base/../base"), "is the base itself, which a merge leaves as it is"),
+        (("base/model.safetensors", "merged"), r"is not a folder: give the one with the base's `config.json`"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_refused(model, base, tmp_path, folders, match):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    with pytest.raises(SparsifyError, match=match):
+        make_delta(model).merge(*(tmp_path / folder for folder in folders))
+    assert files(tmp_path / "taken") == {"notes.txt": b"mine"}
+    assert not (tmp_path / "merged").exists()
 
 
-def test_a_base_has_to_be_a_folder(model, base, out, nothing_written):
+def test_a_model_is_no_base(model, out):
     with pytest.raises(SparsifyError, match=r"`merge` works on files, and got a BertFor.*`apply` the delta to the mo"):
         make_delta(model).merge(model, out)
-    with pytest.raises(SparsifyError, match=r"is not a folder: give the one with the base's `config.json`"):
-        make_delta(model).merge(base / "model.safetensors", out)

@@ -39,7 +39,8 @@ def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.Path
         entries = {
             f"{layer}.weight": _entries(layer, parts, config, method, tensors) for layer, parts in layers.items()
         }
-        _check_saved(whole, config.get("modules_to_save") or [], tensors)
+        saved = config.get("modules_to_save")
+        _check_saved(whole, saved if isinstance(saved, list) else [], tensors)
     except BaseMismatchError:
         raise
     except (SparsifyError, SafetensorError) as error:
@@ -63,9 +64,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"its `peft_type` is {peft_type!r:.100}, and only {' and '.join(map(str.upper, METHODS))} change entries: "
             "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
         )
-    saved = config.get("modules_to_save")
-    if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
-        raise SparsifyError(f"its `modules_to_save` is {saved!r:.100}, expected a list of names")
     return config
 
 
@@ -150,7 +148,7 @@ def _entries(
         raise SparsifyError(f"layer `{layer}`: {error}") from error
 
 
-def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[object], tensors: Mapping[str, Tensor]) -> None:
     """Raises unless every other tensor replaces one of the base's, or belongs to a module that was saved whole."""
     for name, tensor in whole.items():
         if name in tensors:
