@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -195,8 +194,6 @@ def _as_json(settings: dict[str, Any]) -> Any:
     """Settings in JSON types: a set as a sorted list, an enum as its value, any other object as text."""
 
     def convert(value: Any) -> Any:
-        if isinstance(value, (set, frozenset)):
-            return sorted(value)
-        return value.value if isinstance(value, Enum) else str(value)
+        return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
 
     return json.loads(json.dumps(settings, default=convert))

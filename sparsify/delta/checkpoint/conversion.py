@@ -41,12 +41,8 @@ class Conversion:
         self._tied = tied_names(model)
         self.layouts = _convert(model, shapes)
 
-    def first_name(self, name: str) -> str:
-        """A tied tensor's first name in the checkpoint; any other tensor's own name."""
-        return next((tied for tied in self._tied.get(name, ()) if tied in self.layouts), name)
-
     def aliases(self, name: str) -> list[str]:
-        """The names of ``layouts`` that a tensor has: its own or tied, with and without the prefix under the head."""
+        """A tensor's names in ``layouts``, the first of tied ones first, with and without the prefix under the head."""
         tied = [tied for plain in self._prefixed(name) for tied in self._tied.get(plain, (plain,))]
         return [alias for plain in tied for alias in self._prefixed(plain) if alias in self.layouts]
 

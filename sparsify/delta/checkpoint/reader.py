@@ -108,7 +108,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         if isinstance(self._conversion, SparsifyError):
             return list(self)
-        first = {name: self._conversion.first_name(name) for name in self._conversion.layouts}
+        first = {name: self._conversion.aliases(name)[0] for name in self._conversion.layouts}
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
