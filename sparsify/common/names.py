@@ -116,5 +116,5 @@ def check_plain(model: nn.Module) -> None:
     if any(ENGINE in vars(module) for module in model.modules()):
         raise SparsifyError(
             "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
-            "learn on top of what a delta writes. Call `desparsify(model)` first, or use another copy of the base."
+            "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the base."
         )

@@ -22,7 +22,7 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain, find_engine
 from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
-from sparsify.delta import storage
+from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
 from sparsify.delta.check import CheckReport, check_base
 from sparsify.delta.diff import diff
@@ -147,7 +147,7 @@ class SparseDelta(Summable):
             DeltaFormatError: when the file is broken, even by one changed bit, or is no delta, or no regular file.
         """
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        return cls(*delta_format.read(storage.find_file(path, revision=revision, **options)))
+        return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
 
     @classmethod
     def diff(cls, base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> SparseDelta:
@@ -197,7 +197,7 @@ class SparseDelta(Summable):
             SparsifyError: when ``config`` does not go into JSON, a name is both in ``tensors`` and in ``whole``, or the
                 path is that of another file. Nothing is written then.
         """
-        storage.save(Path(path), self.tensors, self.whole, self.config)
+        hub.save(Path(path), self.tensors, self.whole, self.config)
 
     def push_to_hub(
         self,
@@ -230,7 +230,7 @@ class SparseDelta(Summable):
             SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
         """
         options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
-        return storage.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
+        return hub.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Writes the delta's values into a base model, in place; all checks come before the first write.
@@ -374,7 +374,8 @@ class SparseDelta(Summable):
                 checked before the first patch. Without it they are the model's at run time.
 
         Returns:
-            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None.
+            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None where all of a
+            stored tensor is replaced.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the delta's base.

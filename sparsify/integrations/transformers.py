@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import get_unmasker, summary
-from sparsify.delta.card import public_config
+from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
