@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from sparsify.common.names import check_plain
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
@@ -18,8 +17,7 @@ from sparsify.delta.entries import Base, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import (
     check_dense,
-    check_dtype,
-    check_shape,
+    check_entries,
     counted,
     find_targets,
     is_verified,
@@ -74,7 +72,6 @@ def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckR
     check_names(tensors, whole)
     if not isinstance(base, nn.Module):
         return check_checkpoint(tensors, whole, Checkpoint(base))[0]
-    check_plain(base)
     targets = find_targets([*tensors, *whole], base, whole)
     patches = {name: plan_entries(name, delta, targets[name]) for name, delta in tensors.items()}
     for name, tensor in whole.items():
@@ -114,8 +111,7 @@ def trained_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout
 
 def _base_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
     """The checkpoint's values (count,) at a tensor's entries, whose shape and dtype are checked."""
-    check_shape(name, delta.shape, layout.shape, "Give the base that the delta was trained on.", _IN_FILES)
-    check_dtype(name, delta, checkpoint.dtype(layout), _IN_FILES)
+    check_entries(name, delta, layout.shape, checkpoint.dtype(layout), _IN_FILES)
     return checkpoint.take(layout, delta.indices)
 
 

@@ -51,9 +51,8 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)
-    dtypes = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
-    casts = {name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held}
-    warn_of_casts(casts, "the checkpoint")
+    dtypes = [(name, tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked]
+    warn_of_casts(dtypes, "the checkpoint")
     places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
     if METADATA_KEY in new:
