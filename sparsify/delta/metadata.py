@@ -23,6 +23,9 @@ PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: adapters that were
 ENTRIES_IN_WHOLE_KEY = "entries_in_whole"  # of the config: number of entries trained in tensors stored whole
 MAX_NAME_CHARACTERS = 1000
 MAX_DEPTH = 64  # of objects and lists in each other
+# A parsed object or list takes some 100 bytes, so their number bounds the memory. Tensors need 1 in 21 bytes or fewer.
+_FREE_OPENINGS = 4096
+_CHARACTERS_PER_OPENING = 16
 
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole", "payload_sha256"}
 _DEFAULT_KIND = "replace"
@@ -122,11 +125,13 @@ def parse_json(text: str | bytes) -> Any:
 
     Raises:
         ValueError: for text that is no JSON or not UTF-8; NaN, Infinity, or a number beyond floats; an object with a
-            key twice; half of a surrogate pair; objects and lists too deep in each other.
+            key twice; half of a surrogate pair; objects and lists that are too many, or too deep in each other.
         RecursionError: for some that are far too deep.
     """
     if isinstance(text, bytes):
         text = text.decode()
+    if text.count("{") + text.count("[") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_OPENING:
+        raise DeltaFormatError(f"{len(text):,} characters of JSON open more objects and lists than a reader accepts")
     value = json.loads(
         text, parse_constant=_float, parse_int=_int, parse_float=_float, object_pairs_hook=_without_repeats
     )

@@ -4,6 +4,7 @@ Each file is one that costs much for its size. It is read under an address-space
 and where the C library gives freed memory back: how much of it glibc keeps otherwise differs from run to run.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -59,7 +60,8 @@ for path in sys.argv[2:]:
 
 def with_metadata(config="{}", tensors="{}", whole="[]"):
     """A file with such texts in its metadata, and no tensors."""
-    text = f'{{"format_version":1,"config":{config},"tensors":{tensors},"whole":{whole}}}'
+    sha256 = hashlib.sha256().hexdigest()
+    text = f'{{"format_version":2,"config":{config},"tensors":{tensors},"whole":{whole},"payload_sha256":"{sha256}"}}'
     return join(json.dumps({"__metadata__": {"sparse_delta": text}}, ensure_ascii=False).encode(), b"")
 
 
@@ -87,9 +89,10 @@ def keys(count):
 
 
 def empty_whole_tensors(count=30_000):
-    header = {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
-    text = f'{{"format_version":1,"config":{{}},"tensors":{{}},"whole":{numbered(count)}}}'
-    return join({**header, "__metadata__": {"sparse_delta": text}}, b"")
+    header, _ = split(with_metadata(whole=numbered(count)))
+    return join(
+        header | {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}, b""
+    )
 
 
 def long_shape():
