@@ -70,10 +70,10 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
 
 def _distinct(tensors: NamedTensors) -> list[str]:
     """The names, one for each tensor; those of a checkpoint as the model has them at run time."""
-    if not isinstance(tensors, dict):
-        return tensors.plain_names() if isinstance(tensors, Checkpoint) else list(tensors)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return [name for name, tensor in tensors.items() if first[id(tensor)] == name]
+    if isinstance(tensors, Checkpoint):
+        return tensors.plain_names()
+    again = {name for names in _ties(tensors) for name in names[1:]}
+    return [name for name in tensors if name not in again]
 
 
 def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors) -> None:

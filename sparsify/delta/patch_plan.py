@@ -256,7 +256,8 @@ def warn_of_casts(
     ``stacklevel`` is that of ``warnings.warn``; by default the caller of a delta's method.
     """
     casts = {name: (trained, held) for name, trained, held in dtypes if trained != held}
-    for name, (trained, held) in list(casts.items())[:1]:
+    if casts:
+        name, (trained, held) = next(iter(casts.items()))
         warnings.warn(
             f"{place} holds {held} where the delta was trained on {trained} (`{name}`; "
             f"{counted(len(casts), 'tensor')} in all): whether it is the right base cannot be checked, and the trained "
