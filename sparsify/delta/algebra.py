@@ -8,6 +8,7 @@ term becomes a change, trained minus pretrained, and the changes are added over 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -211,9 +212,10 @@ def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
     return find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
 
 
-def _finite(number: object, verb: str) -> float:
+def _finite(number: Any, verb: str) -> float:
     """A number that a delta is multiplied or divided by."""
-    if not isinstance(number, Real) or not abs(number) <= sys.float_info.max:  # nor is NaN
+    size: Any = abs(number) if isinstance(number, Real) else math.inf
+    if not size <= sys.float_info.max:  # nor is NaN
         raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")
     return float(number)
 

@@ -14,15 +14,14 @@ from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import Base, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import (
     check_dense,
     check_entries,
     counted,
-    find_targets,
     is_verified,
     new_values,
-    plan_entries,
+    plan_delta,
 )
 from sparsify.errors import BaseMismatchError
 
@@ -69,14 +68,10 @@ class CheckReport:
 
 def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckReport:
     """Checks a delta against a model or the path of a checkpoint; see :meth:`sparsify.SparseDelta.check`."""
-    check_names(tensors, whole)
     if not isinstance(base, nn.Module):
         return check_checkpoint(tensors, whole, Checkpoint(base))[0]
-    targets = find_targets([*tensors, *whole], base, whole)
-    patches = {name: plan_entries(name, delta, targets[name]) for name, delta in tensors.items()}
-    for name, tensor in whole.items():
-        check_dense(name, tensor, targets[name].shape, targets[name].dtype)
-    unchecked = tuple(name for name, delta in tensors.items() if not is_verified(delta, patches[name].old))
+    old = {patch.name: patch.old for patch in plan_delta(tensors, whole, base)}
+    unchecked = tuple(name for name, delta in tensors.items() if not is_verified(delta, old[name]))
     return CheckReport(len(tensors), sum(delta.count for delta in tensors.values()), len(whole), unchecked)
 
 
@@ -84,6 +79,7 @@ def check_checkpoint(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint
 ) -> tuple[CheckReport, dict[str, Layout]]:
     """Checks a delta against a checkpoint, a tensor at a time; also gives the layouts of those in it."""
+    check_names(tensors, whole)
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}
     owners: dict[tuple[object, ...], str] = {}  # of stored windows

@@ -37,8 +37,6 @@ from sparsify.delta.entries import (
 from sparsify.delta.metadata import METADATA_KEY, check_names, check_object, describe, parse, parse_json, to_json
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
-__all__ = ["CONFIG_NAME", "FILE_NAME", "DeltaFile", "check_names", "payload_hash", "read", "write"]
-
 FILE_NAME = "sparse_delta.safetensors"
 CONFIG_NAME = "sparse_delta_config.json"
 MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors

@@ -29,7 +29,6 @@ from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
 from sparsify.delta.patches import entry_patches
 from sparsify.errors import SparsifyError
@@ -46,7 +45,6 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
 
     With dense tensors, ``architecture`` and ``model_config`` of ``config`` go into ``config.json``.
     """
-    check_names(tensors, whole)
     check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)

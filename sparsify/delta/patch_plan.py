@@ -18,7 +18,8 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest, put
-from sparsify.delta.entries import DTYPES, TensorDelta, TensorDeltas
+from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
+from sparsify.delta.metadata import check_names
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -125,6 +126,14 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
             )
     entries = {name: tensor for name, tensor in targets.items() if name not in dense}
     return targets | with_quantized_deltas(entries, model)
+
+
+def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module) -> PatchPlan:
+    """Plans the writes of a delta; raises where the model is not its base."""
+    check_names(tensors, whole)
+    targets = find_targets([*tensors, *whole], model, whole)
+    plan = [plan_entries(name, part, targets[name]) for name, part in tensors.items()]
+    return plan + [plan_dense(name, tensor, targets[name]) for name, tensor in whole.items()]
 
 
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> TensorPatch:

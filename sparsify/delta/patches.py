@@ -16,7 +16,7 @@ from sparsify.delta.check import check_checkpoint, trained_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import check_not_drawn
 from sparsify.errors import BaseMismatchError, SparsifyError
 

@@ -32,10 +32,8 @@ from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import (
     PatchPlan,
     counted,
-    find_targets,
     own_copy,
-    plan_dense,
-    plan_entries,
+    plan_delta,
     warn_of_casts,
 )
 from sparsify.delta.patches import WeightPatch, make_patches
@@ -291,12 +289,9 @@ class SparseDelta(Summable):
 
     def plan(self, model: nn.Module) -> PatchPlan:
         """Plans and checks the writes of :meth:`apply`; nothing is written."""
-        delta_format.check_names(self.tensors, self.whole)
-        targets = find_targets([*self.tensors, *self.whole], model, self.whole)
-        plan = [plan_entries(name, part, targets[name]) for name, part in self.tensors.items()]
-        plan += [plan_dense(name, tensor, targets[name]) for name, tensor in self.whole.items()]
+        plan = plan_delta(self.tensors, self.whole, model)
         parts: dict[str, Any] = {**self.tensors, **self.whole}
-        warn_of_casts((name, part.dtype, targets[name].dtype) for name, part in parts.items())
+        warn_of_casts((patch.name, parts[patch.name].dtype, patch.old.dtype) for patch in plan)
         return plan
 
     def check(self, base: Base) -> CheckReport:
