@@ -86,8 +86,7 @@ def check_checkpoint(
     for name, delta in tensors.items():
         layout = layouts[name] = _find_layout(name, delta, checkpoint)
         _check_distinct(name, layout, owners)
-        old = _base_values(name, delta, checkpoint, layout)
-        new_values(name, delta, old, _IN_FILES)  # for its checks
+        old, _ = checked_values(name, delta, checkpoint, layout)
         if not is_verified(delta, old):
             unchecked.append(name)
     for name, tensor in whole.items():
@@ -100,15 +99,11 @@ def check_checkpoint(
     return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
 
 
-def trained_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
-    """The trained values (count,) of one tensor in the checkpoint's dtype; raises where it is not the delta's base."""
-    return new_values(name, delta, _base_values(name, delta, checkpoint, layout), _IN_FILES)
-
-
-def _base_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
-    """The checkpoint's values (count,) at a tensor's entries, whose shape and dtype are checked."""
+def checked_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The base's and the trained values (count,) of one tensor; raises where the checkpoint is not the delta's base."""
     check_entries(name, delta, layout.shape, checkpoint.dtype(layout), _IN_FILES)
-    return checkpoint.take(layout, delta.indices)
+    old = checkpoint.take(layout, delta.indices)
+    return old, new_values(name, delta, old, _IN_FILES)
 
 
 def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layout:

@@ -188,11 +188,9 @@ def _check_keys(present: set[str], records: Mapping[str, Any], whole: list[str])
     """Raises unless the file holds exactly the tensors that its metadata names."""
     expected = {f"{name}.{role}" for name in records for role in ("indices", "values")}
     expected |= {f"{name}.whole" for name in whole}
-    if missing := sorted(expected - present):
-        raise DeltaFormatError(f"`{missing[0]}` is missing ({len(missing)} in all), though its metadata names it")
-    if unknown := sorted(present - expected):
-        text = f"`{unknown[0]:.120}` is in it ({len(unknown)} in all), though its metadata does not name it"
-        raise DeltaFormatError(text)
+    if wrong := sorted(expected ^ present):
+        problem = "is missing" if wrong[0] in expected else "is there"
+        raise DeltaFormatError(f"`{wrong[0]:.120}` {problem}, contrary to its metadata ({len(wrong)} such in all)")
 
 
 def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelta:

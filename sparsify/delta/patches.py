@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.delta.check import check_checkpoint, trained_values
+from sparsify.delta.check import check_checkpoint, checked_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
@@ -65,7 +65,7 @@ def entry_patches(
 ) -> Iterator[WeightPatch]:
     """Patches of one tensor's entries in each of the places where a checkpoint stores it."""
     first, *others = places
-    values = trained_values(name, delta, checkpoint, first)
+    _, values = checked_values(name, delta, checkpoint, first)
     for layout in (first, *others):
         for part in layout.locate(delta.indices):
             shape = checkpoint.stored[part.key].shape

@@ -1,6 +1,5 @@
 """The delta file: encodings, bytes, and that a damaged file is always an error that says what is wrong."""
 
-import hashlib
 import json
 import math
 import os
@@ -143,10 +142,6 @@ def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
             read_bytes(path, bytes(damaged))
 
 
-def test_the_hash_is_that_of_every_byte_after_the_header(path, good):
-    assert delta_format.payload_hash(path) == hashlib.sha256(split(good)[1]).hexdigest()
-
-
 # Writing
 
 
@@ -181,11 +176,6 @@ def test_a_config_that_could_not_be_read_is_not_written(path, config, message):
     assert not path.exists()
 
 
-def test_a_name_that_is_both_sparse_and_whole_is_not_written(path):
-    with pytest.raises(SparsifyError, match="tensor `a` is there twice"):
-        write(path, {"a": entries()}, {"a": torch.zeros(1)}, {})
-
-
 def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
     monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 500)
     with pytest.raises(SparsifyError, match=r"header takes 1,.* bytes, more than the 500 that a reader accepts"):
@@ -210,13 +200,6 @@ def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
 def test_entries_that_make_no_sense_cannot_be_built(change, message):
     with pytest.raises(SparsifyError, match=message):
         entries(**change)
-
-
-def test_replacements_have_the_bases_dtype_and_differences_need_not():
-    parts = (torch.tensor([0]), torch.tensor([1.0]), (2,), torch.bfloat16)
-    assert TensorDelta(*parts, "add", SHA).values.dtype == torch.float32
-    with pytest.raises(SparsifyError, match=r"values are torch.float32, expected the base's torch.bfloat16"):
-        TensorDelta(*parts, "replace", SHA)
 
 
 # Damaged files
@@ -259,11 +242,6 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
                 refuses(path)
 
 
-def test_a_missing_file_is_the_systems_own_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read(tmp_path / "nothing")
-
-
 def nested(depth):
     return [nested(depth - 1)] if depth > 1 else []
 
@@ -290,13 +268,13 @@ def nested(depth):
         (set_in("whole", to=[7]), "name is 7"),
         (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
         (set_in("whole", to=["a", "head.weight"]), "tensor `a` is there twice"),
-        (set_in("whole", to=[]), "`head.weight.whole` is in it .* does not name it"),
+        (set_in("whole", to=[]), "`head.weight.whole` is there, contrary to its metadata"),
         (set_in("whole", to=["head.weight", "other"]), "`other.whole` is missing"),
         (set_in("whole", to={}), "`whole` a list"),
         (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
         (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
         (set_in("tensors", to=[]), "`tensors` and `config` have to be objects"),
-        (lambda d: d["tensors"].pop("a") and None, "`a.indices` is in it"),
+        (lambda d: d["tensors"].pop("a") and None, "`a.indices` is there"),
         (set_in("tensors", "", to={}), "name is ''"),
         (set_in("tensors", "a", to=None), "tensor `a`: its record: expected a JSON object"),
         (set_in("tensors", "a", "more", to=1), "tensor `a`: .* with exactly the keys base_sha256"),
@@ -367,10 +345,10 @@ def test_a_config_of_very_many_lists_is_refused_both_ways(path, good):
         read_bytes(path, edited(good, set_in("config", "log", to=[[]] * 50_000)))
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b"])
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b", "a"])
 def test_names_that_a_reader_refuses_are_not_written(path, name):
-    with pytest.raises(SparsifyError, match=r"a tensor's name is|surrogates not allowed"):
-        write(path, {}, {name: torch.zeros(1)}, {})
+    with pytest.raises(SparsifyError, match=r"a tensor's name is|tensor `a` is there twice"):
+        write(path, {"a": entries()}, {name: torch.zeros(1)}, {})
     assert not path.exists()
 
 
@@ -398,7 +376,7 @@ def u16(*numbers):
     ("tensors", "message"),
     [
         ({"a__values": None}, "`a.values` is missing"),
-        ({"other": torch.zeros(1)}, "`other` is in it"),
+        ({"other": torch.zeros(1)}, "`other` is there"),
         ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: indices .* and values \(3, 1\)"),
         ({"a__values": torch.ones(3)}, "tensor `a`: values are torch.float32, expected the base's torch.bfloat16"),
         ({"a__values": torch.tensor([1, math.inf, 2]).bfloat16()}, "tensor `a`: 1 of 3 values are not finite"),

@@ -156,6 +156,8 @@ def examine(path, target, world, megabytes=MEGABYTES):
 
     def attack():
         warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         target(path, world)
 
     try:
