@@ -179,7 +179,7 @@ def _read_header(file: BinaryIO) -> tuple[set[str], dict[str, Any]]:
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise DeltaFormatError(f"its header claims {header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
-    header = parse_json(file.read(header_bytes))  # safetensors takes the last of two equal keys, others the first
+    header = parse_json(file.read(header_bytes).decode())  # strictly: safetensors takes the last of two equal keys
     document = parse(header)
     return set(header) - {"__metadata__"}, document
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
 from requirements import fuses_at_load
-from safetensors.torch import load_file, save_file
 
 from sparsify.delta.check import CheckReport
 from sparsify.delta.sparse_delta import SparseDelta
@@ -51,16 +50,6 @@ def test_another_dtype_cannot_be_checked_and_the_report_says_so(tmp_path):
             "quantized as then, so the values "
             "there cannot be checked."
         )
-
-
-def test_a_quantized_tensor_on_disk_is_refused(tmp_path):
-    model = bert()
-    save(model, tmp_path, shards=False)
-    file = tmp_path / "model.safetensors"
-    name = "bert.pooler.dense.weight"
-    save_file({**load_file(file), name: torch.zeros(16, 16, dtype=torch.int8)}, file)
-    with pytest.raises(BaseMismatchError, match=f"`{name}` is torch.int8 in the checkpoint.*load the base unquantized"):
-        make_delta(model).check(tmp_path)
 
 
 def test_a_head_that_a_checkpoint_lacks_is_reported(tmp_path):

@@ -288,18 +288,6 @@ def add_dense(rng, parts, name, dtype, shape):
     parts.add_tensor(f"{name}.whole", dtype, shape, rng.randbytes(count * DTYPES[dtype]) if count < 5000 else b"")
 
 
-def attack_recipes(rng, parts, other):
-    """Tensors to be drawn that are large, strange or not there."""
-    recipe = {"distribution": rng.choice(["constant", "uniform", "normal"]), "scale": rng.choice([0, 0.5, 1e308])}
-    recipe["seed"] = rng.choice([0, 1, 2**63 - 1])
-    record = {"shape": rng.choice(SHAPES), "dtype": rng.choice(["F32", "F64", "BF16", "F16"]), "count": 0}
-    name = rng.choice(NAMES)
-    if name not in parts.document["tensors"]:
-        parts.document["tensors"][name] = {**record, "base_sha256": "0" * 64, "drawn": recipe}
-        parts.add_tensor(f"{name}.indices", "U16", [0])
-        parts.add_tensor(f"{name}.values", record["dtype"], [0])
-
-
 def attack_limits(rng, parts, other):
     """Much structure in few bytes, and a config at the limits of depth, size, numbers and strings."""
     deep = rng.choice([3, "a", [], {}, None])
@@ -333,7 +321,7 @@ def attack_head(rng, parts, other):
 
 ATTACKS = [
     attack_bytes, attack_payload, attack_json, attack_text, attack_layout, attack_indices, attack_fields, attack_values,
-    attack_names, attack_dense, attack_recipes, attack_limits, attack_head,
+    attack_names, attack_dense, attack_limits, attack_head,
 ]  # fmt: skip
 NEEDS_ENTRIES = (attack_indices, attack_values)
 
