@@ -29,7 +29,6 @@ from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.format import check_names
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
 from sparsify.delta.patches import patches_of
 from sparsify.errors import SparsifyError
@@ -47,14 +46,12 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
 
     With dense tensors, ``architecture`` and ``model_config`` of ``config`` go into ``config.json``.
     """
-    check_names(tensors, whole)
     check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)
-    dtypes = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
-    casts = {name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held}
-    warn_of_casts(casts, "the checkpoint")
+    dtypes = [(name, tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked]
+    warn_of_casts(dtypes, "the checkpoint")
     places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
     if METADATA_KEY in new:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.delta.check import check_checkpoint, trained_values
+from sparsify.delta.check import check_checkpoint, checked_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import check_not_drawn
 from sparsify.errors import SparsifyError
 
@@ -81,7 +81,7 @@ def patches_of(
 ) -> Iterator[WeightPatch]:
     """Patches of one tensor's entries, or of a dense tensor, in each of the places where a checkpoint stores it."""
     if isinstance(part, TensorDelta):
-        values = trained_values(name, part, checkpoint, places[0])
+        _, values = checked_values(name, part, checkpoint, places[0])
         for found in (found for layout in places for found in layout.locate(part.indices)):
             shape = checkpoint.stored[found.key].shape
             yield WeightPatch(found.key, shape, values.dtype, values[found.entries], found.indices)

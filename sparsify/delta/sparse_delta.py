@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import check_plain, find_engine
+from sparsify.common.names import find_engine
 from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta import hub
@@ -30,13 +30,10 @@ from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, Ten
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import (
-    AppliedPlans,
     PatchPlan,
     counted,
-    find_targets,
     own_copy,
-    plan_dense,
-    plan_entries,
+    plan_delta,
     warn_of_casts,
 )
 from sparsify.delta.patches import WeightPatch, make_patches
@@ -82,7 +79,6 @@ class SparseDelta(Summable):
         self.tensors: dict[str, TensorDelta] = dict(tensors)
         self.whole: dict[str, Tensor] = dict(whole or {})
         self.config: dict[str, Any] = dict(config or {})
-        self._applied = AppliedPlans("delta")
 
     @classmethod
     def from_model(cls, model: nn.Module, budget: int | None = None) -> SparseDelta:
@@ -132,7 +128,7 @@ class SparseDelta(Summable):
     ) -> SparseDelta:
         """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub.
 
-        The payload is compared with the SHA-256 that a file has from format version 2 on: about a second a gigabyte.
+        The payload is compared with its SHA-256, which takes about a second a gigabyte.
 
         Args:
             path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
@@ -233,7 +229,7 @@ class SparseDelta(Summable):
         return hub.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Writes the delta's values into a base model, in place; all checks come before the first write.
+        """Writes the delta's values into a base model, in place, after all checks; returns the model.
 
         A base in another dtype than the delta was trained on cannot be checked: one warning says so, and the values
         are cast.
@@ -245,9 +241,6 @@ class SparseDelta(Summable):
         Args:
             model: the base that the delta was trained on, wrapped or not, on any device.
 
-        Returns:
-            The same model.
-
         Raises:
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
@@ -256,13 +249,10 @@ class SparseDelta(Summable):
         return self._applied.write(self.plan(model), model)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Puts back, bit for bit, what :meth:`apply` replaced; the model may have moved or been cast since.
+        """Puts back, bit for bit, what :meth:`apply` replaced; returns the model, which may have moved or been cast.
 
         Args:
             model: a model that this delta is applied to.
-
-        Returns:
-            The same model.
 
         Raises:
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
@@ -271,14 +261,11 @@ class SparseDelta(Summable):
         return model
 
     def swap(self, model: nn.Module, other: SparseDelta) -> nn.Module:
-        """Reverts this delta and applies another one; only the entries of the two are read and written.
+        """Reverts this delta, applies another one and returns the model; only the two deltas' entries are written.
 
         Args:
             model: a model that this delta is applied to.
             other: a delta trained on the same base.
-
-        Returns:
-            The same model.
 
         Raises:
             SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
@@ -302,14 +289,9 @@ class SparseDelta(Summable):
 
     def plan(self, model: nn.Module) -> PatchPlan:
         """Plans and checks the writes of :meth:`apply`; nothing is written."""
-        check_plain(model)
-        delta_format.check_names(self.tensors, self.whole)
-        targets = find_targets([*self.tensors, *self.whole], model, self.whole)
-        plan = [plan_entries(name, part, targets[name]) for name, part in self.tensors.items()]
-        plan += [plan_dense(name, tensor, targets[name]) for name, tensor in self.whole.items()]
+        plan = plan_delta(self.tensors, self.whole, model)
         parts: dict[str, Any] = {**self.tensors, **self.whole}
-        dtypes = {name: (part.dtype, targets[name].dtype) for name, part in parts.items()}
-        warn_of_casts({name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held})
+        warn_of_casts((patch.name, parts[patch.name].dtype, patch.old.dtype) for patch in plan)
         return plan
 
     def check(self, base: Base) -> CheckReport:
@@ -428,14 +410,6 @@ class SparseDelta(Summable):
         """The same delta without the tensors that it stores whole, such as a head: the changed entries alone.
 
         Deltas of tasks with a head each can be summed this way: ``(a + 0.5 * b).entries_only()``.
-
-        Example:
-            >>> import torch
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> delta = SparseDelta.diff(base, tuned, progress=False)
-            >>> delta.whole["head.weight"] = torch.ones(2, 1)
-            >>> delta.entries_only()
-            SparseDelta(3 entries in 2 tensors, 0 tensors stored whole)
         """
         return SparseDelta(self.tensors, config=self.config)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from delta_bytes import as_version_1
 from deltas import fine_tuned, make_base, task
 from hub_server import OWNER, client_environment, hub_server
 from models import bert
@@ -134,17 +133,6 @@ def test_verify_notices_a_changed_bit_in_a_value(run, tmp_path, base):
     code, text = run("verify", tmp_path / "delta", "--base", tmp_path / "base")
     assert code == 1
     assert "its payload does not have the SHA-256 that its metadata records" in text
-
-
-def test_verify_and_info_say_that_an_old_file_has_no_hash(run, tmp_path, base):
-    task(base, 1).save(tmp_path / "delta")
-    file = tmp_path / "delta" / "sparse_delta.safetensors"
-    file.write_bytes(as_version_1(file.read_bytes()))
-    for arguments in (["verify", tmp_path / "delta", "--base", tmp_path / "base"], ["info", tmp_path / "delta"]):
-        code, text = run(*arguments)
-        assert code == 0
-        assert "not checked: format version 1 has no hash of it" in text
-    assert json.loads(run("info", tmp_path / "delta", "--json")[1])["payload_sha256"] is None
 
 
 def test_info_says_how_much_of_a_sparse_lora_was_trained(run, tmp_path):

@@ -217,26 +217,19 @@ def test_loading_what_is_not_there_says_so(tmp_path, name):
 
 
 @pytest.mark.parametrize(("dtype", "bytes_per_value"), [(torch.bfloat16, 2), (torch.float32, 4)])
-@pytest.mark.parametrize(("shape", "more"), [((768, 3072), 0.2), ((2048, 2048), 0.102), ((4096, 4096), 0.03)], ids=str)
-def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_path, shape, more, dtype, bytes_per_value):
-    generator, numel, layers = torch.Generator().manual_seed(0), shape[0] * shape[1], 12
-    n_entries = numel // 1000
-    tensors = {}
-    for layer in range(layers):
-        drawn = torch.randint(numel, (2 * n_entries,), generator=generator).unique()
-        indices = drawn[torch.randperm(drawn.numel(), generator=generator)[:n_entries]].sort().values
-        values = torch.randn(n_entries, generator=generator).to(dtype)
+def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_path, dtype, bytes_per_value):
+    shape, count, tensors = (4096, 4096), 4096**2 // 1000, {}
+    for layer in range(12):
+        indices = torch.arange(count) * 1000 + torch.randint(1000, (count,))
+        values = torch.randn(count).to(dtype)
         name = f"model.layers.{layer}.mlp.up_proj.weight"
         tensors[name] = TensorDelta(indices, values, shape, dtype, "replace", digest(values))
     versions = {"sparsify": "0.1.0", "torch": "2.13.0+cpu", "safetensors": "0.8.0", "transformers": "5.23.0"}
-    # Header and metadata are some 400 bytes per tensor; a longer config and the payload's hash count once per file.
     SparseDelta(tensors, config={**CONFIG, "versions": versions}).save(tmp_path)
-    size = (tmp_path / "sparse_delta.safetensors").stat().st_size
-    assert size / SparseDelta.load(tmp_path).num_entries <= 2 + bytes_per_value + more
+    assert (tmp_path / FILE_NAME).stat().st_size / (12 * count) <= 2 + bytes_per_value + 0.03
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_the_default_device_does_not_matter(tmp_path, device):
+def test_the_default_device_does_not_matter(tmp_path):
     model = make_model()
     delta = make_delta(model, {"1.running_mean": torch.ones(4)})
     draw = InitializerRecipe("normal", 0.5, seed=1)
@@ -244,9 +237,8 @@ def test_the_default_device_does_not_matter(tmp_path, device):
     parts = torch.tensor([1]), initial[1:2] + 1, (4,), torch.float32, "replace", digest(initial), draw
     delta.tensors["0.bias"] = TensorDelta(*parts)
     delta.save(tmp_path / "one")
-    with delta.applied(copy.deepcopy(model)) as expected:
-        pass
-    torch.set_default_device(device)
+    before = bits(model)
+    torch.set_default_device("meta")
     try:
         loaded = SparseDelta.load(tmp_path / "one")
         assert loaded == delta
@@ -259,7 +251,7 @@ def test_the_default_device_does_not_matter(tmp_path, device):
         torch.set_default_device(None)
     assert (tmp_path / "one" / FILE_NAME).read_bytes() == (tmp_path / "two" / FILE_NAME).read_bytes()
     assert applied.flatten()[[0, 7, 19]].tolist() == delta.tensors["0.weight"].values.tolist()
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert bits(model) == before
 
 
 # Comparing, and leaving out what is stored whole
@@ -276,6 +268,8 @@ def test_deltas_are_equal_where_they_do_the_same_to_the_same_base(tmp_path):
     assert loaded == delta
     assert copy.deepcopy(delta) == pickle.loads(pickle.dumps(delta)) == delta
     assert delta != "a delta"
+    with pytest.raises(TypeError, match="unhashable type: 'SparseDelta'"):  # since it may change
+        hash(delta)
 
 
 @pytest.mark.parametrize(
@@ -307,11 +301,6 @@ def rename(tensors, old, new):
 
 def with_changed(delta, name, **fields):
     delta.tensors[name] = replace(delta.tensors[name], **fields)
-
-
-def test_a_delta_that_may_change_has_no_hash():
-    with pytest.raises(TypeError, match="unhashable type: 'SparseDelta'"):
-        {make_delta(make_model())}
 
 
 def test_entries_alone_leave_out_what_is_stored_whole():
@@ -427,15 +416,6 @@ def test_writing_is_seen_by_autograd(model, delta):
     delta.apply(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-def test_a_models_gradients_and_flags_stay(model, delta):
-    model[2].weight.requires_grad_(False)
-    model[0].weight.grad = torch.ones(4, 5)
-    delta.apply(model)
-    assert [model[i].weight.requires_grad for i in (0, 2)] == [True, False]
-    assert model[0].weight.is_leaf
-    assert torch.equal(model[0].weight.grad, torch.ones(4, 5))
 
 
 def test_applied_reverts_after_an_exception(model, delta, unchanged):
