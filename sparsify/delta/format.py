@@ -34,7 +34,16 @@ from sparsify.delta.entries import (
     decode_indices,
     encode_indices,
 )
-from sparsify.delta.metadata import METADATA_KEY, check_names, check_object, describe, parse, parse_json, to_json
+from sparsify.delta.metadata import (
+    METADATA_KEY,
+    PAYLOAD_KEY,
+    check_names,
+    check_object,
+    describe,
+    parse,
+    parse_json,
+    to_json,
+)
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
 FILE_NAME = "sparse_delta.safetensors"
@@ -69,7 +78,7 @@ def write(
     with torch.device("cpu"):  # whatever the default device is
         payload = _payload(tensors, whole)
         draft = _serialise(payload, document)  # its payload has the layout of the final one's
-        document["payload_sha256"] = hashlib.sha256(memoryview(draft)[_header_end(draft) :]).hexdigest()
+        document[PAYLOAD_KEY] = hashlib.sha256(memoryview(draft)[_header_end(draft) :]).hexdigest()
         data = _serialise(payload, document)
     if (header_bytes := _header_end(data) - 8) > MAX_HEADER_BYTES:
         raise SparsifyError(
@@ -139,7 +148,8 @@ def read(path: StrPath) -> DeltaFile:
         _check_keys(keys, records, whole)
         file.seek(0)
         data = file.read()
-        if hashlib.sha256(memoryview(data)[_header_end(data) :]).hexdigest() != document["payload_sha256"]:
+        recorded = document.get(PAYLOAD_KEY)  # not in a file of version 1
+        if recorded not in (None, hashlib.sha256(memoryview(data)[_header_end(data) :]).hexdigest()):
             raise DeltaFormatError(
                 "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after "
                 "it was written"
@@ -149,10 +159,10 @@ def read(path: StrPath) -> DeltaFile:
         return DeltaFile(tensors, {name: stored[f"{name}.whole"] for name in whole}, document["config"])
 
 
-def payload_hash(path: StrPath) -> str:
-    """The SHA-256 of the payload that a file records; raises as :func:`read`, for less."""
+def payload_hash(path: StrPath) -> str | None:
+    """The SHA-256 of the payload that a file records, if it is not of version 1; raises as :func:`read`, for less."""
     with _opened(path) as file:
-        return str(_read_header(file)[1]["payload_sha256"])
+        return _read_header(file)[1].get(PAYLOAD_KEY)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from typing import Any
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDeltas
 from sparsify.errors import DeltaFormatError, SparsifyError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
 METADATA_KEY = "sparse_delta"
+PAYLOAD_KEY = "payload_sha256"
 PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: adapters that were added to the base
 ENTRIES_IN_WHOLE_KEY = "entries_in_whole"  # of the config: number of entries trained in tensors stored whole
 MAX_NAME_CHARACTERS = 1000
@@ -27,7 +28,7 @@ MAX_DEPTH = 64  # of objects and lists in each other
 _FREE_OPENINGS = 4096
 _CHARACTERS_PER_OPENING = 16
 
-_DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole", "payload_sha256"}
+_DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 _DEFAULT_KIND = "replace"
 # control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
 _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -72,12 +73,12 @@ def parse(header: Any) -> dict[str, Any]:
         raise DeltaFormatError(f"its header has no metadata `{METADATA_KEY}`: it is another kind of safetensors file")
     document = parse_json(text)
     version = document.get("format_version") if isinstance(document, dict) else None
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise DeltaFormatError(
-            f"its format version is {version!r:.120}, this sparsify reads {FORMAT_VERSION}: upgrade it if the file is "
-            "newer"
+            f"its format version is {version!r:.120}, this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the "
+            "file is newer"
         )
-    check_object("metadata", document, _DOCUMENT_KEYS)
+    check_object("metadata", document, {*_DOCUMENT_KEYS, *([PAYLOAD_KEY] if version > 1 else [])})
     tensors, whole = document["tensors"], document["whole"]
     if not (isinstance(tensors, dict) and isinstance(whole, list) and isinstance(document["config"], dict)):
         raise DeltaFormatError("metadata: `tensors` and `config` have to be objects, `whole` a list")

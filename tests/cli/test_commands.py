@@ -135,6 +135,12 @@ def test_verify_notices_a_changed_bit_in_a_value(run, tmp_path, base):
     assert "its payload does not have the SHA-256 that its metadata records" in text
 
 
+def test_info_says_that_a_file_of_version_1_has_no_hash(run):
+    file = Path(__file__).parents[1] / "delta" / "golden" / "format_1.safetensors"
+    assert "not checked: format version 1 has no hash of it" in run("info", file)[1]
+    assert json.loads(run("info", file, "--json")[1])["payload_sha256"] is None
+
+
 def test_info_says_how_much_of_a_sparse_lora_was_trained(run, tmp_path):
     whole = {"layers.0.lora_A": torch.ones(4, 2), "layers.0.lora_B": torch.ones(2, 4)}
     SparseDelta({}, whole, {"entries_in_whole": 7}).save(tmp_path)

@@ -249,10 +249,10 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_in("format_version", to=3), "format version is 3, this sparsify reads 2: upgrade it"),
+        (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
         (set_in("format_version", to=True), "format version is True"),
         (set_in("format_version", to=2.0), "format version is 2.0"),
-        (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*, this sparsify reads 2"),
+        (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*, this sparsify reads 1 to 2"),
         (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
         (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
         (set_in("payload_sha256", to=None), "none of which is null"),
