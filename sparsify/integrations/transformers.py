@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,10 +30,10 @@ from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
-    CheckpointWriter,
     expected_files,
     has_trained_state,
     problem_with,
+    save_checkpoint,
     set_aside_incomplete,
     write_trained_state,
 )
@@ -42,7 +43,7 @@ from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held
 from sparsify.training.summary import find_full
 
-SAVE = "save_pretrained"  # attribute of the model that a CheckpointWriter replaces during training
+SAVE = "save_pretrained"  # attribute of the model that save_checkpoint replaces during training
 
 
 class SparsifyCallback(TrainerCallback):
@@ -112,7 +113,7 @@ class SparsifyCallback(TrainerCallback):
             )
         warn_of_unheld(engine, model)
         if hasattr(model, SAVE):
-            vars(model)[SAVE] = CheckpointWriter(model, args, state)
+            vars(model)[SAVE] = partial(save_checkpoint, model, args, state)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         # The Trainer makes one more step in a run that was finished when it was resumed in the middle of an epoch: it
