@@ -169,8 +169,8 @@ def _check_shapes(name: str, a: _Changes, b: _Changes) -> None:
     shapes = [side.shapes.get(name) for side in (a, b) if side.is_model or name in side.shapes]
     if len(set(shapes)) > 1:
         raise SparsifyError(
-            f"tensor `{name}` has shape {shapes[0]} in a, {shapes[1]} in b: compare fine-tunings of one base, with its "
-            "tensors under the same names."
+            f"tensor `{name}` has shape {shapes[0]} in a, {shapes[1]} in b (None: it is missing): compare fine-tunings "
+            "of one base, with its tensors under the same names."
         )
 
 

@@ -145,7 +145,8 @@ def test_the_baseline_head_is_logistic_regression():
 
 def test_the_baseline_leaves_the_model_as_it_was(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    data = Tokenized(torch.arange(2000, 2012)[:, None], torch.ones(12, 1, dtype=torch.int64), torch.arange(12) % 3)
+    ids = torch.tensor([[101, token, 102] for token in range(2000, 2012)])
+    data = Tokenized(ids, torch.ones_like(ids), torch.arange(12) % 3)
     assert training.frozen_baseline_accuracy(model, data, data) == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
