@@ -30,13 +30,7 @@ from sparsify.training.state import placeholder, trained_state_of
 
 WEIGHTS, TRAINER_STATE, OPTIMIZER, SCHEDULER = "model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt"
 # other names under which the Trainer finds weights: sharded, pickled, of an adapter
-_OTHER_WEIGHTS = (
-    "model.safetensors.index.json",
-    "pytorch_model.bin*",
-    "adapter_model.*",
-    "*/adapter_model.*",
-    "pytorch_model_fsdp*",
-)
+_OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*")
 _SET_ASIDE = "_incomplete-"  # prefix of a folder that the Trainer then neither finds nor uploads
 
 
@@ -45,11 +39,7 @@ def write_trained_state(
 ) -> None:
     """Writes a model's trained state as a checkpoint's weights, atomically.
 
-    Args:
-        model: a sparsified model, or one that contains it.
-        folder: the checkpoint's.
-        files: names of the other files of a complete checkpoint.
-        state_dict: the source of the values; ``None``: the model's own.
+    ``files`` are the other files of a complete checkpoint; ``state_dict`` has the values, by default the model's own.
     """
     engine = get_unmasker(model)
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}

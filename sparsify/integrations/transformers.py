@@ -52,16 +52,13 @@ class SparsifyCallback(TrainerCallback):
     - It finds ``steps`` where ``sparsify`` was not given them. A later Trainer's steps replace found ones.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
       loss, for every reporter of ``report_to``, and to ``trainer.state.log_history``.
-    - Checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
-      ``modules_to_save``. ``resume_from_checkpoint`` continues bit for bit from a model that was built and sparsified
-      in the same way, by the steps that the interrupted run had planned. ``trainer.save_model()``, elsewhere than in a
-      checkpoint, writes an ordinary model.
+    - Checkpoints hold the trained state in place of the model. ``resume_from_checkpoint`` continues bit for bit from a
+      model that was built and sparsified in the same way, by the steps that the interrupted run had planned.
+      ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
-      ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Only one
-      run may use an ``output_dir`` at a time: make no Trainer with this callback on that of a running one, not even to
-      evaluate.
-    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, in addition to the Trainer's files
-      (transformers 5; version 4 has no event for uploads).
+      ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Make no
+      Trainer with this callback on the ``output_dir`` of a running one, not even to evaluate.
+    - With ``push_to_hub`` every upload has the delta too (transformers 5; version 4 has no event for uploads).
 
     Args:
         extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
