@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsify import get_unmasker, sparsify
 from sparsify.bench.methods import LORA_RANK
-from sparsify.bench.settings import SEED, Settings
+from sparsify.bench.settings import PLANNED_STEPS, SEED, Settings
 from sparsify.bench.tokens import make_batches
 from sparsify.bench.worker import fill, peak_bytes
 
@@ -100,7 +100,7 @@ def prepare(settings: Settings, model: nn.Module) -> nn.Module:
 
         return get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="SEQ_CLS"))
     if settings.method.startswith("id3"):
-        sparsify(model, settings.budget, "id3", steps=FILL_STEPS, sync=settings.method.removeprefix("id3-"))
+        sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS, sync=settings.method.removeprefix("id3-"))
     return model
 
 

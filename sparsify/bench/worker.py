@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify.api import get_unmasker, sparsify, trained_state
+from sparsify.api import get_unmasker, trained_state
 from sparsify.bench.methods import METHODS
-from sparsify.bench.settings import PLANNED_STEPS, SEED, WARM_UP, Settings
+from sparsify.bench.settings import SEED, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.tokens import make_batches
 from sparsify.training.backward import COLLECT, COMMIT
-from sparsify.training.flat_delta import SETTINGS
 
 FILL = "fill"
 FILL_STEPS = 24
@@ -38,7 +38,7 @@ FILL_STEPS = 24
 class Worker:
     """A method that is ready to be measured, its warm-up done."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, seed: int = SEED + 2) -> None:
         self.settings, self.method = settings, METHODS[settings.method]
         SHAPES[settings.shape].model_class()
         if self.method.uses_peft:
@@ -46,7 +46,7 @@ class Worker:
         self.library_bytes = 0 if settings.is_cuda else peak_bytes()
         model = build(settings)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.batches = make_batches(settings, vocabulary_of(model), seed=SEED + 2)
+        self.batches = make_batches(settings, model.config.vocab_size, seed)  # type: ignore[union-attr,arg-type]
         started = self._now()
         self.trainee = self.method.prepare(model, settings)
         self.initialisation = self._now() - started
@@ -109,14 +109,9 @@ class Worker:
         return time.perf_counter()
 
 
-def vocabulary_of(model: nn.Module) -> int:
-    return model.config.vocab_size  # type: ignore[union-attr,return-value]
-
-
-def fill(model: nn.Module, settings: Settings, step: Callable[[], None], fill_steps: int = FILL_STEPS) -> None:
+def fill(model: nn.Module, settings: Settings, step: Callable[[], object], fill_steps: int = FILL_STEPS) -> None:
     """Unmasks the settings' share of the budget by ID3, in steps that stand for many of a long run each."""
     engine = get_unmasker(model)
-    engine.steps = PLANNED_STEPS
     for done in range(1, fill_steps + 1) if settings.start else ():
         engine.step = max(0, settings.start * done // fill_steps - 1)
         step()
@@ -124,7 +119,7 @@ def fill(model: nn.Module, settings: Settings, step: Callable[[], None], fill_st
 
 
 def make_state(settings: Settings) -> dict[str, Tensor]:
-    """Trains a new model by ID3 until its buffers are as they are late in a run; returns the trained state.
+    """The trained state of a new model that ID3 has trained until its buffers are as they are late in a run.
 
     The first steps of a run have almost nothing unmasked and would flatter. The support resembles a real run's without
     being one: a real run takes a thousandth of its budget from each of hundreds of batches, here :data:`FILL_STEPS`
@@ -132,20 +127,9 @@ def make_state(settings: Settings) -> dict[str, Tensor]:
     stay masked have closer scores, and the bound on a tensor's scores rules out less, to ID3's disadvantage; entries
     of one batch share more rows and columns, to the advantage of methods that gather by rows.
     """
-    model = build(settings)
-    batches = make_batches(settings, vocabulary_of(model), seed=SEED + 1)
-    sparsify(model, settings.budget, "id3", steps=FILL_STEPS)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-
-    def step() -> None:
-        model(**next(batches)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    fill(model, settings, step)
-    state = trained_state(model)
-    del state[SETTINGS]  # of FILL_STEPS steps
-    return state
+    worker = Worker(replace(settings, method="id3", fill=0.0), seed=SEED + 1)
+    fill(worker.trainee.model, settings, worker.step)
+    return trained_state(worker.trainee.model)
 
 
 def status_bytes(field: str) -> int:

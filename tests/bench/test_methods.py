@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from sparsify import get_unmasker
-from sparsify.bench.methods import METHODS, DenseID3, Trainee
+from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.settings import AHEAD, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.worker import Worker, make_state, peak_bytes
@@ -66,16 +66,6 @@ def test_the_dense_form_starts_from_the_trained_weights_and_moves_no_masked_entr
     for name, parameter in worker.trainee.model.named_parameters():
         changed = (parameter != before[name]).flatten().nonzero().flatten().tolist()
         assert set(changed) <= set(support_of(worker)[name])
-
-
-def test_the_dense_form_unmasks_nothing_beyond_its_plan():
-    used, unused = nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.zeros(2))
-    id3 = DenseID3({"unused": unused, "used": used}, budget=2, steps=1)
-    for _ in range(2):
-        used.grad = torch.tensor([1.0, 9.0, 20.0, 1.0])
-        id3.mask_gradients()
-        assert used.grad.tolist() == [0.0, 9.0, 20.0, 0.0]
-        assert id3.unmasked == 2
 
 
 def test_buffers_filled_to_the_whole_budget_leave_places_for_every_step(start):
