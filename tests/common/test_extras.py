@@ -1,10 +1,7 @@
 """Optional dependencies: imported in one place, with an error that names the extra."""
 
-import sys
-
 import pytest
 
-from sparsify import cli
 from sparsify.common.extras import MissingExtraError, require
 
 
@@ -22,11 +19,3 @@ def test_what_a_module_itself_lacks_is_not_blamed_on_the_extra(tmp_path, monkeyp
     with pytest.raises(ModuleNotFoundError, match="no_such_thing") as error:
         require("module_with_a_broken_import", extra="demo")
     assert not isinstance(error.value, MissingExtraError)
-
-
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_the_command_line_without_the_extra_is_one_line(missing, monkeypatch):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as error:
-        cli.main()
-    assert str(error.value) == f"sparsify: `{missing}` is not installed; it comes with: pip install 'sparsify-ft[cli]'"
