@@ -171,7 +171,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
                 parameter.requires_grad_(True)
         return model
     engine = get_unmasker(model)
-    if engine.weights.sharded:
+    if engine.sharded:
         raise SparsifyError(
             "a model that fully_shard() has sharded cannot be turned back; save SparseDelta.from_model(model), and "
             "apply it to a base that is not sharded."

@@ -126,8 +126,12 @@ def _changes(side: str, source: nn.Module | SparseDelta, base: nn.Module | None)
     if engine is None:
         return _Changes(_of_plain(source, _checked_base(side, source, base)), set(), shapes, has_all_shapes=True)
     engine.refresh()
-    items = [entries_of(plain_name(tensor.name), tensor) for tensor in engine.tensors if tensor.count]
-    entries = {item.name: _Entries(item.indices.cpu(), _difference(item.values, item.base_values)) for item in items}
+    entries = {}
+    for tensor in engine.tensors:
+        if tensor.count:
+            indices, values, base_values = entries_of(tensor, engine.unmasked)
+            changes = values.cpu() if tensor.packed else _difference(values, base_values)
+            entries[plain_name(tensor.name)] = _Entries(indices.cpu(), changes)
     return _Changes(entries, {plain_name(name) for name in engine.dense_names}, shapes, has_all_shapes=True)
 
 

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.common.raw_bits import digest, same_values
+from sparsify.common.raw_bits import same_values
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 KINDS = ("replace", "add")
@@ -38,7 +38,7 @@ class TensorDelta:
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
-        base_sha256: :func:`digest` of the base's values at the indices; with an ``initializer``, of all initial values.
+        base_sha256: SHA-256 of the base's values at the indices; with an ``initializer``, of all initial values.
         initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
         quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
             ones, in ``dtype``. ``None`` for an ordinary base.
@@ -64,18 +64,6 @@ class TensorDelta:
                 f"{bad} of {self.count} values are not finite, and a model that holds them computes nothing of use: "
                 "take a delta from before the training diverged."
             )
-
-    @classmethod
-    def from_export(cls, item: Any) -> TensorDelta:
-        """The entries that a training engine exports for one tensor, in memory of their own."""
-        indices, values = (part.detach().to("cpu", copy=True).contiguous() for part in (item.indices, item.values))
-        kind = "replace" if item.quantization is None else "add"
-        recipe, sha = (None, digest(item.base_values)) if item.drawn is None else item.drawn
-        dtype, shape = item.base_values.dtype, tuple(item.shape)
-        try:
-            return cls(indices, values, shape, dtype, kind, sha, recipe, item.quantization)
-        except SparsifyError as error:
-            raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error
 
     @property
     def count(self) -> int:

@@ -149,8 +149,7 @@ def _announce(training: bool, *handles: Tensor | None) -> None:
 def _collect(handle: Tensor, gradient: Callable[..., Gradient], *args: Any) -> None:
     """Hands over ``gradient(*args)``, or nothing where it is not wanted."""
     tensor = tensor_of(handle)
-    use = tensor.collector.compiled.use(tensor)
-    use.collect(gradient(*args) if use.wanted() else None)
+    tensor.collector.compiled.collect(tensor, gradient, *args)
 
 
 @_operator(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -88,8 +89,8 @@ class CompiledCollector(Protocol):
     def announce(self, tensor: MaskedTensor) -> None:
         """Announces a use by a compiled graph that runs forward."""
 
-    def use(self, tensor: MaskedTensor) -> Use:
-        """Returns one of the announced uses, in the backward pass of its graph."""
+    def collect(self, tensor: MaskedTensor, gradient: Callable[..., Gradient], *args: Any) -> None:
+        """Ends one of the announced uses, in the backward pass of its graph; its gradient is ``gradient(*args)``."""
 
     def refresh(self) -> None:
         """Updates the weights to the flat delta."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import ENGINE
 from sparsify.masked.swap import swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.training.engine import Engine
@@ -21,7 +22,7 @@ from sparsify.training.optimizer_hook import listen, stop_listening
 from sparsify.training.plan import Plan, values_dtype
 from sparsify.training.quantized import give_up_packed, say_as_before, say_trainable
 from sparsify.training.settings import pack_settings
-from sparsify.training.state import engine_of, place_hooks, remove_hooks
+from sparsify.training.state import place_hooks, remove_hooks
 
 
 def install(plan: Plan) -> None:
@@ -33,7 +34,7 @@ def install(plan: Plan) -> None:
         engine.begin(plan.selected)
     except BaseException:  # out of memory, or an interrupt
         with uninterrupted():
-            if engine_of(plan.model) is engine:
+            if vars(plan.model).get(ENGINE) is engine:
                 uninstall(engine, dequantize=False)
         raise
 

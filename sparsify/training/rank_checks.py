@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsify.common.ranks import BEGIN, END, Ranks
+from sparsify.common.ranks import BEGIN, END
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
 from sparsify.errors import SparsifyError
@@ -51,26 +51,13 @@ def check_ranks_alike(engine: Engine) -> None:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 
-def agree_on_winners(
-    ranks: Ranks, tensors: Sequence[MaskedTensor], values: Tensor, winners: Winners, finite: Tensor
-) -> Tensor:
-    """Whether all ranks saw finite gradients only; checks that all chose the same entries and hold the same delta.
-
-    Args:
-        ranks: the other ranks, all at the end of the backward pass.
-        tensors: all masked tensors.
-        values: (capacity,) the flat delta.
-        winners: the entries that this rank chose.
-        finite: bool scalar: whether this rank's gradients were.
-
-    Raises:
-        SparsifyError: on all ranks, when they differ.
-    """
-    bits = values.detach().view(torch.int32).sum(dtype=torch.int64)
+def agree_on_winners(engine: Engine, winners: Winners, finite: Tensor) -> Tensor:
+    """Whether no rank saw a gradient that is not finite, ``finite`` () bool of this one; raises where they differ."""
+    bits = engine.values.detach().view(torch.int32).sum(dtype=torch.int64)
     order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
     own = torch.stack([finite.long(), (winners.ids * order).sum(), bits]).tolist()
-    names = [tensor.name for tensor in tensors]
-    everyone, chosen, delta = ranks.headers(END, own, names, values.device).unbind(1)
+    names = [tensor.name for tensor in engine.tensors]
+    everyone, chosen, delta = engine.ranks.headers(END, own, names, engine.values.device).unbind(1)
     if (delta != delta[0]).any():
         raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
     if everyone.all() and (chosen != chosen[0]).any():
