@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from numbers import Integral
 from typing import TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import check_new, choose, find_given, zero_others
-from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
+from sparsify.strategies.budget import check_given_budget, check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
@@ -104,8 +103,7 @@ def sparsify(
     """
     check_model(model)
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
-        raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
+    check_steps(steps)
     if sync not in MODES:
         raise SparsifyError(f"sync={sync!r}; expected {' or '.join(repr(mode) for mode in MODES)}.")
     _check_calibration(strategy, calibration, loss_fn)

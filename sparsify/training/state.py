@@ -143,7 +143,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     saved = check_settings(engine, own)
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
-        state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size; earlier versions have none
+        state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
     if not stored:
         engine.loading = {t for t in engine.tensors if prefix + t.name in state_dict and not t.packed}, prefix, None
     elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.values.numel()):

@@ -38,11 +38,9 @@ OTHERS = {
     "strategy": ({}, {"strategy": "pafi"}, r"=d3\(exp=2, eps=1\), selection=increment, and .* importance=mag"),
     "exponent": ({}, {"strategy": Strategy(D3(exp=1), Increment())}, r"d3\(exp=2, eps=1\), and .*d3\(exp=1, eps=1.0\)"),
     "schedule": ({}, {"schedule": Schedule(every=2)}, r"uniform\(every=1, until=1.0\), and .*uniform\(every=2"),
-    "more steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(steps=16\)\.$"),
-    "fewer steps": ({}, {"steps": 4}, r"steps=8, and .* steps=4; nothing was loaded. Call .* of the saved run\.$"),
-    "larger": ({}, {"budget": 50, "steps": 9}, r"budget=40, steps=8, and .*extend\(budget=50, steps=9\)\.$"),
-    "smaller": ({}, {"budget": 30}, r"budget=40, and .* budget=30; .* of the saved run\.$"),
-    "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; .* run\.$"),
+    "steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(\) gives it"),
+    "two": ({}, {"budget": 50, "steps": 9}, r"budget=40, steps=8, and .*budget=50, steps=9"),
+    "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; "),
     "candidates": (
         {"target_modules": ["first", "head"]},
         {"target_modules": ["second", "head"]},
@@ -51,13 +49,13 @@ OTHERS = {
     "repeat's room": (
         {"budget": 5, "strategy": "d3-repeat", "steps": 4},
         {"budget": 5, "strategy": "d3-repeat"},
-        r"capacity=20, and .*capacity=40; .*extend\(steps=\.\.\.\)",
+        r"capacity=20, and .*capacity=40",
     ),
     "seed": ({"strategy": RANDOM_STEPS}, {"strategy": RANDOM_STEPS, "seed": 1}, "seed=0, and .* seed=1"),
     "given set": (
         {"budget": None, "strategy": {"head.weight": torch.arange(5)}},
         {"budget": None, "strategy": {"head.weight": torch.arange(1, 6)}},
-        "another given set of entries than this model",
+        r"entries=\(5 given ones, digest \w+\), and",
     ),
 }
 
@@ -105,20 +103,6 @@ def test_steps_that_are_not_known_are_those_of_the_saved_run():
     assert get_unmasker(model).steps == STEPS
     made(steps=4).load_state_dict(made(steps=None).state_dict())  # and the other way
     assert model.state_dict()[SETTINGS].shape == made(steps=None).state_dict()[SETTINGS].shape  # an EMA copies it
-
-
-def test_a_state_of_an_earlier_version_has_no_settings_and_is_loaded():
-    saved, model = made(), made()
-    run(saved, BATCHES[:2])
-    for kept in (trained_state(saved), saved.state_dict()):
-        state = {name: value.clone() for name, value in kept.items() if name != SETTINGS}
-        model.load_state_dict(state)  # strict
-        assert unmasked_sets(model) == unmasked_sets(saved)
-    other = made(budget=50)
-    before = snapshot(other)
-    with pytest.raises(SparsifyError, match="a flat delta of 40 numbers, and this model one of 50; nothing was loaded"):
-        other.load_state_dict(state)
-    assert_unchanged(other, before)
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{", b'{"steps": "8"}', b'{"budget": -1}', b"[" * 100_000])
@@ -202,9 +186,9 @@ def test_a_run_whose_room_is_used_up_gets_more(options, extension, size):
     [
         ({}, {"budget": 30}, r"extend\(budget=30, steps=None\) of a run with budget=40 and steps=8; expected no less"),
         ({}, {"steps": 7}, "expected no less of either"),
-        ({}, {"steps": 9.5}, r"extend\(steps=9.5\); expected the planned number"),
-        ({}, {"steps": True}, r"extend\(steps=True\)"),
-        ({"steps": None}, {"steps": 0}, r"extend\(steps=0\)"),
+        ({}, {"steps": 9.5}, r"steps=9.5; expected the planned number"),
+        ({}, {"steps": True}, "steps=True; expected"),
+        ({"steps": None}, {"steps": 0}, "steps=0; expected"),
         ({}, {"budget": 10_000}, "the number of candidates"),
         ({"strategy": "pafi"}, {"budget": 50}, r"extend\(budget=50\) with Static.*chosen before training"),
         ({}, {"budget": 50, "optimizer": torch.optim.SGD([nn.Linear(1, 1).weight])}, "does not hold `sparse_values"),
