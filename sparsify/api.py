@@ -109,7 +109,7 @@ def sparsify(
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
-        _train_full(model, budget, strategy, targets)
+        _train_full(model, budget, targets)
         return model
     check_candidates(model, targets.candidates)
     tensors = mask_candidates(targets)
@@ -165,7 +165,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         root, full = found
         del vars(root)[FULL]
         for name, parameter in root.named_parameters():
-            if name in full.frozen_names:
+            if name in full.frozen:
                 parameter.requires_grad_(True)
         return model
     engine = get_unmasker(model)
@@ -319,14 +319,14 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return trained_state_of(get_unmasker(model), model)
 
 
-def _train_full(model: nn.Module, budget: int | float | None, strategy: Strategy, targets: Targets) -> None:
+def _train_full(model: nn.Module, budget: int | float | None, targets: Targets) -> None:
     if budget is not None:
         raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
     if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
         raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
     freeze(targets.frozen.values())
     names = tuple(candidate.name for candidate in targets.candidates)
-    vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
+    vars(model)[FULL] = Full(names, tuple(targets.saved), tuple(targets.frozen))
 
 
 def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:

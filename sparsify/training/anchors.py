@@ -97,12 +97,7 @@ def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
 
 
 class Anchor:
-    """One tensor's anchor in the graphs that are being built.
-
-    Attributes:
-        uses: the numbers of its uses.
-        pending: those that have not run backward.
-    """
+    """One tensor's anchor in the graphs that are being built."""
 
     def __init__(
         self, root: Root, collector: BackwardCollector, tensor: MaskedTensor, known: list[weakref.ref[Anchor]]
@@ -110,8 +105,8 @@ class Anchor:
         self.root = root
         self.collector = collector
         self.tensor = tensor
-        self.uses: set[int] = set()
-        self.pending: set[int] = set()
+        self.uses: set[int] = set()  # their numbers
+        self.pending: set[int] = set()  # those that have not run backward
         self.output: Tensor = _TensorNode.apply(root.output, collector, tensor)
         for other in tuple(known):
             if (anchor := other()) is None or anchor.is_over:
@@ -169,14 +164,10 @@ class AnchoredUse:
 
 
 class Anchors:
-    """Hands out anchors in forward passes.
-
-    Attributes:
-        current: the root anchor that was last asked for.
-    """
+    """Hands out anchors in forward passes."""
 
     def __init__(self) -> None:
-        self.current: Root | None = None
+        self.current: Root | None = None  # the root anchor that was last asked for
         self._making = threading.RLock()
         # those that may run backward, the newest last
         self._known: defaultdict[MaskedTensor, list[weakref.ref[Anchor]]] = defaultdict(list)

@@ -100,19 +100,14 @@ class BackwardPass:
 
 
 class BackwardCollector:
-    """Receives the gradients of all masked tensors of an engine, and ends each backward pass with the flat gradient.
-
-    Attributes:
-        anchors: of the graphs that autograd runs; ``engine.compiled`` has the uses by compiled graphs.
-        streams: that backward passes run on.
-        selected: whether the entries of the optimizer step in progress have been selected.
-        passes: backward passes since the last optimizer step.
-    """
+    """Receives the gradients of all masked tensors of an engine, and ends each backward pass with the flat gradient."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.anchors, self.streams = Anchors(), Streams()
-        self.selected, self.passes = False, 0
+        self.anchors = Anchors()  # of the graphs that autograd runs; ``engine.compiled`` has the uses by compiled ones
+        self.streams = Streams()  # that its backward passes run on
+        self.selected = False  # whether the entries of the optimizer step in progress have been selected
+        self.passes = 0  # since the last optimizer step
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
         self._dropped: set[int] = set()  # ids of those that were taken to have failed
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient

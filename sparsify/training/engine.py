@@ -55,14 +55,9 @@ class _Forward(threading.local):
 
 
 class Engine:
-    """Trains a model at ``budget`` of its entries; reached by :func:`sparsify.get_unmasker`.
-
-    Args:
-        plan: what to train, and how; the model is changed afterwards, by :func:`~sparsify.training.install.install`.
+    """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_unmasker`.
 
     Attributes:
-        root, tensors, strategy, schedule, budget, seed, sync_mode, frozen_names, new_names, recipes, buffer_digests: as
-            in the plan.
         steps: planned optimizer steps; may be set until the first backward.
         check: whether each step's selection is compared with the dense form, which takes its time and memory.
         step: optimizer steps done.
@@ -264,9 +259,8 @@ class Engine:
     def state_loaded(self, plain: set[MaskedTensor]) -> None:
         """Brings everything in step after a state dict was loaded.
 
-        Args:
-            plain: tensors whose weight was loaded without index buffers, as from a merged checkpoint. The loaded
-                values are those that run: their delta becomes weight minus base.
+        The weights of ``plain`` tensors came without index buffers, as from a merged checkpoint. They are the values
+        that run: their delta becomes weight minus base.
         """
         self.buffers.loaded()
         self._read_position()

@@ -44,11 +44,9 @@ def check_unchanged(tensors: Sequence[MaskedTensor]) -> None:
 
 
 def give_up_packed(model: nn.Module, weights: Sequence[tuple[MaskedTensor, Tensor]]) -> None:
-    """Turns quantized layers, in place, into ``nn.Linear`` in the dtype of the model's ordinary parameters.
+    """Turns quantized tensors' layers of a plain model, in place, into ``nn.Linear`` with the weights (out, in) given.
 
-    Args:
-        model: plain again.
-        weights: the quantized tensors, each with the weight (out, in) that takes its place.
+    Their dtype is that of the model's ordinary parameters.
     """
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and not is_quantized(p)]
     for tensor, weight in weights:

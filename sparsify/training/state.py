@@ -151,25 +151,21 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     else:
         engine.weights.write_base()  # entries that are unmasked here may be masked there
         engine.weights.mark_stale()
-        if _is_trained_state(engine, state_dict, prefix):
-            _prepare_partial_load(engine, state_dict, stored, prefix)
+        needed = _needed(engine)
+        names = (name for name, _ in engine.root.named_parameters(remove_duplicate=False))
+        frozen = [prefix + name for name in names if name not in needed]
+        has_frozen = any(state_dict[name].numel() for name in frozen if name in state_dict)  # more than a placeholder
+        if len(own) == len(STATE) and not has_frozen:  # a trained state
+            try:
+                _check_same_base(engine, stored, needed)
+            except SparsifyError:
+                engine.weights.write()
+                raise
+            engine.loading = set(), prefix, needed
+            for name in frozen:
+                state_dict.pop(name, None)
         state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.values.numel()).items()})
         adopt_settings(engine, saved)
-
-
-def _prepare_partial_load(
-    engine: Engine, state_dict: dict[str, Tensor], stored: Mapping[str, Tensor], prefix: str
-) -> None:
-    """Checks the base of a trained state, and takes its placeholder away."""
-    needed = _needed(engine)
-    try:
-        _check_same_base(engine, stored, needed)
-    except SparsifyError:
-        engine.weights.write()
-        raise
-    engine.loading = set(), prefix, needed
-    for name in _frozen_names(engine, needed):
-        state_dict.pop(prefix + name, None)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
@@ -187,13 +183,7 @@ def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
 def trained_state_of(
     engine: Engine, model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The part of a model's state dict that its base does not have.
-
-    Args:
-        engine: of the sparsified model.
-        model: that model, or one that holds it; everything outside of it is kept.
-        state_dict: where the values are taken from; ``None``: the model's own.
-    """
+    """The part of a model's state dict that the base does not have; all of it outside of the engine's root."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is engine.root)
     needed = _needed(engine) | set(changed_buffers(engine))
@@ -212,22 +202,13 @@ def trained_state_of(
 
 
 def placeholder(engine: Engine) -> dict[str, Tensor]:
-    """An empty tensor in place of a weight that was left out, by its name.
+    """An empty tensor in place of a weight that was left out, so that the file is not taken for a whole model's.
 
-    A reader that takes the file for a whole model refuses it, since the shape is wrong; otherwise transformers would
-    draw the missing weights at random.
+    transformers would draw the missing weights at random; it refuses one of a wrong shape.
     """
     needed = _needed(engine)
     names = [name for name, _ in engine.root.named_parameters() if name not in needed]
     return {name: torch.empty(0) for name in names[:1]}
-
-
-def _is_trained_state(engine: Engine, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
-    """Whether a state dict has all that is trained, and no frozen weight."""
-    frozen = _frozen_names(engine, _needed(engine))
-    return all(prefix + name in state_dict for name in STATE) and not any(
-        prefix + name in state_dict and state_dict[prefix + name].numel() for name in frozen
-    )
 
 
 def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:
@@ -242,7 +223,7 @@ def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[s
         if not torch.equal(here.to(dtype), values.cpu().to(dtype)):
             raise BaseMismatchError(
                 f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from; "
-                "build the model from the same base, in the same dtype, and sparsify it likewise. Nothing was loaded."
+                "build it from the same base, in the same dtype, and sparsify it in the same way. Nothing was loaded."
             )
 
 
@@ -252,7 +233,3 @@ def _needed(engine: Engine) -> set[str]:
     pruned = {tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor)}
     trained = {name for name, parameter in engine.root.named_parameters() if parameter.requires_grad}
     return {*STATE, *engine.dense_names, *engine.new_names} | pruned | (trained - masked)
-
-
-def _frozen_names(engine: Engine, needed: set[str]) -> list[str]:
-    return [name for name, _ in engine.root.named_parameters(remove_duplicate=False) if name not in needed]
