@@ -65,12 +65,23 @@ class BackwardPass:
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
+        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
+        self._settled.add(tensor)
         with without_autocast(gradient.device):  # which may be on in backward
             if not gradient.numel:
                 if self.selector is not None:
                     self.selector.skip(tensor)
                 return
-            self._take(tensor, gradient)
+            if is_small(gradient) and self._keeps_small and not again:
+                self._small.add(tensor, gradient)
+                return
+            if self.selector is not None and not again:
+                taken = self.selector.offer(tensor, gradient)
+            else:
+                taken = gradient.take(tensor.indices)
+            if tensor.count:
+                slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
+                self.grad[slots] = self.grad[slots] + taken if again else taken
 
     def settle_rest(self) -> None:
         """Settles the sums that are still held, and then the small tensors, all at once."""
@@ -83,20 +94,6 @@ class BackwardPass:
         self.grad[slots] += small.take().to(self.grad)
         if self.selector is not None and self.selector.offer_small is not None:
             self.selector.offer_small(small)
-
-    def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
-        self._settled.add(tensor)
-        if is_small(gradient) and self._keeps_small and not again:
-            self._small.add(tensor, gradient)
-            return
-        if self.selector is not None and not again:
-            taken = self.selector.offer(tensor, gradient)
-        else:
-            taken = gradient.take(tensor.indices)
-        if tensor.count:
-            slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
-            self.grad[slots] = self.grad[slots] + taken if again else taken
 
 
 class BackwardCollector:

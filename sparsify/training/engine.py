@@ -1,9 +1,5 @@
 """The engine of a sparsified model: what it is made of, and what happens at each event of its training.
 
-    forward     the weights are refreshed, each use of a tensor gets its anchor           ``weights.py``, ``anchors.py``
-    backward    gradients are collected, winners unmasked, the flat gradient returned    ``backward.py``
-    step        base + delta is written into the weights                                 ``weights.py``
-
 All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
 ``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; ``sparse_settings`` (n,)
 uint8, what a state dict is compared by when it is loaded; and the index buffers, all on the root. The engine holds

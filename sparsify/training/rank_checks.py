@@ -6,7 +6,6 @@ In: an engine on every rank. Out: nothing, or the same error on all of them, whi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,15 +72,16 @@ def _parts(engine: Engine) -> dict[str, int]:
     settings = [engine.strategy.to_dict(), schedule.shape, schedule.every, schedule.until, engine.steps]
     settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode]
     counts = [tensor.count for tensor in engine.tensors]
-    return {
-        "settings": _number(repr(settings)),
+    parts = {
+        "settings": settings,
         "step": engine.step,
-        "candidates": _number(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors])),
-        "flat delta": _number(repr(_digests([engine.values.detach()]))),
-        "weights": _number(repr([_sample(tensor) for tensor in engine.tensors])),
-        "unmasked entries": _number(repr((counts, _digests([buffers.all_indices, buffers.all_slots])))),
-        "base values": _number(repr(_digests([buffers.all_base]))),
+        "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors],
+        "flat delta": digest(engine.values.detach()),
+        "weights": [_sample(tensor) for tensor in engine.tensors],
+        "unmasked entries": (counts, digest(buffers.all_indices), digest(buffers.all_slots)),
+        "base values": digest(buffers.all_base),
     }
+    return {name: _number(repr(part)) for name, part in parts.items()}
 
 
 def _sample(tensor: MaskedTensor) -> str:
@@ -90,10 +90,6 @@ def _sample(tensor: MaskedTensor) -> str:
     flat = tensor.weight.reshape(-1)
     sample = flat[:: max(1, flat.numel() // SAMPLED)]
     return digest(sample.clone())  # numpy would keep FSDP2 from freeing what it looked at
-
-
-def _digests(tensors: Sequence[Tensor]) -> list[str]:
-    return [digest(tensor) for tensor in tensors]
 
 
 def _number(text: str) -> int:

@@ -48,15 +48,14 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     return settings
 
 
-def pack_settings(engine: Engine) -> Tensor:
-    """(n,) uint8: the settings as JSON, and the number of entries unmasked when the run was last extended."""
-    text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
-    return torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
-
-
 def record_settings(engine: Engine) -> Tensor:
-    """Writes the settings, some of which become known late, into their buffer on the root."""
-    packed = engine.root._buffers[SETTINGS] = pack_settings(engine)
+    """Sets and returns the root's buffer (n,) uint8: the settings, some of which become known late, as JSON.
+
+    With them goes the number of entries that were unmasked when the run was last extended.
+    """
+    text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
+    packed = torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
+    engine.root._buffers[SETTINGS] = packed
     return packed
 
 
