@@ -50,7 +50,7 @@ def sparsify(
     fresh_modules: Pattern = None,
     seed: int = 0,
 ) -> Model:
-    """Makes a model train only ``budget`` of its entries, in place.
+    """Makes a model train only ``budget`` of its entries, in place, and returns it.
 
     Apart from ``modules_to_save``, the model's only trainable parameter is then ``sparse_values`` (budget,); give it to
     any optimizer of ``torch.optim``. The entries that it stands for are selected while the model trains. An optimizer
@@ -80,15 +80,11 @@ def sparsify(
         sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
             all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes.
         fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of
-            our adapters are drawn again, now, from ``seed``, and only their trained entries are stored. Tensors with
-            other initial values are left unchanged and stored whole.
+            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of our
+            adapters are drawn again, now, from ``seed``, and only their trained entries are stored.
         fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
             matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.
-
-    Returns:
-        The same model object.
 
     Raises:
         SparsifyError: before anything has been changed.
@@ -143,14 +139,11 @@ def sparsify(
 
 
 def desparsify(model: Model, *, dequantize: bool = False) -> Model:
-    """Makes a model plain again, with the trained values in its weights; parameters that required grad do so again.
+    """Makes a model plain again, its weights trained, and returns it; parameters that required grad do so again.
 
     Args:
         model: a sparsified model.
         dequantize: turn masked quantized layers into ordinary linear layers in the dtype of the rest of the model.
-
-    Returns:
-        The same model object.
 
     Raises:
         SparsifyError: when the model is not sparsified; when quantized weights have trained entries, which cannot be
@@ -208,15 +201,12 @@ def get_unmasker(model: nn.Module) -> Engine:
 
 
 def summary(model: nn.Module, *, verify: bool = False) -> Summary:
-    """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
+    """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes, to be printed.
 
     Args:
         model: a sparsified model, or one that strategy "full" trains.
         verify: check, in one pass over all weights, that the frozen entries have the SHA-256 that they had at
             ``sparsify()``, that the schedule's number of entries is unmasked, and that a delta holds all that trains.
-
-    Returns:
-        The numbers; ``print`` lays them out.
 
     Raises:
         SparsifyError: when the model is not sparsified; with ``verify``, when strategy "full" trains all of it.

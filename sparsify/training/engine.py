@@ -68,7 +68,9 @@ class Engine:
         self.strategy, self.schedule, self.budget, self.steps = plan.strategy, plan.schedule, plan.budget, plan.steps
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
         self.seed, self.sync_mode, self.check, self.work = plan.seed, plan.sync, False, Work()
-        self.dense_names, self.frozen_names = tuple(plan.targets.saved), plan.frozen_names
+        self.dense_names = tuple(plan.targets.saved)
+        trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
+        self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
         self.new_names, self.recipes, self.buffer_digests = plan.new_names, plan.recipes, plan.buffer_digests
         self.step = self.updates = 0
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
@@ -176,16 +178,13 @@ class Engine:
         values = self.values
         if not values.requires_grad:
             return None
-        if not (tensor.count or self.policy.growing(self.progress) or self._may_be_recomputed):
+        # a checkpoint may be recomputed after the budget is spent, so that a tensor without entries counts as used
+        saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        may_be_recomputed = saved_by_hooks and not self.policy.static
+        if not (tensor.count or self.policy.growing(self.progress) or may_be_recomputed):
             return None
         tensor.check_shape()
         return self.backward.anchors.use(tensor, values, self.backward)
-
-    @property
-    def _may_be_recomputed(self) -> bool:
-        """Whether a tensor without entries counts as used: a checkpoint may be recomputed after the budget is spent."""
-        saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return saved_by_hooks and not self.policy.static
 
     def prepare_backward(self) -> None:
         """Comes before the first node of each backward pass."""

@@ -70,8 +70,10 @@ def export(
             "or None for all of them."
         )
     tensors: dict[str, TensorDelta] = {}
-    whole, in_whole = _whole(engine), 0
     parameters = dict(engine.root.named_parameters())
+    whole = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
+    whole |= {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+    in_whole = 0  # entries
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
     for name in dict.fromkeys([*masked, *(name for name in engine.new_names if name in parameters)]):
@@ -179,12 +181,6 @@ def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     later = tensor.slots >= budget
     weight = full_values(tensor.parameter).clone(memory_format=torch.contiguous_format)
     return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
-
-
-def _whole(engine: Engine) -> dict[str, Tensor]:
-    parameters = dict(engine.root.named_parameters())
-    dense = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
-    return dense | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
 
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:

@@ -95,17 +95,13 @@ class Summary:
                 ("trained", f"{self.budget:,} of {self.num_parameters:,} ({self.budget / self.num_parameters:.4%})"),
                 ("trained dense", f"{self.num_dense:,} in modules_to_save" if self.num_dense else "nothing"),
             ]
+        budget_share, unmasked_share = self.budget / self.num_candidates, self.unmasked / self.budget
+        unmasked = "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked"
         rows = [
             ("strategy", strategy_name(self.strategy)),
             ("step", f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")),
-            (
-                "budget",
-                f"{self.budget:,} of {self.num_candidates:,} candidates ({self.budget / self.num_candidates:.4%})",
-            ),
-            (
-                "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked",
-                f"{self.unmasked:,} ({self.unmasked / self.budget:.1%} of the budget)",
-            ),
+            ("budget", f"{self.budget:,} of {self.num_candidates:,} candidates ({budget_share:.4%})"),
+            (unmasked, f"{self.unmasked:,} ({unmasked_share:.1%} of the budget)"),
             ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
             ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
             ("selection entropy", f"{self.selection_entropy:.4f}"),
