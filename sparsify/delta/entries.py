@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ class TensorDelta:
 
 TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+DeltaParts: TypeAlias = tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]  # dense tensors, config
 StrPath: TypeAlias = str | os.PathLike[str]
 Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint
 

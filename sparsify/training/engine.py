@@ -20,7 +20,7 @@ from sparsify.common.devices import upload
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import DeltaParts
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
@@ -45,9 +45,6 @@ class _Forward(threading.local):
 
     depth = 0  # number of nested ones that have begun and not ended
     number = 0  # number of those that have begun
-
-    def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
-        return _Forward, ()  # a copy of the model is in none
 
 
 class Engine:
@@ -92,10 +89,11 @@ class Engine:
         self.loading: tuple[set[MaskedTensor], str, set[str] | None] = (set(), "", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_position_seen": -1, "known_values": []}
+        return {**self.__dict__, "_position_seen": -1, "known_values": [], "_forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._forward = _Forward()  # a copy of the model is in none
         listen(self)
 
     def begin(self, selected: Tensor) -> None:
@@ -319,8 +317,6 @@ class Engine:
         for tensor in self.tensors if self.policy.static else ():
             tensor.dormant = not tensor.count
 
-    def export(
-        self, budget: int | None, model: nn.Module
-    ) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
+    def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
         """The parts of a :class:`sparsify.SparseDelta`, which finds this engine without training code."""
         return export(self, budget, model)

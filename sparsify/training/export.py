@@ -19,7 +19,7 @@ from sparsify.adapters.extensions import record_extensions
 from sparsify.common.names import plain_model, plain_name
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values, is_shard
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
@@ -52,9 +52,7 @@ def prepare(engine: Engine, call: str) -> None:
     engine.weights.reshard()
 
 
-def export(
-    engine: Engine, budget: int | None, model: nn.Module
-) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
+def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
     """Tensors, dense tensors and config of a model's delta; see :meth:`sparsify.SparseDelta.from_model`.
 
     Dense are ``modules_to_save``, pruned tensors, those that the base does not have and that are not drawn again, and

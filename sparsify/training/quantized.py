@@ -71,9 +71,10 @@ def _make_dense(module: nn.Module, weight: Tensor) -> None:
 
 def say_trainable(model: nn.Module) -> None:
     """Makes the Trainer accept a quantized model; any other is left alone."""
-    quantizer = vars(model).get(QUANTIZER)
+    quantizer: Any = vars(model).get(QUANTIZER)
     if quantizer is not None:
-        quantizer.__class__ = _trainable_class(type(quantizer))
+        plain_class: Any = type(quantizer)
+        quantizer.__class__ = _trainable_class(plain_class)
 
 
 def say_as_before(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     if isinstance(strategy.selection, Repeat):
         settings["capacity"] = engine.values.numel()
     if isinstance(strategy.selection, Given):
-        entries = torch.cat([engine.root._buffers[COUNTS], engine.buffers.all_indices])
+        entries = torch.cat([engine.root.get_buffer(COUNTS), engine.buffers.all_indices])
         settings["entries"] = f"{engine.unmasked:,} given ones, digest {digest(entries)[:12]}"
     if isinstance(strategy.importance, Random) and isinstance(strategy.selection, (Increment, Repeat)):
         settings["seed"] = engine.seed
