@@ -122,6 +122,7 @@ def test_a_copy_trains_on_by_itself(mlp, clone):
     twin, before = clone(model), plain_weights(model)
     losses = train(twin, batches, steps=3)
     assert_weights_follow_the_delta(twin)
+    assert summary(twin, verify=True).verification.ok
     assert all(torch.equal(value, before[name]) for name, value in plain_weights(model).items())
     assert train(model, batches, steps=3) == losses
     assert unmasked_sets(twin) == unmasked_sets(model)
