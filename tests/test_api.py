@@ -18,7 +18,6 @@ from sparsify import (
     base_weights,
     desparsify,
     get_unmasker,
-    print_trainable_parameters,
     sparsify,
     summary,
 )
@@ -167,18 +166,6 @@ def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_lat
 def test_verbs_on_a_plain_model_say_so(verb):
     with pytest.raises(SparsifyError, match="this MLP is not sparsified"):
         verb(MLP())
-
-
-def test_what_is_not_targeted_is_frozen_and_what_is_saved_trains_dense(capsys):
-    model = sparsify(MLP(), 20, steps=5, target_modules=["first", "second"], modules_to_save=["head"])
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trainable == ["sparse_values", "head.weight", "head.bias"]
-    assert {tensor.name for tensor in get_unmasker(model).tensors} == {
-        "first.weight", "first.bias", "second.weight", "second.bias",
-    }  # fmt: skip
-    assert summary(model).num_dense == 27
-    print_trainable_parameters(model)
-    assert f"trainable params: 47 || all params: {ENTRIES} ||" in capsys.readouterr().out
 
 
 def test_desparsify_restores_what_required_grad():

@@ -7,6 +7,7 @@ import warnings
 import models
 import pytest
 import torch
+from deltas import bits
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel
@@ -71,10 +72,10 @@ def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(exte
     delta = SparseDelta.load(tmp_path)
     assert delta.num_entries + delta.entries_in_whole == get_unmasker(model).unmasked
     base = extend(bert(), seed=2)
-    before = copy.deepcopy(base.state_dict())
+    before = bits(base)
     assert torch.equal(logits(delta.apply(base)), logits(model))
     delta.revert(base)
-    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+    assert bits(base) == before
 
 
 @pytest.mark.parametrize("fresh", ["store", "seed"])
@@ -144,10 +145,10 @@ def test_a_wrong_recipe_is_an_error_and_changes_nothing(drawn):
     name = next(name for name in delta.tensors if "lora_A" in name)
     object.__setattr__(delta.tensors[name], "initializer", InitializerRecipe("uniform", 32**-0.5, seed=1))
     base = lora(bert(), seed=2)
-    before = copy.deepcopy(base.state_dict())
+    before = bits(base)
     with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):
         delta.apply(base)
-    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+    assert bits(base) == before
 
 
 def test_a_recipe_beyond_its_dtype_is_refused():
@@ -168,14 +169,14 @@ def test_a_parameter_with_a_recipe_is_no_change_of_a_base(drawn):
 
 def test_a_failed_call_leaves_the_initial_values():
     model = lora(bert())
-    before = copy.deepcopy(model.state_dict())
+    before = bits(model)
 
     def fails(model):
         raise RuntimeError("no data")
 
     with pytest.raises(RuntimeError, match="no data"):
         quiet(sparsify, model, 100, "fish", calibration=fails, fresh="seed")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert bits(model) == before
 
 
 def initialised(how, shape=(24, 384), dtype=torch.float32):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from deltas import bits
 from models import build, loss_of
 from models import run_steps as run
 from oracle import unmasked_sets
@@ -22,16 +23,6 @@ RANDOM_STEPS = Strategy(Random(), Increment())
 
 def made(budget=BUDGET, strategy="id3", steps=STEPS, **options):
     return sparsify(copy.deepcopy(PLAIN), budget, strategy, steps=steps, **options)
-
-
-def snapshot(model):
-    return copy.deepcopy(dict(model.state_dict()))
-
-
-def assert_unchanged(model, before):
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 OTHERS = {
@@ -65,11 +56,11 @@ def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded(case, kept):
     saved, model = made(**options), made(**others)
     run(saved, BATCHES[:2])
     run(model, BATCHES[2:3])
-    before, weights = snapshot(model), {name: p.clone() for name, p in model.named_parameters()}
+    before, weights = bits(model), {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(SparsifyError, match=message):
         model.load_state_dict(copy.deepcopy(dict(kept(saved))), strict=False)
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
-    assert_unchanged(model, before)
+    assert bits(model) == before
     run(model, BATCHES[3:4])
 
 
@@ -179,10 +170,10 @@ def test_a_run_whose_room_is_used_up_gets_more():
 )
 def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension, message):
     model = made(**options)
-    before = snapshot(model)
+    before = bits(model)
     with pytest.raises(SparsifyError, match=message):
         get_unmasker(model).extend(**extension)
-    assert_unchanged(model, before)
+    assert bits(model) == before
 
 
 def test_a_run_is_extended_between_steps_only():
