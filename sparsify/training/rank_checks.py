@@ -81,7 +81,8 @@ def _parts(engine: Engine) -> dict[str, int]:
         "unmasked entries": (counts, digest(buffers.all_indices), digest(buffers.all_slots)),
         "base values": digest(buffers.all_base),
     }
-    return {name: _number(repr(part)) for name, part in parts.items()}
+    digests = {name: hashlib.sha256(repr(part).encode()).digest() for name, part in parts.items()}
+    return {name: int.from_bytes(own[:8], "little") >> 1 for name, own in digests.items()}  # 63 bits
 
 
 def _sample(tensor: MaskedTensor) -> str:
@@ -90,8 +91,3 @@ def _sample(tensor: MaskedTensor) -> str:
     flat = tensor.weight.reshape(-1)
     sample = flat[:: max(1, flat.numel() // SAMPLED)]
     return digest(sample.clone())  # numpy would keep FSDP2 from freeing what it looked at
-
-
-def _number(text: str) -> int:
-    """63 bits of a digest."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values
-from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.export import find_unheld, prepare
 from sparsify.training.flat_delta import VALUES
@@ -73,10 +72,13 @@ def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:
         tensor = by_name.get(name)
         if tensor is not None and tensor.parameter is not parameter:
             tensor = None  # the parameter was replaced
-        if tensor is not None and tensor.packed:
-            digests[name] = (tensor.dtype, digest(_base(engine, tensor.weight, tensor)))
-        elif name not in left_out and not parameter.is_meta and type(values := full_values(parameter)) is Tensor:
-            digests[name] = (parameter.dtype, digest(_base(engine, values, tensor)))
+        if name in left_out or parameter.is_meta:
+            continue
+        weight = full_values(parameter) if tensor is None else tensor.weight
+        if tensor is not None and engine.unmasked and tensor.count:  # before training there are no counts
+            weight = put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
+        if type(weight) is Tensor:
+            digests[name] = (weight.dtype, digest(weight))
     return digests
 
 
@@ -94,12 +96,6 @@ def verify(engine: Engine, model: nn.Module) -> Verification:
     frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.backward.passes
     unheld = find_unheld(engine, model)
     return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
-
-
-def _base(engine: Engine, weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
-    if tensor is None or not engine.unmasked or not tensor.count:  # before training there are no counts
-        return weight
-    return put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
 
 
 def _expected(engine: Engine) -> int:
