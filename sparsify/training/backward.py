@@ -28,6 +28,7 @@ from sparsify.masked.gradients import Gradient
 from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.selection.context import Work
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
 from sparsify.selection.topk import Winners
@@ -206,7 +207,10 @@ class BackwardCollector:
             self._drop_failed(graph)
             values = engine.values.detach()
             with self.streams.joined(values.device):
-                selector = None if self.selected else engine.select()
+                policy, work, selector = engine.policy, Work(), None
+                if not self.selected:
+                    selector = policy.selector(engine.progress, engine.tensors, values, work, check=engine.check)
+                engine.work = engine.work if selector is None else work
                 current = BackwardPass(graph, values, selector, engine.unmasked)
             self._passes[graph] = current
         return current

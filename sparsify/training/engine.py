@@ -26,7 +26,6 @@ from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import Work
 from sparsify.selection.policies import Progress, policy_of
-from sparsify.selection.selectors import Selector
 from sparsify.training.anchors import AnchoredUse
 from sparsify.training.backward import BackwardCollector
 from sparsify.training.compiled import CompiledGraphs
@@ -191,13 +190,6 @@ class Engine:
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
             check_ranks_alike(self)  # in the second step, too: then it shows whether gradients are averaged
             self._compared.add(self.step)
-
-    def select(self) -> Selector | None:
-        """Makes the selector of a backward pass that may unmask entries; ``None`` where none are to be selected."""
-        work = Work()
-        selector = self.policy.selector(self.progress, self.tensors, self.values, work, check=self.check)
-        self.work = self.work if selector is None else work
-        return selector
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""

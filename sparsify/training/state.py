@@ -222,8 +222,8 @@ def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[s
         dtype = torch.promote_types(here.dtype, values.dtype)
         if not torch.equal(here.to(dtype), values.cpu().to(dtype)):
             raise BaseMismatchError(
-                f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from. Nothing "
-                "was loaded; build the model from the same base, in the same dtype, and sparsify it in the same way."
+                f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from; "
+                "nothing was loaded: build the model from the same base, in the same dtype, and sparsify it as then."
             )
 
 
