@@ -33,7 +33,7 @@ from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
 from sparsify.selection.topk import Winners
 from sparsify.training.anchors import Anchors
-from sparsify.training.rank_checks import agree_on_winners
+from sparsify.training.rank_checks import agree_on_winners, check_ranks_alike
 
 if TYPE_CHECKING:
     from sparsify.training.engine import Engine
@@ -108,6 +108,7 @@ class BackwardCollector:
         self.passes = 0  # since the last optimizer step
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
         self._dropped: set[int] = set()  # ids of those that were taken to have failed
+        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
 
@@ -198,12 +199,17 @@ class BackwardCollector:
         self.selected, self.passes = False, 0
 
     def _running_pass(self) -> BackwardPass:
+        """The backward pass of the node that calls; its first node begins it."""
         graph = torch._C._current_graph_task_id()
         current = self._passes.get(graph)
         if current is None:
             engine = self._engine
             engine.weights.check_trained("backward()")
-            engine.prepare_backward()
+            engine.settle()
+            engine.note_values()
+            if num_ranks() > 1 and len(self._compared) < 2 and engine.step not in self._compared:
+                check_ranks_alike(engine)  # in the second step, too: then it shows whether gradients are averaged
+                self._compared.add(engine.step)
             self._drop_failed(graph)
             values = engine.values.detach()
             with self.streams.joined(values.device):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsify.common.devices import upload
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.common.ranks import Ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.delta.entries import DeltaParts
 from sparsify.errors import SparsifyError
@@ -33,7 +33,6 @@ from sparsify.training.export import export
 from sparsify.training.flat_delta import POSITION, SparseValues, flat_delta
 from sparsify.training.optimizer_hook import forget_uncounted_steps, has_uncounted_step, listen, note_counted
 from sparsify.training.plan import Plan
-from sparsify.training.rank_checks import check_ranks_alike
 from sparsify.training.settings import lengthen, plan_extension
 from sparsify.training.verification import digest_base
 from sparsify.training.weights import EffectiveWeights
@@ -81,7 +80,6 @@ class Engine:
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
         self._position_seen = 0  # version of the buffer when step and updates were read from it
-        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self.hooks: list[Any] = []  # on the root
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that is loaded: tensors without index buffers, prefix, all names of a trained state
@@ -182,14 +180,6 @@ class Engine:
             return None
         tensor.check_shape()
         return self.backward.anchors.use(tensor, values, self.backward)
-
-    def prepare_backward(self) -> None:
-        """Comes before the first node of each backward pass."""
-        self.settle()
-        self.note_values()
-        if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
-            check_ranks_alike(self)  # in the second step, too: then it shows whether gradients are averaged
-            self._compared.add(self.step)
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""

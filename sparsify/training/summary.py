@@ -172,9 +172,8 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
 
 def find_full(model: nn.Module) -> tuple[nn.Module, Full] | None:
     """The module that strategy "full" trains, also within wrappers, and its ``Full``; ``None`` for any other model."""
-    if find_engine(model) is not None:
-        return None
-    return next(((module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)), None)
+    found = [(module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)]
+    return found[0] if found and find_engine(model) is None else None
 
 
 def summarize_full(root: nn.Module, full: Full) -> Summary:
