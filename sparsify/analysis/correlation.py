@@ -130,10 +130,11 @@ def _changes(side: str, source: nn.Module | SparseDelta, base: nn.Module | None)
         return _Changes(_of_delta(side, delta, base), set(delta.whole), shapes, is_model=True)
     engine.refresh()
     entries = {}
-    for tensor in filter(lambda tensor: tensor.count, engine.tensors):
-        item = entries_of(plain_name(tensor.name), tensor)
-        changes = item.values.cpu() if item.quantization else _difference(item.values, item.base_values)
-        entries[item.name] = _Entries(item.indices.cpu(), changes)
+    for tensor in engine.tensors:
+        if tensor.count:
+            indices, values, base_values = entries_of(tensor, engine.unmasked)
+            changes = values.cpu() if tensor.packed else _difference(values, base_values)
+            entries[plain_name(tensor.name)] = _Entries(indices.cpu(), changes)
     return _Changes(entries, {plain_name(name) for name in engine.dense_names}, shapes, is_model=True)
 
 

@@ -6,7 +6,6 @@ In: a base and a model tuned from it, in memory or as a checkpoint, read a tenso
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +14,12 @@ from tqdm.auto import tqdm
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
-from sparsify.delta.entries import DTYPES, Base, NamedTensors, TensorDelta
+from sparsify.delta.entries import DTYPES, Base, DeltaParts, NamedTensors, TensorDelta
 from sparsify.delta.patch_plan import check_has_values, own_copy, take
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
-def diff(
-    base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True
-) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
+def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> DeltaParts:
     """Tensors, dense tensors and config of the delta between two models; see :meth:`sparsify.SparseDelta.diff`."""
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise SparsifyError(f"budget={budget!r}; expected a number of entries, at least 1, or None for all of them.")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.common.raw_bits import digest, same_values
+from sparsify.common.raw_bits import same_values
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 KINDS = ("replace", "add")
@@ -37,7 +37,7 @@ class TensorDelta:
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
-        base_sha256: :func:`digest` of the base's values at the indices; with an ``initializer``, of all initial values.
+        base_sha256: SHA-256 of the base's values at the indices; with an ``initializer``, of all initial values.
         initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
         quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
             ones, in ``dtype``. ``None`` for an ordinary base.
@@ -64,18 +64,6 @@ class TensorDelta:
                 "take a delta from before the training diverged."
             )
 
-    @classmethod
-    def from_export(cls, item: Any) -> TensorDelta:
-        """The entries that a training engine exports for one tensor, in memory of their own."""
-        indices, values = (part.detach().to("cpu", copy=True).contiguous() for part in (item.indices, item.values))
-        kind = "replace" if item.quantization is None else "add"
-        recipe, sha = (None, digest(item.base_values)) if item.drawn is None else item.drawn
-        dtype, shape = item.base_values.dtype, tuple(item.shape)
-        try:
-            return cls(indices, values, shape, dtype, kind, sha, recipe, item.quantization)
-        except SparsifyError as error:
-            raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error
-
     @property
     def count(self) -> int:
         """Number of entries."""
@@ -84,6 +72,7 @@ class TensorDelta:
 
 TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+DeltaParts: TypeAlias = tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]  # dense tensors, config
 StrPath: TypeAlias = str | os.PathLike[str]
 Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint
 

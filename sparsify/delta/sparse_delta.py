@@ -9,8 +9,6 @@ order of the budget; what it replaces in a model is kept and put back by ``rever
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +30,6 @@ from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import (
     PatchPlan,
     counted,
-    own_copy,
     plan_delta,
     warn_of_casts,
 )
@@ -59,6 +56,7 @@ class SparseDelta(Summable):
         config: how the delta came about; it is saved in the file, and nothing depends on it.
 
     Example:
+        >>> import copy
         >>> import torch
         >>> base = nn.Linear(3, 1)
         >>> tuned = copy.deepcopy(base)
@@ -105,16 +103,7 @@ class SparseDelta(Summable):
                 "model that `sparsify(model, ...)` returned, before `desparsify`. What full fine-tuning changed is "
                 "`SparseDelta.diff(base, model)`."
             )
-        export = engine.export(budget, model)
-        tensors: dict[str, TensorDelta] = {}
-        for item in export.tensors:
-            if item.name in tensors:
-                raise SparsifyError(f"two trained tensors are called `{item.name}`: rename one of the modules.")
-            if item.indices.numel() or item.drawn is not None:
-                tensors[item.name] = TensorDelta.from_export(item)
-        dense = {name: own_copy(tensor) for name, tensor in export.whole.items()}
-        config = {**copy.deepcopy(dict(export.config)), "versions": _library_versions()}
-        return cls(tensors, dense, config)
+        return cls(*engine.export(budget, model))
 
     @classmethod
     def load(
@@ -393,7 +382,7 @@ class SparseDelta(Summable):
             SparsifyError: when PEFT's format cannot hold the delta; nothing is written then.
 
         Example:
-            >>> import tempfile
+            >>> import copy, tempfile
             >>> base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
             >>> tuned = copy.deepcopy(base)
             >>> tuned[0].weight.data[1, 2] += 1
@@ -455,10 +444,3 @@ class SparseDelta(Summable):
             entries = entries if self.tensors else ""
             whole += f", with {counted(trained, 'trained entry', 'trained entries')}"
         return f"SparseDelta({entries}{whole})"
-
-
-def _library_versions() -> dict[str, str]:
-    """Versions of those of the libraries that are imported already."""
-    libraries = ("sparsify", "torch", "safetensors", "transformers", "peft")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in libraries}
-    return {name: str(version) for name, version in versions.items() if version is not None}

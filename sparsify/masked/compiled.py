@@ -174,10 +174,9 @@ def _run_collect(
 
 
 def _collect(handle: Tensor, gradient: Callable[[], Gradient]) -> None:
-    """Hands over a gradient, or nothing where it is not wanted."""
+    """Ends a use, and hands over its gradient where it is wanted."""
     tensor = tensor_of(handle)
-    use = tensor.collector.compiled.use(tensor)
-    use.collect(gradient() if use.wanted() else None)
+    tensor.collector.compiled.collect(tensor, gradient)
 
 
 @_operator("refresh(Tensor root, Tensor handle) -> Tensor", lambda root, _: torch.empty_like(root))

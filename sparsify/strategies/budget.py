@@ -47,6 +47,12 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     return int(budget)
 
 
+def check_steps(steps: int | None) -> None:
+    """Raises ``SparsifyError`` for a planned number of steps that is none."""
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
+        raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
+
+
 def resolve_capacity(
     budget: int, strategy: Strategy, schedule: Schedule, steps: int | None, candidates: Mapping[str, int]
 ) -> int:
