@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from numbers import Integral
 from typing import TypeVar
 
 import torch
@@ -15,8 +14,8 @@ from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
 from sparsify.errors import SparsifyError
-from sparsify.selection.static import check_new, choose, find_given, zero_others
-from sparsify.strategies.budget import check_given_budget, resolve_budget, resolve_capacity
+from sparsify.selection.static import check_new, find_given, select_static, zero_others
+from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
 from sparsify.strategies.schedules import Schedule, resolve_schedule
 from sparsify.strategies.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
@@ -51,7 +50,7 @@ def sparsify(
     fresh_modules: Pattern = None,
     seed: int = 0,
 ) -> Model:
-    """Makes a model train only ``budget`` of its entries, in place.
+    """Makes a model train only ``budget`` of its entries, in place, and returns it.
 
     Apart from ``modules_to_save``, the model's only trainable parameter is then ``sparse_values`` (budget,); give it to
     any optimizer of ``torch.optim``. The entries that it stands for are selected while the model trains. An optimizer
@@ -81,15 +80,11 @@ def sparsify(
         sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
             all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes.
         fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of
-            our adapters are drawn again, now, from ``seed``, and only their trained entries are stored. Tensors with
-            other initial values are left unchanged and stored whole.
+            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of our
+            adapters are drawn again, now, from ``seed``, and only their trained entries are stored.
         fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
             matrices only, unless told otherwise.
         seed: of a random importance, and of ``fresh="seed"``.
-
-    Returns:
-        The same model object.
 
     Raises:
         SparsifyError: before anything has been changed.
@@ -104,21 +99,19 @@ def sparsify(
     """
     check_model(model)
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
-        raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
+    check_steps(steps)
     if sync not in MODES:
         raise SparsifyError(f"sync={sync!r}; expected {' or '.join(repr(mode) for mode in MODES)}.")
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
-        _train_full(model, budget, strategy, targets)
+        _train_full(model, budget, targets)
         return model
     check_candidates(model, targets.candidates)
     tensors = mask_candidates(targets)
     check_possible(tensors, strategy)
     if isinstance(strategy.selection, Given):
-        selected = find_given(tensors, strategy.selection.support)
-        check_given_budget(budget, selected.numel())
+        selected = find_given(tensors, strategy.selection.support, budget)
         number = capacity = selected.numel()
     else:
         candidates = {tensor.name: tensor.num_candidates for tensor in tensors}
@@ -131,7 +124,7 @@ def sparsify(
     with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
         if isinstance(strategy.selection, Static):
             dtype = values_dtype(tensors)
-            selected = choose(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
+            selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
         zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
     install(
@@ -145,14 +138,11 @@ def sparsify(
 
 
 def desparsify(model: Model, *, dequantize: bool = False) -> Model:
-    """Makes a model plain again, with the trained values in its weights; parameters that required grad do so again.
+    """Makes a model plain again, its weights trained, and returns it; parameters that required grad do so again.
 
     Args:
         model: a sparsified model.
         dequantize: turn masked quantized layers into ordinary linear layers in the dtype of the rest of the model.
-
-    Returns:
-        The same model object.
 
     Raises:
         SparsifyError: when the model is not sparsified; when quantized weights have trained entries, which cannot be
@@ -167,11 +157,11 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         root, full = found
         del vars(root)[FULL]
         for name, parameter in root.named_parameters():
-            if name in full.frozen_names:
+            if name in full.frozen:
                 parameter.requires_grad_(True)
         return model
     engine = get_unmasker(model)
-    if engine.weights.sharded:
+    if engine.sharded:
         raise SparsifyError(
             "a model that fully_shard() has sharded cannot be turned back; save SparseDelta.from_model(model), and "
             "apply it to a base that is not sharded."
@@ -210,15 +200,12 @@ def get_unmasker(model: nn.Module) -> Engine:
 
 
 def summary(model: nn.Module, *, verify: bool = False) -> Summary:
-    """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes; prints well.
+    """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes, to be printed.
 
     Args:
         model: a sparsified model, or one that strategy "full" trains.
         verify: check, in one pass over all weights, that the frozen entries have the SHA-256 that they had at
             ``sparsify()``, that the schedule's number of entries is unmasked, and that a delta holds all that trains.
-
-    Returns:
-        The numbers; ``print`` lays them out.
 
     Raises:
         SparsifyError: when the model is not sparsified; with ``verify``, when strategy "full" trains all of it.
@@ -321,14 +308,14 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return trained_state_of(get_unmasker(model), model)
 
 
-def _train_full(model: nn.Module, budget: int | float | None, strategy: Strategy, targets: Targets) -> None:
+def _train_full(model: nn.Module, budget: int | float | None, targets: Targets) -> None:
     if budget is not None:
         raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
     if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
         raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
     freeze(targets.frozen.values())
     names = tuple(candidate.name for candidate in targets.candidates)
-    vars(model)[FULL] = Full(strategy, names, tuple(targets.saved), tuple(targets.frozen))
+    vars(model)[FULL] = Full(names, tuple(targets.saved), tuple(targets.frozen))
 
 
 def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:

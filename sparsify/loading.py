@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from sparsify.adapters.extensions import extend
 from sparsify.common.names import named_tensors
 from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.merge import recorded_labels
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
@@ -27,7 +27,6 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 _SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")
 _OF_THE_BASE = (*_SHARED_WITH_HUB, "revision", "subfolder", "force_download", "proxies", "gguf_file")
 _PEFT_REPLACED = "original_module"  # in names of tensors that PEFT replaces by those of modules_to_save
-_COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in PEFT's names of these
 _BASE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # transformers 5, and 4
 
@@ -134,26 +133,14 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
         found, _ = PretrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in _OF_THE_BASE if key in kwargs})
     except Exception:  # `from_pretrained` fails with the same error and a better message
         return
-    own = model_class.config_class
-    if isinstance(found, dict) and (own is None or not _is_of(own, found)):
+    parts = [found, *found.values()] if isinstance(found, dict) else []  # of a composite model, too
+    families = [part["model_type"] for part in parts if isinstance(part, dict) and part.get("model_type")]
+    if families and getattr(model_class.config_class, "model_type", None) not in families:
         raise SparsifyError(
             f"the delta was trained in {model_class.__name__}, and the base `{brief(name)}` is of another family of "
             f"models ({brief(found.get('model_type'))}): pass the base that the delta was trained on, or "
             "`model_class=...` if this is the one."
         )
-
-
-def _is_of(config_class: Any, found: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json``, or a part of it, is of the family of a config's class."""
-    from transformers import CONFIG_MAPPING, PretrainedConfig
-
-    family = found.get("model_type")
-    if family is None:  # from before 2020: its settings have to be those of the class
-        of_all = set(PretrainedConfig().to_dict())
-        return bool(set(found) - of_all) and set(found) - of_all <= set(config_class().to_dict())
-    parts = CONFIG_MAPPING[family].sub_configs.values() if family in CONFIG_MAPPING else ()
-    named = [found, *(value for value in found.values() if isinstance(value, dict))]
-    return config_class in parts or any(part.get("model_type") == config_class.model_type for part in named)
 
 
 def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -170,12 +157,11 @@ def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The narrowest dtype that the base was in: a model that keeps some tensors wider does so by itself."""
-    of_entries = {tensor.dtype for tensor in delta.tensors.values() if tensor.initializer is None}
+    dtypes = {tensor.dtype for tensor in delta.tensors.values() if tensor.initializer is None}
     recorded = delta.config.get("base_dtypes")
-    if not of_entries and isinstance(recorded, list):
-        of_entries = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}
-    of_whole = {tensor.dtype for tensor in delta.whole.values() if tensor.is_floating_point()}
-    return min(of_entries or of_whole, key=lambda dtype: (dtype.itemsize, str(dtype)), default="auto")
+    if not dtypes and isinstance(recorded, list):
+        dtypes = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}
+    return min(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default="auto")
 
 
 def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: dict[str, Any]) -> nn.Module:
@@ -183,7 +169,7 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     from huggingface_hub.errors import HFValidationError  # raised by transformers 4 for a missing folder
 
     try:
-        labels = {} if "config" in kwargs else _head_config(delta, model_class, name, kwargs)
+        labels = {} if "config" in kwargs else recorded_labels(delta.config, delta.whole)
         with _without_load_report():
             model, info = model_class.from_pretrained(
                 name, **{"ignore_mismatched_sizes": True, **labels, **kwargs}, output_loading_info=True
@@ -206,57 +192,6 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     model = extend(model, delta.config, shapes).eval()
     _check_complete(model, missing, shapes, name)
     return model
-
-
-def _head_config(delta: SparseDelta, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded labels as arguments of ``from_pretrained``, if the delta has all tensors of a head for them.
-
-    Otherwise a number of labels in a file could ask for any amount of memory.
-    """
-    recorded = delta.config.get("model_config")
-    if not isinstance(recorded, dict):
-        return {}
-    number, labels, problem = (recorded.get(key) for key in ("num_labels", "id2label", "problem_type"))
-    whole = [tensor for tensor in delta.whole.values() if tensor.numel() and tensor.is_floating_point()]
-    if isinstance(number, bool) or not isinstance(number, int) or not any(number in tensor.shape for tensor in whole):
-        return {}
-    if not _has_head(delta, number, model_class, name, kwargs):
-        return {}
-    given = labels if isinstance(labels, dict) else {}
-    names = {index: str(given.get(str(index), f"LABEL_{index}")) for index in range(number)}
-    head: dict[str, Any] = {"id2label": names, "label2id": {label: index for index, label in names.items()}}
-    return {**head, "problem_type": problem} if isinstance(problem, str) else head
-
-
-def _has_head(delta: SparseDelta, number: int, model_class: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a delta has every tensor whose size depends on the number of labels, in that size, one of them dense.
-
-    The model is built without its weights, for the base's own number of labels and for one more: the head are the
-    tensors that grow. A tensor with an initializer recipe may claim any size, so such tensors alone are no proof.
-    """
-    import transformers
-
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        return True  # a class of the user's choice, such as an Auto class, is not built here
-    config_class: Any = model_class.config_class
-    config = config_class.from_pretrained(name, **{key: kwargs[key] for key in _OF_THE_BASE if key in kwargs})
-    own = max(config.num_labels, 1)
-    shapes = []
-    for labels in (own, own + 1):
-        config.num_labels = labels
-        with torch.device("meta"):
-            model: Any = model_class(config)
-        shapes.append({name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()})
-    pairs = {name: (shapes[0].get(name, ()), shape) for name, shape in shapes[1].items()}
-    head = {
-        name: tuple(size + (more - size) * (number - own) for size, more in zip(*pair, strict=False))
-        for name, pair in pairs.items()
-        if pair[0] != pair[1]
-    }
-    stored = {_COPY.sub("", name): tuple(tensor.shape) for name, tensor in delta.whole.items()}
-    drawn = {_COPY.sub("", name): part.shape for name, part in delta.tensors.items() if part.initializer is not None}
-    found = {**drawn, **stored}
-    return not head.keys().isdisjoint(stored) and all(found.get(name) == shape for name, shape in head.items())
 
 
 def _check_complete(model: nn.Module, missing: Mapping[str, Tensor], in_delta: Iterable[str], base: str) -> None:

@@ -18,7 +18,6 @@ from sparsify import (
     base_weights,
     desparsify,
     get_unmasker,
-    print_trainable_parameters,
     sparsify,
     summary,
 )
@@ -51,48 +50,30 @@ def assert_unchanged(model, before):
 # the texts about targets, schedules and strategies are in the tests of those
 BAD_CALLS = [
     ({"budget": 0}, r"budget=0 entries; expected 1 to \d+"),
-    ({"budget": -5}, r"budget=-5 entries; expected 1 to"),
     ({"budget": ENTRIES + 1}, rf"budget={ENTRIES + 1} entries; expected 1 to {ENTRIES}"),
     ({"budget": 1.0}, r"budget=1\.0 is a float and so a share.*\(0, 1\)"),
-    ({"budget": -0.5}, r"budget=-0\.5 is a float and so a share"),
     ({"budget": True}, r"budget=True; expected an int"),
     ({"budget": "320k"}, r"budget='320k'; expected an int"),
     ({"budget": None}, r"budget=None with D3.*Only bitfit and full"),
     ({"budget": 10, "strategy": "full"}, r"budget=10 with a strategy that trains every candidate"),
-    ({"budget": ENTRIES, "strategy": "bitfit"}, r"expected 1 to 31, the number of candidates"),
-    ({"strategy": "id4"}, r"unknown strategy 'id4'.*Did you mean 'id3'"),
-    ({"schedule": "cosin"}, r"unknown schedule 'cosin'.*Did you mean 'cosine'"),
     ({"schedule": 3}, r"schedule=3; expected a name"),
-    ({"steps": 0}, r"steps=0; expected the planned number"),
     ({"steps": 2.5}, r"steps=2\.5; expected"),
     ({"sync": "excat"}, r"sync='excat'; expected 'exact' or 'candidates'"),
-    ({"target_modules": ["secnd"]}, r"target_modules: 'secnd' matches no module.*second"),
-    ({"exclude_modules": ["heads"]}, r"exclude_modules: 'heads' matches no module.*head"),
     ({"modules_to_save": ["hed"]}, r"modules_to_save: 'hed' matches no module"),
     ({"target_modules": ["head"], "exclude_modules": ["head"]}, r"no trainable parameter is left"),
-    ({"strategy": Strategy(D3(), Static())}, r"chooses by gradients before training; pass calibration="),
     ({"strategy": "fish"}, r"chooses by gradients before training; pass calibration="),
     ({"calibration": BATCHES}, r"calibration= and loss_fn= are not used by D3"),
     ({"strategy": "pafi", "loss_fn": len}, r"calibration= and loss_fn= are not used by Magnitude"),
-    ({"strategy": "fish", "calibration": [torch.ones(4, 6)]}, r"a calibration batch is a Tensor; expected a dict"),
-    ({"strategy": "fish", "calibration": []}, r"the calibration gave no candidate a gradient"),
     ({"strategy": "fish", "calibration": lambda model: None}, r"the calibration gave no candidate a gradient"),
     ({"strategy": "d3-repeat", "steps": None}, r"pass steps= .*, or Repeat\(capacity=\.\.\.\)"),
     ({"strategy": "d3-repeat", "schedule": "cubic"}, r"takes no schedule"),
     ({"strategy": Strategy(D3(), Repeat(capacity=5))}, r"less room than the budget of 20 entries"),
-    (
-        {"strategy": {"first.weight": torch.tensor([0, 1])}},
-        r"budget=20 with a given set of 2 entries; pass",
-    ),
-    (
-        {"strategy": {"first.wait": torch.tensor([0])}},
-        r"`first\.wait`, which is no candidate .*`first\.weight`",
-    ),
+    ({"strategy": {"first.weight": torch.tensor([0, 1])}}, r"budget=20 with a given set of 2 entries; pass"),
+    ({"strategy": {"first.wait": torch.tensor([0])}}, r"`first\.wait`, which is no candidate .*`first\.weight`"),
     ({"strategy": {"first.weight": torch.tensor([60])}}, r"indices of `first\.weight` outside its 60 entries"),
     ({"strategy": {"first.weight": torch.tensor([-1])}}, r"indices of `first\.weight` outside its 60 entries"),
     ({"strategy": {"first.weight": torch.tensor([0.5])}}, r"torch\.float32 for `first\.weight`; expected a bool"),
     ({"strategy": {"first.weight": torch.ones(6, 10) > 0}}, r"shape \(6, 10\), expected \(10, 6\)"),
-    ({"strategy": {"first.weight": torch.zeros(10, 6) > 0}}, r"the given set is empty"),
     ({"strategy": {}}, r"the given set is empty"),
 ]
 
@@ -187,23 +168,6 @@ def test_verbs_on_a_plain_model_say_so(verb):
         verb(MLP())
 
 
-def test_a_share_is_of_the_candidates():
-    model = sparsify(MLP(), 0.1, steps=5, target_modules=["second"])
-    assert get_unmasker(model).budget == int(0.1 * (8 * 10 + 8))
-
-
-def test_what_is_not_targeted_is_frozen_and_what_is_saved_trains_dense(capsys):
-    model = sparsify(MLP(), 20, steps=5, target_modules=["first", "second"], modules_to_save=["head"])
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trainable == ["sparse_values", "head.weight", "head.bias"]
-    assert {tensor.name for tensor in get_unmasker(model).tensors} == {
-        "first.weight", "first.bias", "second.weight", "second.bias",
-    }  # fmt: skip
-    assert summary(model).num_dense == 27
-    print_trainable_parameters(model)
-    assert f"trainable params: 47 || all params: {ENTRIES} ||" in capsys.readouterr().out
-
-
 def test_desparsify_restores_what_required_grad():
     model = MLP()
     model.first.requires_grad_(False)
@@ -224,10 +188,3 @@ def test_random_entries_depend_on_the_seed_and_the_name_alone():
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
     assert drawn(1)[0] != drawn(1)[1], "equal shapes do not get equal masks"
-
-
-def test_a_padding_row_is_no_candidate():
-    model = sparsify(nn.Embedding(6, 4, padding_idx=2), 20, "pafi")
-    assert not set(range(8, 12)) & set(model.indices.tolist())
-    with pytest.raises(SparsifyError, match="expected 1 to 20"):
-        sparsify(nn.Embedding(6, 4, padding_idx=2), 21, "pafi")

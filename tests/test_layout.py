@@ -33,53 +33,48 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def module_name(path):
-    """The module's name inside the package: ``masked.linear``; the package itself is the empty one."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    """``sparsify.masked.linear``; a package has the name of its folder."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {module_name(path): path for path in FILES}
 
 
+def room(name):
+    """The package, or the module at the top, that a module belongs to; empty for ``sparsify`` itself."""
+    return f"{name}.".split(".")[1]
+
+
 def floor(name):
-    """The floor of the package that a module belongs to."""
-    package = name.partition(".")[0]
-    for level, packages in enumerate(FLOORS):
-        if package in packages:
-            return level
-    raise LookupError(f"sparsify/{package} has no floor in this test: add it where it belongs")
+    """The floor of a module's package."""
+    found = [level for level, rooms in enumerate(FLOORS) if room(name) in rooms]
+    assert found, f"sparsify/{room(name)} has no floor in this test: add it where it belongs"
+    return found[0]
 
 
 @cache
-def imported(path):
-    """The modules of this package that a file imports, anywhere in it, functions included.
+def imported(name):
+    """The modules of this package that one of them imports, anywhere in it, functions included.
 
     Imports for type checkers alone do not count within a package (``training``); between packages they do.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     checked = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
-    for_types = {inner for node in checked for inner in ast.walk(node)}
-    own, found = module_name(path).partition(".")[0], set()
+    for_types, found = {inner for node in checked for inner in ast.walk(node)}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            full = [alias.name for alias in node.names]
+            names = {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} line {node.lineno}: imports here are absolute"
-            full = [
-                f"{node.module}.{alias.name}" if module_exists(f"{node.module}.{alias.name}") else node.module
-                for alias in node.names
-            ]
+            assert node.level == 0, f"{name} line {node.lineno}: imports here are absolute"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = {each if each in MODULES else node.module for each in full}
         else:
             continue
-        names = {name.removeprefix("sparsify").lstrip(".") for name in full if name.split(".")[0] == "sparsify"}
-        found |= {name for name in names if node not in for_types or name.partition(".")[0] != own}
+        found |= {each for each in names & MODULES.keys() if node not in for_types or room(each) != room(name)}
     return frozenset(found)
-
-
-def module_exists(full):
-    return full.startswith("sparsify.") and full.removeprefix("sparsify.") in MODULES
 
 
 def reachable(name):
@@ -89,25 +84,25 @@ def reachable(name):
         here = waiting.pop()
         if here not in seen:
             seen.add(here)
-            waiting += imported(MODULES[here])
+            waiting += imported(here)
     return seen
 
 
-@pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "sparsify")
+@pytest.mark.parametrize("name", MODULES)
 def test_imports_point_downwards(name):
-    for other in imported(MODULES[name]):
-        inside = name and other.partition(".")[0] == name.partition(".")[0]
-        assert inside or floor(other) < floor(name), f"sparsify.{name} imports sparsify.{other}"
+    for other in imported(name):
+        inside = room(name) and room(other) == room(name)
+        assert inside or floor(other) < floor(name), f"{name} imports {other}"
 
 
 def test_no_module_imports_itself_through_others():
     for name in MODULES:
-        assert all(name not in reachable(other) for other in imported(MODULES[name]) if other != name), name
+        assert all(name not in reachable(other) for other in imported(name) if other != name), name
 
 
 def test_loading_a_delta_needs_no_training_code():
-    packages = {other.partition(".")[0] for other in reachable("delta.sparse_delta")}
-    assert packages == {"common", "delta", "errors"} | packages & {"version"}
+    rooms = {room(other) for other in reachable("sparsify.delta.sparse_delta")}
+    assert {"common", "delta", "errors"} <= rooms <= {"common", "delta", "errors", "version"}
 
 
 def test_every_public_name_is_there_and_they_are_sorted_out():

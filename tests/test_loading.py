@@ -65,6 +65,12 @@ def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
     assert torch.equal(logits(model, batches), expected)
     assert model.config.id2label == LABELS
     assert model.config.label2id == {"no": 0, "maybe": 1, "yes": 2, "so-so": 3}
+    assert delta.config["base_dtypes"] == ["float32"]
+    assert delta.config["model_config"] == {
+        "num_labels": 4,
+        "id2label": {"0": "no", "1": "maybe", "2": "yes", "3": "so-so"},
+        "problem_type": "single_label_classification",
+    }
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -120,29 +126,7 @@ def test_a_head_that_the_delta_brings_is_no_reason_to_warn(classifier, caplog):
     assert caplog.records == []
 
 
-# What is recorded
-
-
-def test_what_it_takes_to_build_the_model_is_recorded_and_no_more(classifier):
-    _, delta, *_ = classifier
-    assert delta.config["architecture"] == "BertForSequenceClassification"
-    assert delta.config["base_dtypes"] == ["float32"]
-    assert delta.config["model_config"] == {
-        "num_labels": 4,
-        "id2label": {"0": "no", "1": "maybe", "2": "yes", "3": "so-so"},
-        "problem_type": "single_label_classification",
-    }
-
-
-def lora(model):
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
-
-
-@pytest.mark.parametrize(
-    "wrap", [torch.compile, lambda model: torch.nn.ModuleDict({"module": torch.compile(model)}), lora]
-)
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torch.nn.ModuleDict({"module": torch.compile(model)})])
 def test_the_plain_model_is_found_within_wrappers(wrap):
     model, _ = build("bert")
     assert plain_model(wrap(model)) is model
@@ -225,13 +209,10 @@ def rewrite(base, change):
 
 
 @of_version_5
-def test_a_config_from_before_there_were_model_types_is_told_by_its_settings(classifier):
+def test_a_config_from_before_there_were_model_types_is_of_any_family(classifier):
     base, delta, expected, batches = classifier
     rewrite(base, lambda config: config.pop("model_type"))
     assert torch.equal(logits(load_model(base, delta), batches), expected)
-    delta.config["architecture"] = "T5ForSequenceClassification"
-    with pytest.raises(SparsifyError, match=r"is of another family of models \(None\)"):
-        load_model(base, delta)
 
 
 def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
@@ -249,7 +230,6 @@ def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
     ("change", "name"),
     [
         (lambda config: config.update(hidden_act="zzz"), "BertModel"),
-        (lambda config: config.update(hidden_size="x"), "BertModel"),
         (lambda config: config.update(num_attention_heads=0), "BertModel"),
         (lambda config: config.update(dtype="zzz"), "BertModel"),
         pytest.param(lambda config: None, "BertPreTrainedModel", marks=of_version_5),

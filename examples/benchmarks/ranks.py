@@ -2,8 +2,7 @@
 
     python examples/benchmarks/ranks.py --rounds 3 --steps 2
 
-All ranks of all methods are alive at once and take turns, each a process (this same file). An all-reduce counts as
-on a ring.
+The methods take turns, each time with a new process for each rank. An all-reduce counts as on a ring.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import importlib
 import json as json_module
 import statistics
-import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,18 +21,16 @@ import torch
 import typer
 from common import BERTS, MB, check_names, report, run, write_json
 from torch import distributed as dist
-from torch import nn
+from torch import multiprocessing, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsify import get_unmasker, sparsify
 from sparsify.bench.methods import LORA_RANK
-from sparsify.bench.run import Process
-from sparsify.bench.settings import Settings
-from sparsify.bench.tokens import Batches
-from sparsify.bench.worker import errors_as_answers, fill, peak_bytes, say
+from sparsify.bench.settings import PLANNED_STEPS, SEED, Settings
+from sparsify.bench.tokens import make_batches
+from sparsify.bench.worker import fill, peak_bytes
 
-CHILD = "--rank"
 METHODS = ("full", "lora", "id3-exact", "id3-candidates")
 FILL_STEPS = 6
 
@@ -57,8 +52,8 @@ def main(
     names = [name.strip() for name in methods.split(",")]
     check_names(names, METHODS, "method")
     check_names([shape], BERTS, "shape")
-    settings = [Settings(name, shape, budget, fill, batch, seq, threads=threads) for name in names]
-    results = measure(settings, ranks, rounds, steps)
+    settings = [Settings(name, shape, budget, fill, batch, seq) for name in names]
+    results = measure(settings, ranks, rounds, steps, threads)
     medians = {name: statistics.median(result["seconds"]) for name, result in results.items()}
     report(
         f"{shape}, float32, {ranks} ranks with batch {batch} x {seq} each, budget {budget:,}: medians of "
@@ -71,30 +66,20 @@ def main(
             for name, result in results.items()
         ],
     )  # fmt: skip
-    write_json(json, results, ranks=ranks, **asdict(settings[0]))
+    write_json(json, results, ranks=ranks, threads_of_a_rank=threads, **asdict(settings[0]))
 
 
-def measure(methods: list[Settings], ranks: int, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+def measure(methods: list[Settings], ranks: int, rounds: int, steps: int, threads: int) -> dict[str, dict[str, Any]]:
     """Numbers trained, seconds on the slowest rank, and the most of any rank's memory and bytes a step, by method."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        results, groups = {one.method: {"trained": 0, "seconds": []} for one in methods}, {}
+    results: dict[str, dict[str, Any]] = {one.method: {"seconds": []} for one in methods}
+    for _ in range(rounds):
         for one in methods:
-            workers = [stack.enter_context(Process([__file__, CHILD], {})) for _ in range(ranks)]
-            for rank, worker in enumerate(workers):
-                meeting = {"rank": rank, "ranks": ranks, "meeting": f"{folder}/{one.method}"}
-                worker.send(json_module.dumps({"settings": asdict(one), **meeting}))
-            for worker in workers:
-                results[one.method]["trained"] = worker.answer()["trained"]
-            groups[one.method] = workers
-        for _ in range(rounds):
-            for name, workers in groups.items():
-                for worker in workers:
-                    worker.send(str(steps))
-                answers = [worker.answer() for worker in workers]
-                results[name]["seconds"] += map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
-                for key in ("peak_bytes", "averaging_bytes", "choosing_bytes"):
-                    results[name][key] = max(answer[key] for answer in answers)
+            with tempfile.TemporaryDirectory() as folder:
+                multiprocessing.spawn(train, (ranks, one, steps, threads, folder), nprocs=ranks)
+                answers = [json_module.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+            result = results[one.method]
+            result["seconds"] += map(max, zip(*(answer.pop("seconds") for answer in answers), strict=True))
+            result |= {key: max(answer[key] for answer in answers) for key in answers[0]}
     return results
 
 
@@ -115,26 +100,23 @@ def prepare(settings: Settings, model: nn.Module) -> nn.Module:
 
         return get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="SEQ_CLS"))
     if settings.method.startswith("id3"):
-        sparsify(model, settings.budget, "id3", steps=FILL_STEPS, sync=settings.method.removeprefix("id3-"))
+        sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS, sync=settings.method.removeprefix("id3-"))
     return model
 
 
-@errors_as_answers()
-def train() -> None:
-    """One rank of one method: stdin has a line with its task, then a number of steps for each turn."""
-    task = json_module.loads(sys.stdin.readline())
-    settings, rank, ranks = Settings(**task["settings"]), task["rank"], task["ranks"]
-    torch.set_num_threads(settings.threads)
-    meeting = f"file://{task['meeting']}"
+def train(rank: int, ranks: int, settings: Settings, steps: int, threads: int, folder: str) -> None:
+    """One turn of one rank, whose numbers go into a file of the folder."""
+    torch.set_num_threads(threads)
+    meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", meeting, rank=rank, world_size=ranks, timeout=timedelta(hours=1))
     from transformers import BertConfig, BertForSequenceClassification
 
     if settings.method == "lora":
         importlib.import_module("peft")
     libraries = peak_bytes()
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(SEED)
     plain = BertForSequenceClassification(BertConfig(**BERTS[settings.shape])).train()
-    batches = Batches(settings, plain, seed=settings.seed + 1 + rank)
+    batches = make_batches(settings, plain.config.vocab_size, seed=SEED + 1 + rank)
     model = prepare(settings, plain)
     parallel, averaged = DistributedDataParallel(model), Averaged()
     parallel.register_comm_hook(averaged, lambda state, bucket: state.average(bucket))
@@ -142,7 +124,7 @@ def train() -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
     def step() -> None:
-        parallel(**batches.next()).loss.backward()
+        parallel(**next(batches)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -150,23 +132,24 @@ def train() -> None:
     if sparse:
         fill(model, settings, step, FILL_STEPS)
     step()
-    say({"trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)})
-    for line in sys.stdin:
-        chosen_before = get_unmasker(model).ranks.bytes_sent if sparse else 0
-        averaged.bytes, seconds = 0, []
-        for _ in range(int(line)):
-            dist.barrier()
-            started = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - started)
-        chosen = get_unmasker(model).ranks.bytes_sent - chosen_before if sparse else 0
-        averaging = 2 * averaged.bytes * (ranks - 1) // ranks  # an all-reduce on a ring
-        sent = {"averaging_bytes": averaging // len(seconds), "choosing_bytes": chosen // len(seconds)}
-        say({"seconds": seconds, "peak_bytes": peak_bytes() - libraries, **sent})
+    chosen_before = get_unmasker(model).ranks.bytes_sent if sparse else 0
+    averaged.bytes, seconds = 0, []
+    for _ in range(steps):
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
+    chosen = get_unmasker(model).ranks.bytes_sent - chosen_before if sparse else 0
+    numbers = {
+        "trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "seconds": seconds,
+        "peak_bytes": peak_bytes() - libraries,
+        "averaging_bytes": 2 * averaged.bytes * (ranks - 1) // ranks // steps,  # an all-reduce on a ring
+        "choosing_bytes": chosen // steps,
+    }
+    Path(folder, f"rank-{rank}.json").write_text(json_module.dumps(numbers))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == [CHILD]:
-        train()
-    else:
-        run(main)
+    run(main)

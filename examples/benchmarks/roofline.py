@@ -67,9 +67,7 @@ def main(density: Annotated[float, typer.Option(help="Share of the entries that 
     for name, model in MODELS.items():
         rows = []
         for method, launches in model.launches.items():
-            work = [
-                (count, phases(method, model.tokens, *shape, density)) for *shape, count in model.layers
-            ]
+            work = [(count, phases(method, model.tokens, *shape, density)) for *shape, count in model.layers]
             operations = sum(count * sum(phase[0] for phase in layer) for count, layer in work)
             moved = sum(count * sum(phase[1] for phase in layer) for count, layer in work)
             host = launches * LAUNCH

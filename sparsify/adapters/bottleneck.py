@@ -6,9 +6,10 @@ In: the hidden states of a layer, by a forward hook. Out: the adapted hidden sta
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +20,23 @@ INITIAL_STD = 0.02  # of AdapterHub's init_weights="bert"
 _LEAST_FACTOR = 2**-10  # a larger bottleneck than 1024 times the hidden size is a mistake, or an attack
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A published way to place adapters in a layer.
+class Kind(NamedTuple):
+    """A published way to place adapters in a layer, by AdapterHub's settings for it.
 
     Attributes:
+        mh_adapter: whether the attention has an adapter in addition to the feed-forward network's.
+        original_ln_before: whether the adapter's input is the sublayer's output with the residual added (and
+            normalised, where a norm follows in the layer), or the sublayer's output alone.
         non_linearity: the activation in the bottleneck.
-        after_attention: whether the attention has an adapter in addition to the feed-forward network's.
-        after_residual: whether the adapter's input is the sublayer's output with the residual added (and normalised,
-            where a norm follows in the layer), or the sublayer's output alone.
-        settings: of AdapterHub's config for the kind, beyond those that the kinds have in common.
     """
 
-    non_linearity: type[nn.Module]
-    after_attention: bool
-    after_residual: bool
-    settings: dict[str, Any]
+    mh_adapter: bool
+    original_ln_before: bool
+    non_linearity: str
 
 
-KINDS = {
-    "houlsby": Kind(nn.SiLU, True, False, {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"}),
-    "pfeiffer": Kind(nn.ReLU, False, True, {"mh_adapter": False, "original_ln_before": True, "non_linearity": "relu"}),
-}
+KINDS = {"houlsby": Kind(True, False, "swish"), "pfeiffer": Kind(False, True, "relu")}
+_NON_LINEARITIES = {"swish": nn.SiLU, "relu": nn.ReLU}
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class AdapterConfig:
     kind: str = "pfeiffer"
     reduction_factor: float = 16
     name: str = "default"
-    target_modules: tuple[str, ...] | None = None
+    target_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
@@ -82,8 +78,10 @@ class AdapterConfig:
                 "is no method of a dict, such as 'default'."
             )
         named = self.target_modules
-        if named is not None and not (isinstance(named, tuple) and all(isinstance(module, str) for module in named)):
-            raise SparsifyError(f"target_modules={named!r:.100}; expected a tuple of module names.")
+        if named is not None and not (
+            isinstance(named, (list, tuple)) and all(isinstance(module, str) for module in named)
+        ):
+            raise SparsifyError(f"target_modules={named!r:.100}; expected a list of module names.")
 
     def bottleneck(self, width: int) -> int:
         """Returns the bottleneck's size for hidden states of ``width`` dimensions: at least one."""
@@ -114,7 +112,7 @@ class Adapter(nn.Module):
         self.config = config
         bottleneck = config.bottleneck(width)
         down = nn.Linear(width, bottleneck)
-        self.adapter_down = nn.Sequential(down, KINDS[config.kind].non_linearity())
+        self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind].non_linearity]())
         self.adapter_up = nn.Linear(bottleneck, width)
         for projection in (down, self.adapter_up):
             nn.init.normal_(projection.weight, std=INITIAL_STD)

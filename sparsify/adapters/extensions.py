@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -29,7 +28,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
 _NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision")
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
-_MAX_ITEMS = 256  # of a setting that PEFT compiles as regular expressions for each module, of which re caches 512
+_MAX_ITEMS = 256  # of a setting, unless the model has more modules: PEFT compares each with the name of each module
 _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by a regular expression
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
@@ -51,30 +50,17 @@ def record_extensions(model: nn.Module) -> dict[str, Any]:
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Adds the modules that a delta recorded to a base, with uninitialised values.
+    """Adds the modules that a delta recorded to a base, with uninitialised values; within a ``PeftModel`` for PEFT's.
 
-    Args:
-        model: the base.
-        config: of a delta.
-        shapes: by plain name, of the tensors that the delta has all values of.
-
-    Returns:
-        The model, within a ``PeftModel`` where PEFT was used.
-
-    Raises:
-        SparsifyError: when the record is invalid, or such a model cannot be built from it.
-        BaseMismatchError: when the modules have tensors that the delta lacks.
+    ``config`` is a delta's, ``shapes`` those of the tensors that it has all values of, by plain name. Raises where the
+    record is invalid, no such model can be built from it, or the delta lacks tensors of the modules.
     """
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
         model = _with_peft(model, configs)
     if isinstance(settings := config.get(ADAPTERS_KEY), dict):
-        if missing := [key for key in ("kind", "reduction_factor", "name") if key not in settings]:
-            raise SparsifyError(f"the delta records adapters without `{missing[0]}`: {_REMEDY}.")
-        modules = settings.get("target_modules")
-        modules = tuple(modules) if isinstance(modules, list) else modules
+        given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(AdapterConfig)}
         with torch.device("meta"):
-            kind, factor, name = settings["kind"], settings["reduction_factor"], settings["name"]
-            insert_adapters(model, AdapterConfig(kind, factor, name, modules))
+            insert_adapters(model, AdapterConfig(**given))
     _materialise(model, shapes)
     return model
 
@@ -145,7 +131,7 @@ def _with_peft(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _peft_config(name: str, settings: Any, most_names: int) -> Any:
+def _peft_config(name: str, settings: Any, most_items: int) -> Any:
     """PEFT's own config for a record."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -161,7 +147,7 @@ def _peft_config(name: str, settings: Any, most_names: int) -> Any:
     names = {field.name for field in fields(config_class) if field.init} - {*_NOT_TAKEN, "peft_type"}
     taken = {key: value for key, value in settings.items() if key in names}
     for key, value in taken.items():
-        _check_setting(name, key, value, most_names if key in _MODULES else _MAX_ITEMS)
+        _check_setting(name, key, value, most_items)
     try:
         return config_class(**taken)
     except Exception as error:  # PEFT's own checks expect settings that PEFT wrote
@@ -199,21 +185,15 @@ def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Non
     size = sum(tensor.numel() for tensor in new.values())
     if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):
         raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {_REMEDY}.")
-    device = own[0].device if own else None
-    new_ids = {id(tensor) for tensor in new.values()}
     for module in model.modules():
-        for attribute, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in new_ids:
-                memory = torch.empty_like(parameter, device=device)
-                module._parameters[attribute] = nn.Parameter(memory, parameter.requires_grad)
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            module.to_empty(device=own[0].device if own else "cpu", recurse=False)
 
 
 def _as_json(settings: dict[str, Any]) -> Any:
     """Settings in JSON types: a set as a sorted list, an enum as its value, any other object as text."""
 
     def convert(value: Any) -> Any:
-        if isinstance(value, (set, frozenset)):
-            return sorted(value)
-        return value.value if isinstance(value, Enum) else str(value)
+        return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
 
     return json.loads(json.dumps(settings, default=convert))

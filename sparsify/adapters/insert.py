@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.places import Place, find_places
-from sparsify.common.names import ENGINE
+from sparsify.common.names import check_plain
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
 
@@ -73,7 +73,7 @@ def add_adapters(
     check_without_adapters(model)
     if target_modules is not None:
         matched = match_modules(model, target_modules, "target_modules")
-        config = replace(config, target_modules=tuple(name for name, _ in model.named_modules() if name in matched))
+        config = replace(config, target_modules=[name for name, _ in model.named_modules() if name in matched])
     insert_adapters(model, config)
     return model
 
@@ -97,7 +97,7 @@ def remove_adapters(model: Model) -> Model:
         >>> list(remove_adapters(add_adapters(model)).state_dict()) == names
         True
     """
-    _check_not_sparsified(model)
+    check_plain(model)
     find_adapters(model)
     for module in list(model.modules()):
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -128,7 +128,7 @@ def find_adapters(model: nn.Module) -> dict[str, Adapter]:
 
 def check_without_adapters(model: nn.Module) -> None:
     """Raises where a model has adapters, ours or AdapterHub's, or is sparsified."""
-    _check_not_sparsified(model)
+    check_plain(model)
     if any(isinstance(module, Adapter) for module in model.modules()):
         raise SparsifyError(
             f"{type(model).__name__} has adapters already; call remove_adapters(model) first, or go on with those."
@@ -137,15 +137,6 @@ def check_without_adapters(model: nn.Module) -> None:
         raise SparsifyError(
             f"{type(model).__name__} was prepared by AdapterHub's `adapters`: call its model.add_adapter(...) and "
             "model.train_adapter(...), and sparsify(model, ...) then as it is."
-        )
-
-
-def _check_not_sparsified(model: nn.Module) -> None:
-    """Raises where a model is in sparse training."""
-    if any(ENGINE in vars(module) for module in model.modules()):
-        raise SparsifyError(
-            f"{type(model).__name__} is sparsified: adapters are put into a model before sparsify(model, ...), and "
-            "taken out after desparsify(model)."
         )
 
 

@@ -10,7 +10,7 @@ the layers. AdapterHub's ``adapters`` 1.3 has them at the same places under the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,21 +38,16 @@ class Place:
 
 
 def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
-    """Finds the places of a model for adapters of a kind, or after the modules that the user named.
-
-    Raises:
-        SparsifyError: when the model has no known layer, or a named module's output is no hidden states.
-    """
+    """Finds the places of a model for adapters of a kind, or after the modules that the user named; raises if none."""
     if config.target_modules is not None:
         modules = dict(model.named_modules())
         return [_after(name, modules, model) for name in dict.fromkeys(config.target_modules)]
+    kind = KINDS[config.kind]
     places: list[Place] = []
     for name, module in model.named_modules():
-        places_of = _places_of(module)
-        if places_of is not None:
-            places.extend(places_of(module, KINDS[config.kind]))
+        places.extend(_places_of(module, kind) or ())
         if isinstance(module, nn.ModuleList):
-            _check_alike(name, module)
+            _check_alike(name, module, kind)
     if not places:
         raise SparsifyError(
             f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
@@ -61,60 +56,52 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
     return places
 
 
-def _is_bert_layer(layer: Any) -> bool:
+def _bert_places(layer: Any, kind: Kind) -> list[Place] | None:
     outputs = (getattr(getattr(layer, "attention", None), "output", None), getattr(layer, "output", None))
-    return all(isinstance(output, nn.Module) and set(output._modules) == _POST_NORM for output in outputs)
-
-
-def _bert_places(layer: Any, kind: Kind) -> Iterator[Place]:
+    if not all(isinstance(output, nn.Module) and set(output._modules) == _POST_NORM for output in outputs):
+        return None
     attentions = [layer.attention, *([layer.crossattention] if hasattr(layer, "crossattention") else [])]
-    before = [attention.output for attention in attentions] if kind.after_attention else []
-    for part in (*before, layer.output):
+    places = []
+    for part in (*(attention.output for attention in attentions if kind.mh_adapter), layer.output):
         norm = part.LayerNorm
-        hooked = norm if kind.after_residual else part.dropout
-        yield Place(part, "adapters", hooked, norm.weight.numel(), norm, before_norm=hooked is norm)
+        hooked = norm if kind.original_ln_before else part.dropout
+        places.append(Place(part, "adapters", hooked, norm.weight.numel(), norm, before_norm=hooked is norm))
+    return places
 
 
-def _is_t5_layer(layer: Any) -> bool:
+def _t5_places(layer: Any, kind: Kind) -> list[Place] | None:
     parts = getattr(layer, "layer", None)
     if not isinstance(parts, nn.ModuleList) or not len(parts):
-        return False
-    return {"layer_norm", "dropout"} <= set(parts[0]._modules) and hasattr(parts[-1], "DenseReluDense")
+        return None
+    modules: list[Any] = list(parts)
+    if not {"layer_norm", "dropout"} <= set(modules[0]._modules) or not hasattr(modules[-1], "DenseReluDense"):
+        return None
+    places = []
+    for part in (modules[0], modules[-1]) if kind.mh_adapter else (modules[-1],):
+        hooked = part if kind.original_ln_before else part.dropout
+        places.append(Place(part, "adapters", hooked, part.layer_norm.weight.numel(), part.layer_norm))
+    return places
 
 
-def _t5_places(layer: Any, kind: Kind) -> Iterator[Place]:
-    for part in (layer.layer[0], layer.layer[-1]) if kind.after_attention else (layer.layer[-1],):
-        hooked = part if kind.after_residual else part.dropout
-        yield Place(part, "adapters", hooked, part.layer_norm.weight.numel(), part.layer_norm)
-
-
-def _is_llama_layer(layer: Any) -> bool:
-    return set(layer._modules) == _LLAMA and hasattr(layer.self_attn, "o_proj")
-
-
-def _llama_places(layer: Any, kind: Kind) -> Iterator[Place]:
+def _llama_places(layer: Any, kind: Kind) -> list[Place] | None:
+    if set(layer._modules) != _LLAMA or not hasattr(layer.self_attn, "o_proj"):
+        return None
     norm = layer.input_layernorm
-    if kind.after_attention:
-        yield Place(layer, "attention_adapters.adapters", layer.self_attn.o_proj, norm.weight.numel(), norm)
-    hooked = layer if kind.after_residual else layer.mlp
-    yield Place(layer, "output_adapters.adapters", hooked, norm.weight.numel(), norm)
+    width = norm.weight.numel()
+    output = Place(layer, "output_adapters.adapters", layer if kind.original_ln_before else layer.mlp, width, norm)
+    attention = Place(layer, "attention_adapters.adapters", layer.self_attn.o_proj, width, norm)
+    return [attention, output] if kind.mh_adapter else [output]
 
 
-_LAYERS: list[tuple[Callable[[Any], bool], Callable[[Any, Kind], Iterator[Place]]]] = [
-    (_is_bert_layer, _bert_places),
-    (_is_t5_layer, _t5_places),
-    (_is_llama_layer, _llama_places),
-]
+def _places_of(module: nn.Module, kind: Kind) -> list[Place] | None:
+    """The places in a known layer; None for any other module."""
+    found = (find(module, kind) for find in (_bert_places, _t5_places, _llama_places))
+    return next((places for places in found if places is not None), None)
 
 
-def _places_of(module: nn.Module) -> Callable[[Any, Kind], Iterator[Place]] | None:
-    """The function that gives the places of a known layer; None for any other module."""
-    return next((places_of for is_layer, places_of in _LAYERS if is_layer(module)), None)
-
-
-def _check_alike(name: str, stack: nn.ModuleList) -> None:
+def _check_alike(name: str, stack: nn.ModuleList, kind: Kind) -> None:
     """Raises where some layers of a stack would get adapters and others not."""
-    unknown = [i for i, layer in enumerate(stack) if _places_of(layer) is None]
+    unknown = [i for i, layer in enumerate(stack) if _places_of(layer, kind) is None]
     if 0 < len(unknown) < len(stack):
         raise SparsifyError(
             f"{len(unknown)} of the {len(stack)} layers in {name!r} are of a kind that adapters are not known for, "

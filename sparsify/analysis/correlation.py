@@ -17,7 +17,7 @@ from sparsify.common.extras import require
 from sparsify.common.names import find_engine, named_tensors, plain_name
 from sparsify.delta.patch_plan import check_not_drawn, find_targets, plan_entries
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import SparsifyError
 from sparsify.training.export import entries_of
 
 
@@ -78,9 +78,9 @@ def change_correlation(
     if among not in ("either", "both"):
         raise SparsifyError(f"among={among!r}; expected one of 'either', 'both'.")
     first, second = _changes("a", a, base), _changes("b", b, base)
-    _check_shapes(first, second)
     compared = {}
     for name in sorted((first.entries.keys() | second.entries.keys()) - first.dense - second.dense):
+        _check_shapes(name, first, second)
         x, y = _aligned(first.entries.get(name, _UNCHANGED), second.entries.get(name, _UNCHANGED))
         keep = (x != 0) | (y != 0) if among == "either" else (x != 0) & (y != 0)
         if keep.any():
@@ -107,28 +107,35 @@ _UNCHANGED = _Entries(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
 class _Changes(NamedTuple):
-    """One side: changed entries, tensors trained dense, and shapes (of all tensors, or of the changed ones) by name."""
+    """One side: changed entries, tensors trained dense, and shapes (a model's of all tensors) by name."""
 
     entries: dict[str, _Entries]
     dense: set[str]
     shapes: dict[str, tuple[int, ...]]
-    has_all_shapes: bool
+    is_model: bool
 
 
 def _changes(side: str, source: nn.Module | SparseDelta, base: nn.Module | None) -> _Changes:
     if isinstance(source, SparseDelta):
         shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-        return _Changes(_of_delta(side, source, base), set(source.whole), shapes, has_all_shapes=False)
+        return _Changes(_of_delta(side, source, base), set(source.whole), shapes, is_model=False)
     if not isinstance(source, nn.Module):
         raise SparsifyError(f"{side} is a {type(source).__name__}; expected a model or a SparseDelta.")
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(source).items()}
     engine = find_engine(source)
     if engine is None:
-        return _Changes(_of_plain(source, _checked_base(side, source, base)), set(), shapes, has_all_shapes=True)
+        delta = SparseDelta.diff(_checked_base(side, source, base), source, progress=False)
+        parameters = {plain_name(name) for name, _ in source.named_parameters()}
+        delta.tensors = {name: tensor for name, tensor in delta.tensors.items() if name in parameters}
+        return _Changes(_of_delta(side, delta, base), set(delta.whole), shapes, is_model=True)
     engine.refresh()
-    items = [entries_of(plain_name(tensor.name), tensor) for tensor in engine.tensors if tensor.count]
-    entries = {item.name: _Entries(item.indices.cpu(), _difference(item.values, item.base_values)) for item in items}
-    return _Changes(entries, {plain_name(name) for name in engine.dense_names}, shapes, has_all_shapes=True)
+    entries = {}
+    for tensor in engine.tensors:
+        if tensor.count:
+            indices, values, base_values = entries_of(tensor, engine.unmasked)
+            changes = values.cpu() if tensor.packed else _difference(values, base_values)
+            entries[plain_name(tensor.name)] = _Entries(indices.cpu(), changes)
+    return _Changes(entries, {plain_name(name) for name in engine.dense_names}, shapes, is_model=True)
 
 
 def _of_delta(side: str, delta: SparseDelta, base: nn.Module | None) -> dict[str, _Entries]:
@@ -146,23 +153,6 @@ def _of_delta(side: str, delta: SparseDelta, base: nn.Module | None) -> dict[str
     return found
 
 
-def _of_plain(model: nn.Module, base: nn.Module) -> dict[str, _Entries]:
-    """The differing entries of all parameters."""
-    tuned = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    targets = find_targets(tuned, base, ())
-    found = {}
-    for name, parameter in tuned.items():
-        if parameter.shape != targets[name].shape:
-            raise BaseMismatchError(
-                f"tensor `{name}` has shape {tuple(parameter.shape)} in the fine-tuned model, "
-                f"{tuple(targets[name].shape)} in the base: pass the base that it was trained from."
-            )
-        changes = _difference(parameter, targets[name]).reshape(-1)
-        indices = changes.nonzero().squeeze(1)
-        found[name] = _Entries(indices, changes[indices])
-    return found
-
-
 def _checked_base(side: str, source: object, base: nn.Module | None) -> nn.Module:
     if base is None:
         raise SparsifyError(
@@ -175,21 +165,14 @@ def _checked_base(side: str, source: object, base: nn.Module | None) -> nn.Modul
     return base
 
 
-def _check_shapes(a: _Changes, b: _Changes) -> None:
-    """Raises where a tensor that one side changed is missing from the other, or has another shape there."""
-    for here, there, sides in ((a, b, "a, not in b"), (b, a, "b, not in a")):
-        missing = [name for name in here.entries if there.has_all_shapes and name not in there.shapes]
-        if missing:
-            raise SparsifyError(
-                f"tensor `{missing[0]}` is in {sides}; {len(missing):,} such in all. Compare fine-tunings of one "
-                "architecture, with its tensors under the same names."
-            )
-    for name in a.entries.keys() & b.shapes.keys():
-        if a.shapes[name] != b.shapes[name]:
-            raise SparsifyError(
-                f"tensor `{name}` has shape {a.shapes[name]} in a, {b.shapes[name]} in b: compare fine-tunings of one "
-                "base."
-            )
+def _check_shapes(name: str, a: _Changes, b: _Changes) -> None:
+    """Raises where the sides have a tensor in two shapes, or one of them is a model without it."""
+    shapes = [side.shapes.get(name) for side in (a, b) if side.is_model or name in side.shapes]
+    if len(set(shapes)) > 1:
+        raise SparsifyError(
+            f"tensor `{name}` has shape {shapes[0]} in a, {shapes[1]} in b (None: it is missing): compare fine-tunings "
+            "of one base, with its tensors under the same names."
+        )
 
 
 def _aligned(a: _Entries, b: _Entries) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def plot_trajectory(
         axes.spines[["top", "right"]].set_visible(False)
     if isinstance(model, Mapping):
         sparsity.legend(frameon=False)
-    return _figure(entropy)
+    return entropy.get_figure()
 
 
 def plot_shares(source: Source | Mapping[str, Source], ax: Axes | Sequence[Axes] | None = None) -> Figure:
@@ -119,7 +119,7 @@ def plot_shares(source: Source | Mapping[str, Source], ax: Axes | Sequence[Axes]
         title = f"{sum(row.unmasked for row in table):,} unmasked entries"
         panel.set_title(f"{label}\n{title}" if label else title, fontsize=TITLE)
     _add_bar(panels[-1], mesh, has_empty=not all(row.unmasked for row in rows))
-    return _figure(panels[0])
+    return panels[0].get_figure()
 
 
 def _grid(table: Sequence[TensorShare], kinds: Sequence[str], layers: Sequence[int | None]) -> list[list[float]]:
@@ -177,10 +177,10 @@ def _norm(shares: Sequence[float]) -> Any:
     return colors.Normalize(0, max(positive))
 
 
-def _add_bar(panel: Axes, mesh: Any, *, has_empty: bool) -> None:
+def _add_bar(panel: Any, mesh: Any, *, has_empty: bool) -> None:
     """Adds a colour bar in percent; on a logarithmic scale, its ticks are at 1, 2, 5 times a power of ten."""
     ticker = require("matplotlib.ticker", extra="plot")
-    bar = _figure(panel).colorbar(mesh, cax=panel.inset_axes((1.05, 0, 0.05, 1)))
+    bar = panel.get_figure().colorbar(mesh, cax=panel.inset_axes((1.05, 0, 0.05, 1)))
     if bar.norm.vmin:
         bar.ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         bar.ax.yaxis.set_minor_locator(ticker.NullLocator())
@@ -192,28 +192,15 @@ def _add_bar(panel: Axes, mesh: Any, *, has_empty: bool) -> None:
 
 def _by_label(one_or_more: Any) -> Mapping[str, Any]:
     """Sources by label; the label of a single one is empty."""
-    if isinstance(one_or_more, (list, tuple)):
-        raise SparsifyError(f"got a {type(one_or_more).__name__}; expected one source, or several by label in a dict.")
-    if not isinstance(one_or_more, Mapping):
-        return {"": one_or_more}
-    if not one_or_more:
-        raise SparsifyError("there is nothing to draw: the mapping is empty; expected label -> model.")
-    return one_or_more
+    return one_or_more if isinstance(one_or_more, Mapping) else {"": one_or_more}
 
 
-def _axes(ax: Axes | Sequence[Axes] | None, number: int, **settings: Any) -> Sequence[Axes]:
+def _axes(ax: Axes | Sequence[Axes] | None, number: int, **settings: Any) -> list[Any]:
     """The given axes, or those of a new figure."""
     pyplot = require("matplotlib.pyplot", extra="plot")
     if ax is None:
         return list(pyplot.subplots(1, number, squeeze=False, layout="constrained", **settings)[1][0])
-    given: list[Any] = list(ax) if isinstance(ax, Iterable) else [ax]
-    if wrong := [one for one in given if not isinstance(one, pyplot.Axes)]:
-        raise SparsifyError(f"ax holds a {type(wrong[0]).__name__}; expected axes of matplotlib, as in figure.axes.")
-    if len(given) != number:
-        raise SparsifyError(f"ax has {len(given)} axes; expected {number}, or None for a new figure.")
+    given = list(ax) if isinstance(ax, Iterable) else [ax]
+    if len(given) != number or not all(isinstance(one, pyplot.Axes) for one in given):
+        raise SparsifyError(f"ax={ax!r}; expected {number} of matplotlib's axes, or None for a new figure.")
     return given
-
-
-def _figure(axes: Axes) -> Figure:
-    figure: Any = axes.get_figure()
-    return figure

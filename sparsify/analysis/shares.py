@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
@@ -88,20 +87,13 @@ def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
     }
 
 
-class Place(NamedTuple):
-    """A tensor's layer, ``None`` outside of layers, and its kind."""
-
-    layer: int | None
-    kind: str
-
-
-def places(names: Iterable[str]) -> dict[str, Place]:
-    """Derives each tensor's layer and kind from its plain name.
+def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
+    """Derives each tensor's layer, ``None`` outside of layers, and kind from its plain name.
 
     The layer is the first component that is a number, the kind the components after it. Where layers are numbered in
-    several stacks (an encoder and a decoder), the kind begins with what distinguishes the stacks. The experts of a
-    mixture are one kind, ``experts.*``; other further numbers stay in the kind. Outside of layers, the kind is the
-    name, without the model's prefix: a first component that all layers' names have, too.
+    several stacks (an encoder and a decoder), the kind begins with the stack's path. The experts of a mixture are one
+    kind, ``experts.*``; other further numbers stay in the kind. Outside of layers, the kind is the name, without the
+    model's prefix: a first component that all layers' names have, too.
 
     Example:
         >>> for place in places(["bert.embeddings.weight", "bert.encoder.layer.3.output.dense.bias"]).values():
@@ -110,36 +102,28 @@ def places(names: Iterable[str]) -> dict[str, Place]:
         3 output.dense.bias
         >>> for place in places(["encoder.block.0.q.weight", "decoder.block.0.q.weight"]).values():
         ...     print(*place)
-        0 encoder.q.weight
-        0 decoder.q.weight
-        >>> places(["model.layers.0.mlp.experts.7.up_proj.weight"]).popitem()[1].kind
-        'mlp.experts.*.up_proj.weight'
+        0 encoder.block.q.weight
+        0 decoder.block.q.weight
+        >>> places(["model.layers.0.mlp.experts.7.up_proj.weight"]).popitem()[1]
+        (0, 'mlp.experts.*.up_proj.weight')
     """
     paths: dict[str, Path] = {name: tuple(name.split(".")) for name in names}
     numbers = {
         name: next((at for at, part in enumerate(path) if part.isdecimal()), None) for name, path in paths.items()
     }
-    stacks = sorted({paths[name][:at] for name, at in numbers.items() if at is not None})
-    start = _num_shared(stacks)
-    end = _num_shared([stack[start:][::-1] for stack in stacks])
+    stacks = {paths[name][:at] for name, at in numbers.items() if at is not None}
     prefixes = {stack[:1] if len(stack) > 1 else () for stack in stacks}
     prefix = prefixes.pop() if len(prefixes) == 1 else ()
-    found = {}
+    found: dict[str, tuple[int | None, str]] = {}
     for name, path in paths.items():
         at = numbers[name]
         if at is None:
-            found[name] = Place(None, ".".join(path[1:] if len(path) > 2 and path[:1] == prefix else path))
+            found[name] = None, ".".join(path[1:] if len(path) > 2 and path[:1] == prefix else path)
         else:
-            label = path[start : at - end]  # what distinguishes the stack
+            label = path[len(prefix) : at] if len(stacks) > 1 else ()
             kind = path[at + 1 :] or path[:at][-1:] or path  # a ParameterList numbers its tensors themselves
-            found[name] = Place(int(path[at]), _EXPERT.sub("*", ".".join(label + kind)))
+            found[name] = int(path[at]), _EXPERT.sub("*", ".".join(label + kind))
     return found
-
-
-def _num_shared(paths: Sequence[Path]) -> int:
-    """Number of leading components that all the paths have in common."""
-    columns = enumerate(zip(*paths, strict=False))
-    return next((at for at, parts in columns if len(set(parts)) > 1), min(map(len, paths), default=0))
 
 
 def _counts(source: Source) -> dict[str, tuple[int, int]]:

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sparsify.bench.settings import DTYPES, Settings
+from sparsify.bench.settings import DTYPES, SEED, Settings
 from sparsify.cli.demo.classifier import default_model, quiet_transformers
 
-CLASSES = 2  # of random tokens
 TEXT_CLASSES = 3  # of real text, at most
 MODEL_SUFFIX = {
     "SEQ_CLS": "ForSequenceClassification", "SEQ_2_SEQ_LM": "ForConditionalGeneration", "CAUSAL_LM": "ForCausalLM",
@@ -27,7 +26,6 @@ class Shape:
     config: dict[str, Any]  # arguments of its configuration class
     real: bool = False  # whether its weights are pretrained; its tokens are real text then
     on_cpu: dict[str, Any] = field(default_factory=dict)  # what differs in config on a CPU
-    note: str = ""  # what that means, apart from the number of layers
     depth: tuple[str, ...] = ("num_hidden_layers",)  # the names in config of the number of layers
     budget: int = 320_000  # entries by default
 
@@ -41,8 +39,7 @@ class Shape:
         """A model with random weights, or with MiniLM's."""
         model_class = self.model_class()
         if not self.real:
-            labels = {"num_labels": CLASSES} if self.task == "SEQ_CLS" else {}
-            return model_class(model_class.config_class(**config, **labels))
+            return model_class(model_class.config_class(**config))
         quiet_transformers()  # the head is new, and is meant to be
         with torch.device("cpu"):  # on another device transformers needs accelerate
             dtype = torch.get_default_dtype()
@@ -54,39 +51,19 @@ class Shape:
 
 def build(settings: Settings) -> nn.Module:
     """The settings' model, ready to train; the same weights at each call."""
-    torch.manual_seed(settings.seed)
+    shape = SHAPES[settings.shape]
+    config = shape.config if settings.is_cuda else shape.config | shape.on_cpu
+    if settings.layers:
+        config = config | dict.fromkeys(shape.depth, settings.layers)
+    torch.manual_seed(SEED)
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[settings.dtype])  # converting a float32 model would raise the peak memory
     try:
         with torch.device(settings.device):
-            model = SHAPES[settings.shape].make(_config(settings))
+            model = shape.make(config)
     finally:
         torch.set_default_dtype(before)
-    if settings.checkpointing:
-        checkpoint: Any = model.gradient_checkpointing_enable
-        checkpoint(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.to(settings.device).train()
-
-
-def note(settings: Settings) -> str:
-    """What differs from the published model, in words; usually nothing."""
-    shape = SHAPES[settings.shape]
-    layers, published = (config.get(shape.depth[0]) for config in (_config(settings), shape.config))
-    fewer = f"{layers} of {published} layers" if layers != published else ""
-    return ", ".join(filter(None, [fewer, "" if settings.is_cuda else shape.note]))
-
-
-def _config(settings: Settings) -> dict[str, Any]:
-    shape = SHAPES[settings.shape]
-    config = shape.config if settings.is_cuda else {**shape.config, **shape.on_cpu}
-    return {**config, **dict.fromkeys(shape.depth, settings.layers)} if settings.layers else config
-
-
-def inputs_of(shape: str, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """A batch as the model takes it: tokens (b, l), and labels (b,) where it classifies."""
-    if SHAPES[shape].task == "SEQ_CLS":
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-    return {"input_ids": tokens, "labels": tokens}
 
 
 # transformers' defaults are bert-base's, t5-small's and Llama 2 7B's; the others are the published config.json's
@@ -121,7 +98,7 @@ SHAPES = {
     "llama-7b": Shape(
         "Llama", "CAUSAL_LM",
         {"num_hidden_layers": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "use_cache": False},
-        on_cpu={"num_hidden_layers": 1, "vocab_size": 256}, note="on a CPU a vocabulary of 256",
+        on_cpu={"num_hidden_layers": 1, "vocab_size": 256},
     ),
     "tiny": Shape("Bert", "SEQ_CLS", TINY, budget=1_000),
 }  # fmt: skip

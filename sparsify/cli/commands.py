@@ -17,9 +17,9 @@ from torch import Tensor
 from sparsify.analysis.shares import TensorShare, shares
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import payload_hash
+from sparsify.delta.hub import find_file
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
-from sparsify.delta.storage import find_file
 from sparsify.errors import SparsifyError
 
 _BAR_WIDTH = 20

@@ -11,18 +11,10 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Imports an optional dependency.
-
-    Args:
-        module: its import name, such as ``"rich"``.
-        extra: the extra of sparsify that installs it.
+    """Imports an optional dependency by its import name, which an ``extra`` of sparsify installs.
 
     Raises:
         MissingExtraError: when it is not installed; the text is the ``pip`` command that installs it.
-
-    Example:
-        >>> require("json", extra="demo").loads("[1]")
-        [1]
     """
     try:
         return importlib.import_module(module)

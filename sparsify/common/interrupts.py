@@ -16,10 +16,6 @@ def uninterrupted() -> AbstractContextManager[None]:
 
     For short blocks that change a model and its bookkeeping together. Python runs signal handlers in the main thread
     only; in other threads, and in a function that is being compiled, this does nothing.
-
-    Example:
-        >>> with uninterrupted():
-        ...     changed = True
     """
     if torch.compiler.is_dynamo_compiling() or threading.current_thread() is not threading.main_thread():
         return nullcontext()

@@ -24,12 +24,6 @@ def plain_name(name: str) -> str:
     """Strips the prefixes of wrappers from a name of ``named_parameters`` or ``state_dict``.
 
     Only whole dotted components are stripped, and never the last one, which is the tensor's own.
-
-    Example:
-        >>> plain_name("module._orig_mod.base_model.model.encoder._orig_mod.weight")
-        'encoder.weight'
-        >>> plain_name("submodule.weight")
-        'submodule.weight'
     """
     if not name.startswith(_FIRST_PARTS) and _COMPILED not in name:
         return name  # nearly all of them
@@ -41,12 +35,7 @@ def plain_name(name: str) -> str:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """Returns the model inside the wrappers whose prefixes :func:`plain_name` strips.
-
-    Example:
-        >>> type(plain_model(nn.ModuleDict({"module": nn.Linear(2, 2)}))).__name__
-        'Linear'
-    """
+    """Returns the model inside the wrappers whose prefixes :func:`plain_name` strips."""
     for prefix in ((_COMPILED,), *_PREFIXES):
         inner: nn.Module | None = model
         for part in prefix:
@@ -62,14 +51,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns all parameters, then all persistent buffers of a model by plain name, each in the model's order.
 
     A tied tensor is listed under every name, so that a delta stored under its first name in one model is found in
-    another that lists the names in another order.
-
-    Raises:
-        SparsifyError: when two different tensors have the same plain name.
-
-    Example:
-        >>> list(named_tensors(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))))
-        ['0.weight', '0.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
+    another that lists the names in another order. Two different tensors with one plain name are an error.
     """
     tensors: dict[str, Tensor] = {}
     full_names: dict[str, str] = {}
@@ -86,14 +68,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Maps each plain name of a tensor that has several to all of them, the model's first one first.
-
-    Example:
-        >>> model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
-        >>> model["head"].weight = model["embed"].weight
-        >>> tied_names(model)["head.weight"]
-        ['embed.weight', 'head.weight']
-    """
+    """Maps each plain name of a tensor that has several to all of them, the model's first one first."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in named_tensors(model).items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -110,25 +85,13 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def near_names(name: str, available: Iterable[str]) -> str:
-    """The part of an error text that lists the names nearest to a missing one; empty where none is near.
-
-    Example:
-        >>> near_names("bert.poler.weight", ["bert.pooler.weight", "head"])
-        ' (near: `bert.pooler.weight`)'
-        >>> near_names("x", ["head"])
-        ''
-    """
+    """The part of an error text that lists the names nearest to a missing one; empty where none is near."""
     near = get_close_matches(name, list(available), n=3, cutoff=0.7)
     return f" (near: {', '.join(f'`{found}`' for found in near)})" if near else ""
 
 
 def did_you_mean(value: Any, names: Iterable[str]) -> str:
-    """A sentence with the name nearest to a value, whatever its case; empty where none is near.
-
-    Example:
-        >>> did_you_mean("ID_3", ["id3", "fish"])
-        " Did you mean 'id3'?"
-    """
+    """A sentence with the name nearest to a value, whatever its case; empty where none is near."""
     near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -153,5 +116,5 @@ def check_plain(model: nn.Module) -> None:
     if any(ENGINE in vars(module) for module in model.modules()):
         raise SparsifyError(
             "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
-            "learn on top of what a delta writes. Call `desparsify(model)` first, or use another copy of the base."
+            "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the base."
         )

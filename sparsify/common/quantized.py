@@ -5,57 +5,27 @@ Types are recognised by name, so that a library is imported only where a model h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.extras import require
-
 TRANSPOSED = "(transposed)"  # ends a quantization whose weight is the transpose of the one that was quantized
-
-EXTRA = "quantized"
 _BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT, _TORCHAO = "Params4bit", "Int8Params", "torchao"
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """A quantized weight as the floating point tensor that it represents.
+class QuantizedWeight(NamedTuple):
+    """A quantized weight as the floating point tensor that it represents."""
 
-    Attributes:
-        scheme: the quantization, such as ``"bitsandbytes nf4"``.
-        shape: of the dequantized weight.
-        dtype: of the dequantized weight.
-    """
-
-    scheme: str
+    scheme: str  # the quantization, such as "bitsandbytes nf4"
     shape: torch.Size
     dtype: torch.dtype
-    _module: nn.Module
-    _attribute: str
-
-    def dequantize(self) -> Tensor:
-        """Returns the values (shape), in new memory."""
-        weight: Any = self._module._parameters[self._attribute]
-        if _kind(weight) == _BITSANDBYTES_4BIT:
-            functional = require("bitsandbytes.functional", extra=EXTRA)
-            values: Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
-        elif _kind(weight) == _BITSANDBYTES_8BIT:
-            functional = require("bitsandbytes.functional", extra=EXTRA)
-            values = functional.int8_vectorwise_dequant(weight.data, _row_scales(self._module, weight))
-        else:
-            values = weight.detach().dequantize()
-        return values.detach()
+    dequantize: Callable[[], Tensor]  # returns the values (shape), in new memory
 
 
 def is_quantized(parameter: Tensor | None) -> bool:
-    """Whether a parameter is a quantized weight of a supported library.
-
-    Example:
-        >>> is_quantized(nn.Linear(2, 2).weight)
-        False
-    """
+    """Whether a parameter is a quantized weight of a supported library."""
     return _kind(parameter) is not None
 
 
@@ -63,13 +33,22 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
     """Returns a module's quantized weight, for which :func:`unreadable` is ``None``."""
     weight: Any = module._parameters[attribute]
     kind = _kind(weight)
+    if kind == _TORCHAO:
+        scheme = f"torchao {type(weight).__name__}"
+        return QuantizedWeight(scheme, weight.shape, weight.dtype, lambda: weight.detach().dequantize())
+    from bitsandbytes import functional
+
+    # a layer that transformers made in place of its Conv1D, whose weight is transposed
+    is_transposed = getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D"
+    suffix = f" {TRANSPOSED}" if is_transposed else ""
     if kind == _BITSANDBYTES_4BIT:
         state = weight.quant_state
-        scheme = f"bitsandbytes {state.quant_type}{_suffix(module)}"
-        return QuantizedWeight(scheme, state.shape, state.dtype, module, attribute)
-    if kind == _BITSANDBYTES_8BIT:
-        return QuantizedWeight(f"bitsandbytes int8{_suffix(module)}", weight.shape, torch.float32, module, attribute)
-    return QuantizedWeight(f"torchao {type(weight).__name__}", weight.shape, weight.dtype, module, attribute)
+        scheme = f"bitsandbytes {state.quant_type}{suffix}"
+        return QuantizedWeight(scheme, state.shape, state.dtype, lambda: functional.dequantize_4bit(weight.data, state))
+    return QuantizedWeight(
+        f"bitsandbytes int8{suffix}", weight.shape, torch.float32,
+        lambda: functional.int8_vectorwise_dequant(weight.data, _row_scales(module, weight)),
+    )  # fmt: skip
 
 
 def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
@@ -121,11 +100,6 @@ def _kind(parameter: Tensor | None) -> str | None:
     if package == "bitsandbytes" and kind.__name__ in (_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT):
         return kind.__name__
     return _TORCHAO if package == "torchao" else None
-
-
-def _suffix(module: nn.Module) -> str:
-    """Marks a layer that replaces transformers' Conv1D, whose weight is transposed."""
-    return f" {TRANSPOSED}" if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D" else ""
 
 
 def _row_scales(module: Any, weight: Any) -> Tensor | None:

@@ -33,19 +33,12 @@ def num_ranks() -> int:
 
 
 class Ranks:
-    """Collective calls with all other ranks.
-
-    Attributes:
-        timeout: seconds to wait for a rank in an exchange; to be set before the first backward.
-        bytes_sent: bytes that this rank has sent so far to select the same entries as the others, as ring algorithms
-            send them.
-        exchanges: number of collective calls so far.
-    """
+    """Collective calls with all other ranks."""
 
     def __init__(self) -> None:
-        self.timeout = TIMEOUT_SECONDS
-        self.bytes_sent = 0
-        self.exchanges = 0
+        self.timeout = TIMEOUT_SECONDS  # to wait for a rank in an exchange; to be set before the first backward
+        self.bytes_sent = 0  # by this rank, to select the same entries as the others, as ring algorithms send them
+        self.exchanges = 0  # number of collective calls
 
     @property
     def is_first(self) -> bool:

@@ -13,11 +13,6 @@ def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """Writes values (n,) into a tensor of any strides, at distinct flat, row-major indices (n,).
 
     Unlike ``Tensor.put_``, it is allowed under ``torch.use_deterministic_algorithms(True)``.
-
-    Example:
-        >>> put(torch.zeros(2, 2), torch.tensor([3, 0]), torch.tensor([1.0, 2.0]))
-        tensor([[2., 0.],
-                [0., 1.]])
     """
     if tensor.is_contiguous():
         tensor.view(-1).index_put_((indices,), values)
@@ -34,12 +29,7 @@ def as_bits(values: Tensor) -> Tensor:
 
 
 def digest(values: Tensor) -> str:
-    """SHA-256, in hex, of a tensor's values as little-endian bytes of its dtype.
-
-    Example:
-        >>> digest(torch.tensor([1.0])) == hashlib.sha256(bytes.fromhex("0000803f")).hexdigest()
-        True
-    """
+    """SHA-256, in hex, of a tensor's values as little-endian bytes of its dtype."""
     values = values.detach().cpu().reshape(-1)
     as_bytes = values.contiguous().view(torch.uint8)
     if sys.byteorder == "big":
@@ -48,10 +38,5 @@ def digest(values: Tensor) -> str:
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal in dtype, shape and every bit, NaN and -0.0 included.
-
-    Example:
-        >>> same_values(torch.tensor([0.0]), torch.tensor([-0.0]))
-        False
-    """
+    """Whether two tensors are equal in dtype, shape and every bit, NaN and -0.0 included."""
     return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)

@@ -54,10 +54,9 @@ def read_own_entries(parameter: Tensor, indices: Tensor) -> Tensor:
     """Reads the values (n,) at flat indices (n,); zero where another rank holds them."""
     if not is_shard(parameter):
         return parameter.detach().take(indices)
-    local, start = _own_rows(parameter)
+    local, own, places = _own_entries(parameter, indices)
     values = local.new_zeros(indices.shape)
-    own = (indices >= start) & (indices < start + local.numel())
-    values[own] = local[indices[own] - start]
+    values[own] = local[places]
     return values
 
 
@@ -67,9 +66,8 @@ def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> Non
     if not is_shard(parameter):
         put(parameter, indices, values)
         return
-    local, start = _own_rows(parameter)
-    own = (indices >= start) & (indices < start + local.numel())
-    local[indices[own] - start] = values[own]
+    local, own, places = _own_entries(parameter, indices)
+    local[places] = values[own]
 
 
 def check_unsharded(model: nn.Module) -> None:
@@ -94,10 +92,11 @@ def check_shards(name: str, parameter: Tensor) -> None:
         )
 
 
-def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows, flat and writable, and the flat index of their first entry."""
+def _own_entries(parameter: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's rows, flat and writable; which of the indices (n,) are in them, and where."""
     sharded: Any = parameter.detach()
-    local = sharded.to_local()
-    mesh = sharded.device_mesh
-    rows = -(-parameter.shape[0] // mesh.size())  # as torch.chunk deals them out
-    return local.view(-1), mesh.get_local_rank() * rows * (parameter.numel() // parameter.shape[0])
+    local = sharded.to_local().view(-1)
+    rows = -(-parameter.shape[0] // sharded.device_mesh.size())  # as torch.chunk deals them out
+    start = sharded.device_mesh.get_local_rank() * rows * (parameter.numel() // parameter.shape[0])
+    own = (indices >= start) & (indices < start + local.numel())
+    return local, own, indices[own] - start

@@ -9,8 +9,10 @@ term becomes a change, trained minus pretrained, and the changes are added over 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import cached_property
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -18,11 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.checkpoint.reader import base_tensor, open_base
+from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor
 from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import AppliedPlans, PatchPlan, check_not_drawn, plan_entries, warn_of_casts
-from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
+from sparsify.delta.patch_plan import (
+    AppliedPlans,
+    PatchPlan,
+    check_not_drawn,
+    find_targets,
+    plan_entries,
+    warn_of_casts,
+)
+from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import SparsifyError
 
 _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
@@ -32,11 +41,13 @@ Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDelta
 class Summable:
     """The operators ``+``, ``-``, ``*`` and ``/`` of deltas and of sums of them."""
 
-    _applied: AppliedPlans
+    @cached_property
+    def _applied(self) -> AppliedPlans:
+        return AppliedPlans()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out of copies and pickles the models that the delta is applied to."""
-        return {**vars(self), "_applied": AppliedPlans(self._applied.label)}
+        return {key: value for key, value in vars(self).items() if key != "_applied"}
 
     def _terms(self) -> Terms:
         return ((1.0, self),)
@@ -98,7 +109,6 @@ class DeltaSum(Summable):
         if not terms:
             raise SparsifyError("a sum of deltas has to have a term: give at least one pair of a number and a delta.")
         self.terms = terms
-        self._applied = AppliedPlans("sum of deltas")
 
     def entries_only(self) -> DeltaSum:
         """The sum without the tensors that its terms store whole; see :meth:`SparseDelta.entries_only`."""
@@ -125,13 +135,17 @@ class DeltaSum(Summable):
             check_not_drawn(delta.tensors, "a sum")
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
         dense = self._dense(names)
-        targets, tensors = CheckedBase(base), {}
+        bases = find_base(names, base)
+        tensors: dict[str, TensorDelta] = {}
+        dtypes = []
         for name in names:
+            target = base_tensor(name, bases)
             parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
-            combined = _combine(name, parts, targets.get(name, [part for _, part in parts]), kind)
+            dtypes += [(name, part.dtype, target.dtype) for _, part in parts]
+            combined = _combine(name, parts, target, kind)
             if combined is not None:
                 tensors[name] = combined
-        warn_of_casts(targets.casts, "the base", stacklevel=3)
+        warn_of_casts(dtypes, "the base", stacklevel=3)
         return type(self.terms[0][1])(tensors, dense, self._config())
 
     def plan(self, model: nn.Module) -> PatchPlan:
@@ -193,37 +207,17 @@ class DeltaSum(Summable):
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
 
 
-class CheckedBase:
-    """The tensors of a base, a model or a checkpoint, by name.
-
-    ``casts`` has, by name, the dtype in a delta and the one in the base, where the two differ.
-    """
-
-    def __init__(self, base: Base) -> None:
-        self._model = base if isinstance(base, nn.Module) else None
-        self._tensors = open_base(base)
-        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-
-    def get(self, name: str, parts: Iterable[TensorDelta]) -> Tensor:
-        """The tensor that some deltas change."""
-        target = base_tensor(name, self._tensors)
-        if self._model is not None:
-            target = with_quantized_deltas({name: target}, self._model)[name]
-        if others := [part.dtype for part in parts if part.dtype != target.dtype]:
-            self.casts[name] = (others[0], target.dtype)
-        return target
+def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
+    """A model's tensors of some names, or all of a checkpoint's, which are mapped from their files on access."""
+    return find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
 
 
-def _finite(number: object, verb: str) -> float:
+def _finite(number: Any, verb: str) -> float:
     """A number that a delta is multiplied or divided by."""
-    value = math.nan
-    if isinstance(number, Real):
-        with suppress(OverflowError):  # a very large integer
-            value = float(number)
-    if not math.isfinite(value):
-        what = f"{number!r:.60}" if isinstance(number, (Real, str)) else f"a {type(number).__name__}"
-        raise SparsifyError(f"a delta cannot be {verb} by {what}; expected a finite number.")
-    return value
+    size: Any = abs(number) if isinstance(number, Real) else math.inf
+    if not size <= sys.float_info.max:  # nor is NaN
+        raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")
+    return float(number)
 
 
 def change(part: TensorDelta, base: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The model card of a delta: ``card.md``, filled with what was trained and how to load it.
 
-The generated part of a card lies between two comments; a later push replaces that part and nothing that a person has
-written. Names and values come from a file that is not trusted: they are escaped, so that they are shown as text.
+The generated part of a card lies between two comments; a later push replaces that part only. Names and values come from
+a file that is not trusted: they are escaped, so that they are shown as text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from sparsify.delta.entries import TensorDelta
-from sparsify.delta.hub import is_repo_id
+from sparsify.delta.entries import NamedTensors, TensorDeltas
 
 _TEMPLATE = Path(__file__).with_name("card.md")
 _GENERATED = re.compile("<!-- sparsify: begin of the generated part.*?end of the generated part -->", re.DOTALL)
@@ -28,32 +25,12 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def model_card(
-    tensors: Mapping[str, TensorDelta],
-    whole: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    *,
-    repo_id: str = "user/name",
-    file_bytes: int = 0,
+    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], *, repo_id: str, file_bytes: int
 ) -> str:
-    """Fills the card's template.
-
-    Args:
-        tensors: changed entries by tensor name.
-        whole: tensors stored whole, by name.
-        config: of the delta.
-        repo_id: the repository that the card is for.
-        file_bytes: size of the delta's file.
-
-    Returns:
-        Markdown, with the hub's metadata in front.
-
-    Example:
-        >>> "library_name: sparsify" in model_card({}, {}, {"strategy": None})
-        True
-    """
+    """Fills the card's template, Markdown with the hub's metadata in front, from a delta with a public config."""
     from huggingface_hub import ModelCardData
 
-    base, strategy = public_base(config), _strategy(config.get("strategy"))
+    base, strategy = config.get("base_model_name_or_path"), _strategy(config.get("strategy"))
     tags = ["sparsify", "sparse", "selective-fine-tuning", *([strategy] if strategy else [])]
     relation = "adapter" if base else None
     data = ModelCardData(base_model=base, base_model_relation=relation, library_name="sparsify", tags=tags)
@@ -78,10 +55,9 @@ def model_card(
 
 
 def update_card(present: str | None, generated: str) -> str:
-    """Returns the card to write where a repository may have one.
+    """The card to write: with the new generated part and metadata in addition to the present text and metadata.
 
-    A card with a generated part gets the new one, and the new metadata in addition to a person's; a hand-written card
-    is returned unchanged.
+    A hand-written card is returned unchanged.
     """
     from huggingface_hub import ModelCard
 
@@ -92,7 +68,7 @@ def update_card(present: str | None, generated: str) -> str:
     new = ModelCard(generated)
     try:
         old = ModelCard(present)
-    except Exception:  # its metadata is no YAML any more: the person who edited it has to repair it
+    except Exception:  # its metadata is no YAML any more
         return present
     tags = [*(old.data.get("tags") or []), *new.data.get("tags")]
     for key, value in {**new.data.to_dict(), "tags": list(dict.fromkeys(tags))}.items():
@@ -102,26 +78,7 @@ def update_card(present: str | None, generated: str) -> str:
     return str(old)
 
 
-def public_base(config: Mapping[str, Any]) -> str | None:
-    """Returns the base's id on the hub; ``None`` where it is unknown, or a folder of the machine that trained.
-
-    Example:
-        >>> public_base({"base_model_name_or_path": "openai-community/gpt2"})
-        'openai-community/gpt2'
-        >>> public_base({"base_model_name_or_path": "/home/me/models/gpt2"}) is None
-        True
-    """
-    name = config.get("base_model_name_or_path")
-    return name if isinstance(name, str) and is_repo_id(name) and not Path(name).exists() else None
-
-
-def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config without the path of a base on the machine that trained, which is private."""
-    hidden = {} if public_base(config) else {"base_model_name_or_path": None, "base_model_revision": None}
-    return {**config, **hidden}
-
-
-def _rows(tensors: Mapping[str, TensorDelta], whole: Mapping[str, Tensor]) -> Iterator[str]:
+def _rows(tensors: TensorDeltas, whole: NamedTensors) -> Iterator[str]:
     """Table rows: changed entries by layer, 2 before 10; then the tensors stored whole."""
     counts: Counter[str] = Counter()
     for name, tensor in tensors.items():

@@ -10,21 +10,18 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from sparsify.common.names import check_plain
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import Base, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import (
     check_dense,
-    check_dtype,
-    check_shape,
+    check_entries,
     counted,
-    find_targets,
     is_verified,
     new_values,
-    plan_entries,
+    plan_delta,
 )
 from sparsify.errors import BaseMismatchError
 
@@ -71,15 +68,10 @@ class CheckReport:
 
 def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckReport:
     """Checks a delta against a model or the path of a checkpoint; see :meth:`sparsify.SparseDelta.check`."""
-    check_names(tensors, whole)
     if not isinstance(base, nn.Module):
         return check_checkpoint(tensors, whole, Checkpoint(base))[0]
-    check_plain(base)
-    targets = find_targets([*tensors, *whole], base, whole)
-    patches = {name: plan_entries(name, delta, targets[name]) for name, delta in tensors.items()}
-    for name, tensor in whole.items():
-        check_dense(name, tensor, targets[name].shape, targets[name].dtype)
-    unchecked = tuple(name for name, delta in tensors.items() if not is_verified(delta, patches[name].old))
+    old = {patch.name: patch.old for patch in plan_delta(tensors, whole, base)}
+    unchecked = tuple(name for name, delta in tensors.items() if not is_verified(delta, old[name]))
     return CheckReport(len(tensors), sum(delta.count for delta in tensors.values()), len(whole), unchecked)
 
 
@@ -87,14 +79,14 @@ def check_checkpoint(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint
 ) -> tuple[CheckReport, dict[str, Layout]]:
     """Checks a delta against a checkpoint, a tensor at a time; also gives the layouts of those in it."""
+    check_names(tensors, whole)
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}
     owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, delta in tensors.items():
         layout = layouts[name] = _find_layout(name, delta, checkpoint)
         _check_distinct(name, layout, owners)
-        old = _base_values(name, delta, checkpoint, layout)
-        new_values(name, delta, old, _IN_FILES)  # for its checks
+        old, _ = checked_values(name, delta, checkpoint, layout)
         if not is_verified(delta, old):
             unchecked.append(name)
     for name, tensor in whole.items():
@@ -107,16 +99,11 @@ def check_checkpoint(
     return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
 
 
-def trained_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
-    """The trained values (count,) of one tensor in the checkpoint's dtype; raises where it is not the delta's base."""
-    return new_values(name, delta, _base_values(name, delta, checkpoint, layout), _IN_FILES)
-
-
-def _base_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> Tensor:
-    """The checkpoint's values (count,) at a tensor's entries, whose shape and dtype are checked."""
-    check_shape(name, delta.shape, layout.shape, "Give the base that the delta was trained on.", _IN_FILES)
-    check_dtype(name, delta, checkpoint.dtype(layout), _IN_FILES)
-    return checkpoint.take(layout, delta.indices)
+def checked_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The base's and the trained values (count,) of one tensor; raises where the checkpoint is not the delta's base."""
+    check_entries(name, delta, layout.shape, checkpoint.dtype(layout), _IN_FILES)
+    old = checkpoint.take(layout, delta.indices)
+    return old, new_values(name, delta, old, _IN_FILES)
 
 
 def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layout:

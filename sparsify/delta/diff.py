@@ -5,7 +5,7 @@ In: a base and a model tuned from it, in memory or as a checkpoint, read a tenso
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -14,14 +14,12 @@ from tqdm.auto import tqdm
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
-from sparsify.delta.entries import DTYPES, Base, NamedTensors, TensorDelta
-from sparsify.delta.patch_plan import check_has_values, own_copy
+from sparsify.delta.entries import DTYPES, Base, DeltaParts, NamedTensors, TensorDelta
+from sparsify.delta.patch_plan import check_has_values, own_copy, take
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
-def diff(
-    base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True
-) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
+def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> DeltaParts:
     """Tensors, dense tensors and config of the delta between two models; see :meth:`sparsify.SparseDelta.diff`."""
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise SparsifyError(f"budget={budget!r}; expected a number of entries, at least 1, or None for all of them.")
@@ -29,8 +27,7 @@ def diff(
     names = _distinct(new)
     _check_comparable(names, old, new)
     dense: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}  # changed positions by tensor
-    largest = _Largest(budget) if budget is not None else None
+    found: dict[str, tuple[Tensor, Tensor]] = {}  # changed positions by tensor and, with a budget, by how much
     changed, squared = 0, 0.0
     for name in tqdm(names, desc="comparing", unit="tensor", leave=False, disable=None if progress else True):
         if not _is_comparable(name, old, new[name]):
@@ -40,67 +37,48 @@ def diff(
         indices, change = _changes(name, old[name].detach(), new[name].detach())
         changed += indices.numel()
         squared += float(change.square().sum())
-        if largest is not None:
-            largest.offer(name, indices, change.abs())
+        if budget is not None:
+            found = _largest({**found, name: (indices, change.abs())}, budget)
         elif indices.numel():
-            found[name] = indices
-    if largest is not None:
-        found = largest.by_tensor()
+            found[name] = indices, change[:0]
     if not found and not dense:
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
     _check_ties(old, found)
-    tensors = {name: _replacement(indices, old[name], new[name]) for name, indices in found.items()}
+    tensors = {name: _replacement(indices, old[name], new[name]) for name, (indices, _) in found.items()}
+    held = squared if budget is None else sum(float(sizes.square().sum()) for _, sizes in found.values())
     kept = sum(part.count for part in tensors.values())
-    held = sum(_squared(tensors[name], old[name]) for name in tensors)
-    return (
-        tensors,
-        dense,
-        {"diff": {"changed": changed, "kept": kept, "squared_share": held / squared if squared else 1.0}},
-    )
+    config = {"changed": changed, "kept": kept, "squared_share": held / squared if squared else 1.0}
+    return tensors, dense, {"diff": config}
 
 
-class _Largest:
-    """The entries with the largest scores of those offered; of equal ones, the first offered."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.names: list[str] = []
-        self.owner = torch.empty(0, dtype=torch.int64)  # position in names
-        self.indices = torch.empty(0, dtype=torch.int64)
-        self.scores = torch.empty(0, dtype=torch.float64)
-
-    def offer(self, name: str, indices: Tensor, scores: Tensor) -> None:
-        self.owner = torch.cat([self.owner, torch.full_like(indices, len(self.names))])
-        self.names.append(name)
-        self.indices = torch.cat([self.indices, indices])
-        self.scores = torch.cat([self.scores, scores])
-        if self.scores.numel() > self.budget:
-            spare = self.scores.numel() - self.budget
-            least = float(np.partition(self.scores.numpy(), spare)[spare])  # quicker than torch's kthvalue
-            kept = self.scores > least
-            ties = (self.scores == least).nonzero().reshape(-1)
-            kept[ties[: self.budget - int(kept.sum())]] = True
-            self.owner, self.indices, self.scores = self.owner[kept], self.indices[kept], self.scores[kept]
-
-    def by_tensor(self) -> dict[str, Tensor]:
-        """The indices (any,) of every tensor that has some, in ascending order."""
-        return {self.names[int(owner)]: self.indices[self.owner == owner] for owner in self.owner.unique()}
+def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """The largest of some tensors' changes, positions (any,) and sizes (any,); of equal ones, the first."""
+    sizes = torch.cat([sizes for _, sizes in changes.values()])
+    kept = torch.ones_like(sizes, dtype=torch.bool)
+    if (spare := sizes.numel() - budget) > 0:
+        least = float(np.partition(sizes.numpy(), spare)[spare])  # quicker than torch's kthvalue
+        kept = sizes > least
+        ties = (sizes == least).nonzero().reshape(-1)
+        kept[ties[: budget - int(kept.sum())]] = True
+    masks = kept.split([own.numel() for _, own in changes.values()])
+    masked = zip(changes.items(), masks, strict=True)
+    return {name: (indices[mask], own[mask]) for (name, (indices, own)), mask in masked if bool(mask.any())}
 
 
 def _distinct(tensors: NamedTensors) -> list[str]:
     """The names, one for each tensor; those of a checkpoint as the model has them at run time."""
-    if not isinstance(tensors, dict):
-        return tensors.plain_names() if isinstance(tensors, Checkpoint) else list(tensors)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return [name for name, tensor in tensors.items() if first[id(tensor)] == name]
+    if isinstance(tensors, Checkpoint):
+        return tensors.plain_names()
+    again = {name for names in _ties(tensors) for name in names[1:]}
+    return [name for name in tensors if name not in again]
 
 
 def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors) -> None:
     """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
         raise BaseMismatchError(
-            f"`{wrapped[0]}` is a layer that PEFT has put an adapter on, so the tuned model has its change beside the "
-            "weights: merge it first (`model.merge_and_unload()`)."
+            f"`{wrapped[0]}` is a layer that PEFT has put an adapter on, so the tuned model has its change apart from "
+            "the weights: merge it first (`model.merge_and_unload()`)."
         )
     if names and not any(name in old for name in names):
         raise BaseMismatchError(
@@ -116,7 +94,7 @@ def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors) ->
                 )
 
 
-def _check_ties(old: NamedTensors, found: NamedTensors) -> None:
+def _check_ties(old: NamedTensors, found: Collection[str]) -> None:
     """Raises where two changed tensors are one in the base, so that no delta could be put onto it."""
     for names in _ties(old):
         if len(changed := [name for name in names if name in found]) > 1:
@@ -164,10 +142,5 @@ def _changes(name: str, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _replacement(indices: Tensor, old: Tensor, new: Tensor) -> TensorDelta:
-    base, values = (t.detach().take(indices.to(t.device)).cpu() for t in (old, new))
-    return TensorDelta(indices, values, tuple(new.shape), new.dtype, "replace", digest(base))
-
-
-def _squared(part: TensorDelta, old: Tensor) -> float:
-    base = old.detach().take(part.indices.to(old.device)).cpu()
-    return float((part.values.double() - base.double()).square().sum())
+    base_sha256 = digest(take(old, indices))
+    return TensorDelta(indices, take(new, indices), tuple(new.shape), new.dtype, "replace", base_sha256)

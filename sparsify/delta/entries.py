@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.common.raw_bits import digest, same_values
+from sparsify.common.raw_bits import same_values
 from sparsify.errors import DeltaFormatError, SparsifyError
 
 KINDS = ("replace", "add")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ESCAPE = 0xFFFF
-_LONGEST_TEXT = 100  # characters
 _CHUNK = 2**18  # numbers of a gap stream that are decoded at a time
 
 
@@ -38,7 +37,7 @@ class TensorDelta:
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
-        base_sha256: :func:`digest` of the base's values at the indices; with an ``initializer``, of all initial values.
+        base_sha256: SHA-256 of the base's values at the indices; with an ``initializer``, of all initial values.
         initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
         quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
             ones, in ``dtype``. ``None`` for an ordinary base.
@@ -65,18 +64,6 @@ class TensorDelta:
                 "take a delta from before the training diverged."
             )
 
-    @classmethod
-    def from_export(cls, item: Any) -> TensorDelta:
-        """The entries that a training engine exports for one tensor, in memory of their own."""
-        indices, values = (part.detach().to("cpu", copy=True).contiguous() for part in (item.indices, item.values))
-        kind = "replace" if item.quantization is None else "add"
-        recipe, sha = (None, digest(item.base_values)) if item.drawn is None else item.drawn
-        dtype, shape = item.base_values.dtype, tuple(item.shape)
-        try:
-            return cls(indices, values, shape, dtype, kind, sha, recipe, item.quantization)
-        except SparsifyError as error:
-            raise SparsifyError(f"tensor `{item.name}` cannot go into a delta: {error}") from error
-
     @property
     def count(self) -> int:
         """Number of entries."""
@@ -85,6 +72,7 @@ class TensorDelta:
 
 TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+DeltaParts: TypeAlias = tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]  # dense tensors, config
 StrPath: TypeAlias = str | os.PathLike[str]
 Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint
 
@@ -120,29 +108,30 @@ def encode_indices(indices: Tensor) -> Tensor:
 
 
 def decode_indices(stored: Tensor, count: int) -> Tensor:
-    """Decodes ``count`` positions that :func:`encode_indices` encoded; raises where dtype, end or count is wrong.
+    """Decodes ``count`` positions that :func:`encode_indices` encoded; raises where dtype, shape, end or count differs.
 
     Their order and range are not checked; a position beyond int64 comes out negative.
     """
-    if stored.dtype == torch.uint16:
-        return _decode_gaps(stored, count)
-    if stored.dtype in (torch.uint32, torch.uint64):
-        indices = stored.to(torch.int64)
-    else:
-        raise DeltaFormatError(f"indices are stored as {stored.dtype}, expected uint16, uint32 or uint64")
-    _check_count(indices.numel(), count)
-    return indices
+    if stored.dim() != 1 or stored.dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        raise DeltaFormatError(
+            f"indices are {stored.dtype} of shape {tuple(stored.shape)}, expected one dimension of uint16, uint32 or "
+            "uint64"
+        )
+    is_gaps, found = stored.dtype == torch.uint16, stored.numel()
+    if is_gaps:
+        found -= sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in stored.split(_CHUNK))
+    if found != count:
+        raise DeltaFormatError(f"indices hold {found} entries, expected {count}")
+    return _decode_gaps(stored, count) if is_gaps else stored.to(torch.int64)
 
 
 def _decode_gaps(stored: Tensor, count: int) -> Tensor:
     """Positions (count,) from gaps (count or more,), by chunks: each number takes 30 bytes while it is decoded."""
     if stored.numel() and int(stored[-1]) == ESCAPE:
         raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
-    chunks = stored.split(_CHUNK)
-    _check_count(sum(int((chunk.to(torch.int32) != ESCAPE).sum()) for chunk in chunks), count)
     indices = torch.empty(count, dtype=torch.int64)
     done, position = 0, -1
-    for chunk in chunks:
+    for chunk in stored.split(_CHUNK):
         stream = chunk.to(torch.int64)
         is_entry = stream != ESCAPE
         # an escape skips 65535 positions, an entry its gap and itself
@@ -154,16 +143,12 @@ def _decode_gaps(stored: Tensor, count: int) -> Tensor:
     return indices
 
 
-def _check_count(found: int, expected: int) -> None:
-    if found != expected:
-        raise DeltaFormatError(f"indices hold {found} entries, expected {expected}")
-
-
 def _check_types(tensor: TensorDelta) -> None:
     """Raises unless kind, dtypes, devices and counts of a tensor's parts fit together."""
     indices, values = tensor.indices, tensor.values
-    if tensor.kind not in KINDS:
-        raise SparsifyError(f"kind is {tensor.kind!r}, expected one of {', '.join(KINDS)}")
+    kinds = KINDS if tensor.initializer is None else KINDS[:1]
+    if tensor.kind not in kinds:
+        raise SparsifyError(f"kind is {tensor.kind!r:.120}, expected one of {', '.join(kinds)}")
     if tensor.dtype not in DTYPES.values():
         raise SparsifyError(f"dtype is {tensor.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
     if indices.dtype != torch.int64:
@@ -176,22 +161,20 @@ def _check_types(tensor: TensorDelta) -> None:
             f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}, expected one dimension, "
             "equally long, with at least one entry"
         )
-    if not isinstance(tensor.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", tensor.base_sha256):
-        raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r}, expected 64 lower-case hex digits")
-    if tensor.initializer is not None and tensor.kind != "replace":
-        raise SparsifyError(f"kind is {tensor.kind!r} for a drawn tensor, expected 'replace'")
-    if tensor.quantization is not None and (tensor.initializer is not None or not is_short_text(tensor.quantization)):
+    if not _is_text("[0-9a-f]{64}", tensor.base_sha256):
+        raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r:.120}, expected 64 lower-case hex digits")
+    is_quantized = tensor.quantization is not None
+    if is_quantized and (tensor.initializer is not None or not _is_text("[ -~]{1,100}", tensor.quantization)):
         raise SparsifyError(
-            f"quantization is {tensor.quantization!r}, expected None, or 1 to {_LONGEST_TEXT} characters of printable "
-            "ASCII where the tensor is not drawn"
+            f"quantization is {tensor.quantization!r:.120}, expected None, or 1 to 100 characters of printable ASCII "
+            "where the tensor is not drawn"
         )
     if indices.device.type != "cpu" or values.device.type != "cpu":
         raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")
 
 
-def is_short_text(value: object) -> bool:
-    """Whether a value may name a quantization: a short string of printable ASCII."""
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT and value.isascii() and value.isprintable()
+def _is_text(pattern: str, value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _check_indices(indices: Tensor, numel: int) -> None:

@@ -28,10 +28,9 @@ from sparsify.common.raw_bits import put
 from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
-from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
-from sparsify.delta.patches import entry_patches
+from sparsify.delta.patches import patches_of
 from sparsify.errors import SparsifyError
 
 # Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.
@@ -39,6 +38,7 @@ _LEFT_OUT = re.compile(
     r"\..*|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|ot|onnx|onnx_data|tflite|gguf|ggml|npz|pkl|pickle)|.*\.index\.json"
     r"|trainer_state\.json|events\.out\.tfevents.*|sparse_delta_config\.json|adapter_config\.json"
 )
+_MOST_LABELS = 2**16  # a head for them takes no more memory than a vocabulary's
 
 
 def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], base: StrPath, out: StrPath) -> Path:
@@ -46,14 +46,12 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
 
     With dense tensors, ``architecture`` and ``model_config`` of ``config`` go into ``config.json``.
     """
-    check_names(tensors, whole)
     check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)
-    dtypes = {name: (tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked}
-    casts = {name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held}
-    warn_of_casts(casts, "the checkpoint")
+    dtypes = [(name, tensors[name].dtype, checkpoint.dtype(layouts[name])) for name in report.unchecked]
+    warn_of_casts(dtypes, "the checkpoint")
     places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
     if METADATA_KEY in new:
@@ -62,70 +60,86 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     model_config = _updated_config(source / "config.json", config, whole)
     index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
     with _appearing_folder(out) as folder:
-        file_names = _file_names(checkpoint, new)
         _copy_descriptions(source, folder)
-        _write_shards(tensors, whole, checkpoint, places, folder, file_names)
-        _write_index(checkpoint, index, new, folder, file_names)
+        _write_shards({**tensors, **whole}, checkpoint, places, folder, _file_names(checkpoint, new))
+        _write_index(checkpoint, index, new, folder, _file_names(checkpoint, new))
         if model_config is not None:
             _write_json(folder / "config.json", model_config)
     return out
 
 
+def recorded_labels(config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any]:
+    """A delta's labels as keys of a model's config, if a dense tensor has as many rows or columns.
+
+    A delta may come from a stranger: other keys of a config name code to be run, and a number may ask for any memory.
+    """
+    recorded = config.get("model_config")
+    head = recorded if isinstance(recorded, dict) else {}
+    number, names, problem = (head.get(key) for key in ("num_labels", "id2label", "problem_type"))
+    sizes = {size for tensor in whole.values() if tensor.numel() for size in tensor.shape}
+    if type(number) is not int or number not in sizes or number > _MOST_LABELS:
+        return {}
+    given = names if isinstance(names, dict) else {}
+    id2label = {index: str(given.get(str(index), f"LABEL_{index}")) for index in range(number)}
+    labels: dict[str, Any] = {"id2label": id2label, "label2id": {label: index for index, label in id2label.items()}}
+    return {**labels, "problem_type": problem} if isinstance(problem, str) else labels
+
+
+def _updated_config(path: Path, config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any] | None:
+    """The ``config.json`` with the architecture and labels of the delta's dense tensors; ``None`` for no change."""
+    updates, architecture = recorded_labels(config, whole), config.get("architecture")
+    if isinstance(architecture, str) and architecture.isidentifier():
+        updates["architectures"] = [architecture]
+    return {**read_json(path), **updates} if updates and whole and path.is_file() else None
+
+
 def _write_shards(
-    tensors: TensorDeltas,
-    whole: NamedTensors,
+    parts: Mapping[str, TensorDelta | Tensor],
     checkpoint: Checkpoint,
     places: Mapping[str, Sequence[Layout]],
     folder: Path,
-    file_names: Mapping[Path, str],
+    file_names: Sequence[str],
 ) -> None:
     """Copies the files of weights one by one, and writes the changes of each into its copy."""
-    sizes = {file: file.stat().st_size for file in checkpoint.files}
-    with tqdm(desc="merging", total=sum(sizes.values()), unit="B", unit_scale=True, disable=None) as progress:
-        for file, size in sizes.items():
-            copy = folder / file_names[file]
+    total = sum(file.stat().st_size for file in checkpoint.files)
+    with tqdm(desc="merging", total=total, unit="B", unit_scale=True, disable=None) as progress:
+        for file, file_name in zip(checkpoint.files, file_names, strict=False):
+            copy = folder / file_name
             shutil.copyfile(file, copy)
             targets = {key: at._replace(file=copy) for key, at in checkpoint.stored.items() if at.file == file}
             for name, layouts in places.items():
-                if not any(key in targets for layout in layouts for key in layout.keys):
-                    continue
-                if name in whole:
-                    _write_dense(whole[name].detach().cpu(), checkpoint.dtype(layouts[0]), layouts, targets)
-                    continue
-                for patch in entry_patches(name, tensors[name], checkpoint, layouts):
-                    if patch.name in targets:
-                        assert patch.indices is not None
-                        put(_map(targets[patch.name], patch.dtype), patch.indices, patch.values)
-            progress.update(size)
+                if any(key in targets for layout in layouts for key in layout.keys):
+                    for patch in patches_of(name, parts[name], checkpoint, layouts):
+                        if patch.name in targets:
+                            _write(targets[patch.name], patch.values, patch.indices)
+            progress.update(copy.stat().st_size)
 
 
-def _write_dense(tensor: Tensor, dtype: torch.dtype, layouts: Sequence[Layout], targets: Mapping[str, Stored]) -> None:
-    for window in (window for layout in layouts for window in layout.windows):
-        if window.key in targets and tensor.numel():
-            window.view(_map(targets[window.key], dtype)).copy_(tensor[window.box])
-
-
-def _map(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """A stored tensor, flat, as writable memory of its file, which is unmapped with its last reference."""
-    data = np.memmap(stored.file, dtype=np.uint8, mode="r+", offset=stored.begin, shape=(stored.nbytes,))
-    return torch.from_numpy(data).view(dtype)
+def _write(stored: Stored, values: Tensor, indices: Tensor | None) -> None:
+    """Writes values into a stored tensor's file, by way of its memory, which is unmapped with its last reference."""
+    if values.numel():
+        data = np.memmap(stored.file, dtype=np.uint8, mode="r+", offset=stored.begin, shape=(stored.nbytes,))
+        memory = torch.from_numpy(data).view(values.dtype)
+        if indices is None:
+            memory.copy_(values)
+        else:
+            put(memory, indices, values)
 
 
 def _write_index(
-    checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, folder: Path, file_names: Mapping[Path, str]
+    checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, folder: Path, file_names: Sequence[str]
 ) -> None:
     """Writes the tensors that the base does not have into a shard, and the index where there are shards."""
-    weight_map = {key: file_names[stored.file] for key, stored in checkpoint.stored.items()}
-    if set(weight_map.values()) == {WEIGHTS_NAME}:
+    if file_names == [WEIGHTS_NAME]:
         return
+    name_of = dict(zip(checkpoint.files, file_names, strict=False))
+    weight_map = {key: name_of[stored.file] for key, stored in checkpoint.stored.items()}
     metadata = index.get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     if new:
-        number = len(checkpoint.files) + 1
-        shard = _shard_name(number, number)
         own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in new.items()}
-        safetensors.torch.save_file(own, folder / shard, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(new, shard)
+        safetensors.torch.save_file(own, folder / file_names[-1], metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(new, file_names[-1])
         stored = checkpoint.stored.values()
         metadata |= {
             "total_parameters": sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values()),
@@ -134,57 +148,25 @@ def _write_index(
     _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _file_names(checkpoint: Checkpoint, new: NamedTensors) -> dict[Path, str]:
-    """The names of the base's files of weights in the new folder: renumbered where there is one more."""
+def _file_names(checkpoint: Checkpoint, new: NamedTensors) -> list[str]:
+    """The names of the base's files of weights in the new folder and, if the base lacks tensors, of one more."""
     if not new:
-        return {file: file.name for file in checkpoint.files}
+        return [file.name for file in checkpoint.files]
     number = len(checkpoint.files) + 1
-    return {file: _shard_name(position, number) for position, file in enumerate(checkpoint.files, start=1)}
-
-
-def _shard_name(position: int, number: int) -> str:
-    return f"model-{position:05d}-of-{number:05d}.safetensors"
+    return [f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)]
 
 
 def _copy_descriptions(source: Path, folder: Path) -> None:
     """Copies the files that describe the model (config, tokenizer, licence), and folders of only such files."""
     for path in source.iterdir():
-        if path.is_file() and not _LEFT_OUT.fullmatch(path.name):
-            shutil.copyfile(path, folder / path.name)
-        elif path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            # Links to folders are not followed: they may lead anywhere, also back here. Nor can a pipe be copied.
-            files = [file for file in path.rglob("*") if file.is_file()]
-            if not any(_LEFT_OUT.fullmatch(file.name) for file in files):
-                for file in files:
-                    copy = folder / file.relative_to(source)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, copy)
-
-
-def _updated_config(path: Path, config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any] | None:
-    """The ``config.json`` with the architecture and labels of the delta's dense tensors; ``None`` for no change."""
-    updates: dict[str, Any] = {}
-    architecture, head = config.get("architecture"), config.get("model_config")
-    if isinstance(architecture, str) and architecture.isidentifier():
-        updates["architectures"] = [architecture]
-    if isinstance(head, dict):
-        # Labels only: a delta may come from a stranger, and other keys of a config name code to be run.
-        # An empty tensor may claim any size, so only those with values count.
-        updates |= _labels(head, {size for tensor in whole.values() if tensor.numel() for size in tensor.shape})
-    return {**read_json(path), **updates} if updates and whole and path.is_file() else None
-
-
-def _labels(head: Mapping[str, Any], sizes: set[int]) -> dict[str, Any]:
-    """The labels of a delta's head as keys of ``config.json``; none unless a dense tensor has that size."""
-    number, names, problem = (head.get(key) for key in ("num_labels", "id2label", "problem_type"))
-    if isinstance(number, int) and not isinstance(number, bool) and number in sizes and names is None:
-        names = {str(label): f"LABEL_{label}" for label in range(number)}
-    if not isinstance(names, dict) or len(names) not in sizes:
-        return {}
-    if not all(str(index).isdecimal() and isinstance(label, str) for index, label in names.items()):
-        return {}
-    labels: dict[str, Any] = {"id2label": names, "label2id": {label: int(index) for index, label in names.items()}}
-    return {**labels, "problem_type": problem} if isinstance(problem, str) else labels
+        # Links to folders are not followed: they may lead anywhere, also back here. Nor can a pipe be copied.
+        is_folder = path.is_dir() and not path.is_symlink()
+        files = [file for file in (path.rglob("*") if is_folder else [path]) if file.is_file()]
+        if not any(_LEFT_OUT.fullmatch(part.name) for part in (path, *files)):
+            for file in files:
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def _check_folders(base: Any, out: StrPath) -> tuple[Path, Path]:

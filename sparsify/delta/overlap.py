@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from sparsify.common.raw_bits import same_values
-from sparsify.delta.algebra import CheckedBase, change
+from sparsify.delta.algebra import change, find_base
+from sparsify.delta.checkpoint.reader import base_tensor
 from sparsify.delta.entries import Base
 from sparsify.delta.patch_plan import check_not_drawn, plan_entries, warn_of_casts
 from sparsify.delta.sparse_delta import SparseDelta
@@ -75,10 +76,11 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
     """
     for delta in (a, b):
         check_not_drawn(delta.tensors, "a comparison")
-    targets = None if base is None else CheckedBase(base)
-    shared, opposed, by_tensor = 0, 0, {}
+    common = [name for name in a.tensors if name in b.tensors]
+    bases = None if base is None else find_base(common, base)
+    shared, opposed, by_tensor, dtypes = 0, 0, {}, []
     products = torch.zeros(3, dtype=torch.float64)  # a.b, a.a, b.b
-    for name in (name for name in a.tensors if name in b.tensors):
+    for name in common:
         parts = a.tensors[name], b.tensors[name]
         if parts[0].shape != parts[1].shape:
             shapes = f"{parts[0].shape} in one delta and {parts[1].shape} in the other"
@@ -87,13 +89,14 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         if count := int(at[0].sum()):
             by_tensor[name] = count
         shared += count
-        if targets is not None:
-            target = targets.get(name, parts)
+        if bases is not None:
+            target = base_tensor(name, bases)
+            dtypes += [(name, part.dtype, target.dtype) for part in parts]
             changes = (change(part, plan_entries(name, part, target).old) for part in parts)
             left, right = (own[mask] for own, mask in zip(changes, at, strict=True))
             products += torch.stack([left @ right, left @ left, right @ right])
             opposed += int((left * right < 0).sum())
-    warn_of_casts(targets.casts if targets else {}, "the base", stacklevel=3)
+    warn_of_casts(dtypes, "the base", stacklevel=3)
     cosine = float(products[0] / (products[1] * products[2]).sqrt())
     both = a.whole.keys() & b.whole.keys()
     return Overlap(

@@ -6,9 +6,9 @@ In: a model and a delta's tensors. Out: a list of :class:`TensorPatch`, each wit
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,7 @@ from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest, put
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
+from sparsify.delta.metadata import check_names
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -36,8 +37,15 @@ class TensorPatch:
     old: Tensor
     new: Tensor
 
+    def fits(self, target: Tensor) -> bool:
+        """Whether the tensor holds ``old``, in its present dtype."""
+        if tuple(target.shape) != self.shape:
+            return False
+        held = own_copy(target) if self.indices is None else take(target, self.indices)
+        return torch.equal(as_bits(held), as_bits(self.old.to(target.dtype)))
+
     def write(self, target: Tensor) -> None:
-        """Writes into the tensor's own storage, so that ties and autograd's version counter see it."""
+        """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
         # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
         with torch.inference_mode():
             new = self.new.to(target.device, target.dtype)
@@ -48,13 +56,6 @@ class TensorPatch:
             else:
                 put(target, self.indices.to(target.device), new)
 
-    def is_written(self, target: Tensor) -> bool:
-        """Whether the tensor holds ``new``, in its present dtype."""
-        if tuple(target.shape) != self.shape:
-            return False
-        held = own_copy(target) if self.indices is None else _take(target, self.indices)
-        return torch.equal(as_bits(held), as_bits(self.new.to(target.dtype)))
-
     def inverse(self) -> TensorPatch:
         """The patch that undoes this one."""
         return replace(self, old=self.new, new=self.old)
@@ -64,25 +65,17 @@ PatchPlan: TypeAlias = list[TensorPatch]
 
 
 class AppliedPlans:
-    """The plans of one delta that are written into models, by model, which they do not keep alive.
+    """The plans of one delta that are written into models, by model, which they do not keep alive."""
 
-    Messages call the delta by its ``label``.
-    """
-
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self) -> None:
         self.plans: WeakKeyDictionary[nn.Module, PatchPlan] = WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have no plans."""
-        return AppliedPlans, (self.label,)
 
     def check_free(self, model: nn.Module) -> None:
         """Raises where a plan is written into the model already."""
         if model in self.plans:
             raise SparsifyError(
-                f"this {self.label} is already applied to this model, and applying it again would lose the original "
-                "values: call `revert(model)` first."
+                "this delta is already applied to this model, and applying it again would lose the original values: "
+                "call `revert(model)` first."
             )
 
     def write(self, plan: PatchPlan, model: nn.Module) -> nn.Module:
@@ -96,20 +89,20 @@ class AppliedPlans:
         """Undoes the model's plan and returns it; raises if there is none, or the model does not hold its values."""
         if model not in self.plans:
             raise SparsifyError(
-                f"this {self.label} is not applied to this model, so there is nothing to revert: pass the object that "
-                "`apply` got, not a copy or a wrapper of it."
+                "this delta is not applied to this model, so there is nothing to revert: pass the object that `apply` "
+                "got, not a copy or a wrapper of it."
             )
-        check_plain(model)
         with uninterrupted():
             undo_plan(self.plans[model], model)
             return self.plans.pop(model)
 
 
-def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str]) -> dict[str, Tensor]:
-    """The model's tensors by plain name; raises unless each is there, with data, and under one of the names only.
+def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = ()) -> dict[str, Tensor]:
+    """A model's tensors by plain name; raises unless each is there, with data, and under one of the names only.
 
-    ``dense`` are those of the names whose tensors a delta stores dense.
+    The model must not be in training. ``dense`` are those of the names whose tensors a delta stores dense.
     """
+    check_plain(model)
     available = named_tensors(model)
     names, dense = list(names), set(dense)
     if missing := [name for name in names if name not in available]:
@@ -135,16 +128,28 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str]) -
     return targets | with_quantized_deltas(entries, model)
 
 
+def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module) -> PatchPlan:
+    """Plans the writes of a delta; raises where the model is not its base."""
+    check_names(tensors, whole)
+    targets = find_targets([*tensors, *whole], model, whole)
+    plan = [plan_entries(name, part, targets[name]) for name, part in tensors.items()]
+    return plan + [plan_dense(name, tensor, targets[name]) for name, tensor in whole.items()]
+
+
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> TensorPatch:
     """Plans the write of a tensor's entries; raises where the tensor is not the delta's base."""
-    check_has_values(name, target)
-    check_shape(name, delta.shape, target.shape, "Load the base that the delta was trained on.")
-    check_dtype(name, delta, target.dtype)
+    check_entries(name, delta, target.shape, target.dtype)
     if delta.initializer is not None:
         return plan_dense(name, drawn_values(name, delta), target)
-    old = _take(target, delta.indices)
+    old = take(target, delta.indices)
     new = new_values(name, delta, old, is_quantized=isinstance(target, QuantizedDelta))
     return TensorPatch(name, delta.shape, delta.indices, old, new)
+
+
+def plan_dense(name: str, tensor: Tensor, target: Tensor) -> TensorPatch:
+    """Plans the replacement of all values; raises where the model's tensor has another shape or sort of dtype."""
+    check_dense(name, tensor, target.shape, target.dtype)
+    return TensorPatch(name, tuple(tensor.shape), None, own_copy(target), tensor.detach().cpu().to(target.dtype))
 
 
 def drawn_values(name: str, delta: TensorDelta) -> Tensor:
@@ -164,30 +169,6 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
     return put(values, delta.indices, delta.values)
 
 
-def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
-    """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
-    if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
-        raise SparsifyError(
-            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
-            "does not have, drawn from a seed: apply the delta to a model that has such a module instead."
-        )
-
-
-def check_has_values(name: str, tensor: Tensor) -> None:
-    """Raises where a tensor is on the meta device."""
-    if tensor.is_meta:
-        raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
-
-
-def check_dtype(name: str, delta: TensorDelta, dtype: torch.dtype, place: str = "the model") -> None:
-    """Raises where a base's tensor has a dtype that cannot hold a delta's values."""
-    if dtype not in DTYPES.values():
-        raise BaseMismatchError(
-            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {delta.dtype}: "
-            "load the base unquantized."
-        )
-
-
 def new_values(
     name: str, delta: TensorDelta, old: Tensor, place: str = "the model", *, is_quantized: bool = False
 ) -> Tensor:
@@ -204,36 +185,23 @@ def new_values(
             f"or dequantize that, in {delta.dtype}."
         )
     if old.dtype == delta.dtype and digest(old) != delta.base_sha256:
-        if delta.quantization is not None and delta.kind == "add" and not is_quantized:
-            _warn_of_another_base(delta.quantization, place)
-            return _finite(name, delta, _added(old, delta.values), place)
-        raise BaseMismatchError(
-            f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be a "
-            "model that nobody trained: load the exact base, and revert any other delta first. (A head that is drawn "
-            "at random has no exact base: train it with modules_to_save=[...].)"
+        if delta.quantization is None or delta.kind != "add" or is_quantized:
+            raise BaseMismatchError(
+                f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be "
+                "a model that nobody trained: load the exact base, and revert any other delta first. (A head that is "
+                "drawn at random has no exact base: train it with modules_to_save=[...].)"
+            )
+        # the same words for every tensor, so that Python shows them once
+        warnings.warn(
+            f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values: if "
+            "all is well the weights from before they were quantized, but that cannot be checked. The changes are "
+            "added to them. For an exact result load the base quantized as in training, or dequantize that.",
+            stacklevel=2,
         )
-    if delta.kind == "replace" and old.dtype == delta.dtype:
-        return delta.values  # finite, as all of a delta's values are
-    return _finite(name, delta, _added(old, delta.values) if delta.kind == "add" else delta.values.to(old.dtype), place)
-
-
-def is_verified(delta: TensorDelta, old: Tensor) -> bool:
-    """Whether the base's values (count,), which :func:`new_values` accepted, are known to be those trained on."""
-    return old.dtype == delta.dtype and (delta.quantization is None or digest(old) == delta.base_sha256)
-
-
-def _warn_of_another_base(quantization: str, place: str) -> None:
-    # the same words for every tensor, so that Python shows them once
-    warnings.warn(
-        f"the delta was trained on weights quantized as {quantization}, and {place} holds other values: if all is well "
-        "the weights from before they were quantized, but that cannot be checked. The changes are added to them. For "
-        "an exact result load the base quantized as in training, or dequantize that.",
-        stacklevel=2,
-    )
-
-
-def _finite(name: str, delta: TensorDelta, new: Tensor, place: str) -> Tensor:
-    """The values, all finite; raises where they are not."""
+    new = delta.values.to(old.dtype)
+    if delta.kind == "add":
+        wide = torch.promote_types(old.dtype, torch.float32)
+        new = (old.to(wide) + delta.values.to(wide)).to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
         raise BaseMismatchError(
             f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in {place}'s {new.dtype}: "
@@ -242,87 +210,84 @@ def _finite(name: str, delta: TensorDelta, new: Tensor, place: str) -> Tensor:
     return new
 
 
-def plan_dense(name: str, tensor: Tensor, target: Tensor) -> TensorPatch:
-    """Plans the replacement of all values; raises where the model's tensor has another shape or sort of dtype."""
-    check_dense(name, tensor, target.shape, target.dtype)
-    return TensorPatch(name, tuple(tensor.shape), None, own_copy(target), tensor.detach().cpu().to(target.dtype))
+def is_verified(delta: TensorDelta, old: Tensor) -> bool:
+    """Whether the base's values (count,), which :func:`new_values` accepted, are known to be those trained on."""
+    return old.dtype == delta.dtype and (delta.quantization is None or digest(old) == delta.base_sha256)
+
+
+def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
+    """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
+    if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
+        raise SparsifyError(
+            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
+            "does not have, drawn from a seed: apply the delta to a model that has such a module instead."
+        )
+
+
+def check_has_values(name: str, tensor: Tensor) -> None:
+    """Raises where a tensor is on the meta device."""
+    if tensor.is_meta:
+        raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
+
+
+def check_entries(
+    name: str, delta: TensorDelta, shape: Sequence[int], dtype: torch.dtype, place: str = "the model"
+) -> None:
+    """Raises where a base's tensor has another shape than a delta's, or a dtype that cannot hold trained values."""
+    _check_shape(name, delta.shape, shape, "Give the base that the delta was trained on.", place)
+    if dtype not in DTYPES.values():
+        raise BaseMismatchError(
+            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {delta.dtype}: "
+            "load the base unquantized."
+        )
 
 
 def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model") -> None:
     """Raises where a dense tensor cannot replace a base's one of some shape and dtype."""
     remedy = "The delta stores it whole: build the model with that head or module as it was in training."
-    check_shape(name, tuple(tensor.shape), shape, remedy, place)
+    _check_shape(name, tuple(tensor.shape), shape, remedy, place)
     if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
         raise BaseMismatchError(f"tensor `{name}` is {dtype} in {place}, {tensor.dtype} in the delta. {remedy}")
 
 
-def check_shape(
-    name: str, shape: tuple[int, ...], base_shape: Sequence[int], remedy: str, place: str = "the model"
-) -> None:
-    """Raises where a base's tensor has another shape than in the delta."""
+def _check_shape(name: str, shape: tuple[int, ...], base_shape: Sequence[int], remedy: str, place: str) -> None:
     if tuple(base_shape) != shape:
         raise BaseMismatchError(
             f"tensor `{name}` has shape {tuple(base_shape)} in {place}, {shape} in the delta. {remedy}"
         )
 
 
-def _added(base: Tensor, difference: Tensor) -> Tensor:
-    """base (count,) + difference (count,), computed in at least float32, in the base's dtype."""
-    wide = torch.promote_types(base.dtype, torch.float32)
-    return (base.to(wide) + difference.to(wide)).to(base.dtype)
-
-
 def warn_of_casts(
-    casts: Mapping[str, tuple[torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
+    dtypes: Iterable[tuple[str, torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
 ) -> None:
     """Warns once about all tensors whose dtype in the delta, the first, is not the one in the base, the second.
 
     ``stacklevel`` is that of ``warnings.warn``; by default the caller of a delta's method.
     """
-    if not casts:
-        return
-    name, (trained, held) = next(iter(casts.items()))
-    warnings.warn(
-        f"{place} holds {held} where the delta was trained on {trained} (`{name}`; {counted(len(casts), 'tensor')} in "
-        "all): whether it is the right base cannot be checked, and the trained values are cast. Load the base in the "
-        "delta's dtype for an exact result.",
-        stacklevel=stacklevel,
-    )
+    casts = {name: (trained, held) for name, trained, held in dtypes if trained != held}
+    if casts:
+        name, (trained, held) = next(iter(casts.items()))
+        warnings.warn(
+            f"{place} holds {held} where the delta was trained on {trained} (`{name}`; "
+            f"{counted(len(casts), 'tensor')} in all): whether it is the right base cannot be checked, and the trained "
+            "values are cast. Load the base in the delta's dtype for an exact result.",
+            stacklevel=stacklevel,
+        )
 
 
-def write_plan(plan: PatchPlan, model: nn.Module) -> None:
-    """Carries out all patches of a plan or, where one fails, none."""
-    _write(plan, _targets_of(plan, model))
-
-
-def undo_plan(plan: PatchPlan, model: nn.Module) -> None:
-    """Puts back what a plan replaced, if the model still holds what it wrote."""
-    reason = (
-        "the delta's values, so reverting would undo what came after (another delta, training, or two casts); nothing "
-        "was changed: revert deltas in the reverse order of their application, or load the base afresh."
-    )
-    _write_over(plan, [patch.inverse() for patch in plan], model, reason)
-
-
-def redo_plan(plan: PatchPlan, model: nn.Module) -> None:
-    """Carries out again a plan that was undone, if the model still holds what it replaces."""
-    reason = (
-        "the base's values, which something else has changed since the delta was checked against them (another delta, "
-        "training, or two casts): undo that, or load the base afresh."
-    )
-    _write_over([patch.inverse() for patch in plan], plan, model, reason)
-
-
-def _write_over(held: PatchPlan, plan: PatchPlan, model: nn.Module, reason: str) -> None:
-    """Carries out a plan on a model that holds, to the bit, what another plan writes."""
-    targets = _targets_of(plan, model)
-    for patch in held:
-        if not patch.is_written(targets[patch.name]):
-            raise SparsifyError(f"tensor `{patch.name}` no longer holds {reason}")
-    _write(plan, targets)
-
-
-def _write(plan: PatchPlan, targets: NamedTensors) -> None:
+def write_plan(
+    plan: PatchPlan,
+    model: nn.Module,
+    held: str = "the base's values, which something else has changed since the delta was checked against them",
+) -> None:
+    """Carries out all patches of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
+    targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
+    for patch in plan:
+        if not patch.fits(targets[patch.name]):
+            raise SparsifyError(
+                f"tensor `{patch.name}` no longer holds {held} (another delta, training, or two casts). Nothing was "
+                "changed: revert deltas in the reverse order of their application, or load the base afresh."
+            )
     done: PatchPlan = []
     try:
         for patch in plan:
@@ -334,12 +299,13 @@ def _write(plan: PatchPlan, targets: NamedTensors) -> None:
         raise
 
 
-def _targets_of(plan: PatchPlan, model: nn.Module) -> dict[str, Tensor]:
-    dense = [patch.name for patch in plan if patch.indices is None]
-    return find_targets([patch.name for patch in plan], model, dense)
+def undo_plan(plan: PatchPlan, model: nn.Module) -> None:
+    """Puts back what a plan replaced, if the model still holds what it wrote."""
+    held = "the delta's values, so that reverting would undo what came after"
+    write_plan([patch.inverse() for patch in plan], model, held)
 
 
-def _take(tensor: Tensor, indices: Tensor) -> Tensor:
+def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
     return tensor.detach().take(indices.to(tensor.device)).cpu()
 

@@ -6,19 +6,19 @@ loaded. Out: a stream of :class:`WeightPatch`, each in the checkpoint's coordina
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsify.delta.check import check_checkpoint, trained_values
+from sparsify.delta.check import check_checkpoint, checked_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import check_not_drawn
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import SparsifyError
 
 
 class WeightPatch(NamedTuple):
@@ -57,52 +57,41 @@ def make_patches(
     if added := [name for name, delta in tensors.items() if delta.kind == "add"]:
         remedy = "give the base's checkpoint, `patches(checkpoint)`."
         raise SparsifyError(f"tensor `{added[0]}` is stored as differences, and a patch holds values: {remedy}")
-    return _runtime_patches(tensors, whole)
+    sparse = [WeightPatch(name, part.shape, part.dtype, part.values, part.indices) for name, part in tensors.items()]
+    return iter([*sparse, *(_whole_patch(name, tensor) for name, tensor in whole.items())])
 
 
-def entry_patches(
-    name: str, delta: TensorDelta, checkpoint: Checkpoint, places: Iterable[Layout]
-) -> Iterator[WeightPatch]:
-    """Patches of one tensor's entries in each of the places where a checkpoint stores it."""
-    first, *others = places
-    values = trained_values(name, delta, checkpoint, first)
-    for layout in (first, *others):
-        for part in layout.locate(delta.indices):
-            shape = checkpoint.stored[part.key].shape
-            yield WeightPatch(part.key, shape, values.dtype, values[part.entries], part.indices)
-
-
-def _runtime_patches(tensors: TensorDeltas, whole: NamedTensors) -> Iterator[WeightPatch]:
-    for name, delta in tensors.items():
-        yield WeightPatch(name, delta.shape, delta.dtype, delta.values, delta.indices)
-    for name, tensor in whole.items():
-        yield WeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.detach().reshape(-1))
+def _whole_patch(name: str, tensor: Tensor) -> WeightPatch:
+    return WeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.detach().reshape(-1))
 
 
 def _checkpoint_patches(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint, layouts: Mapping[str, Layout]
 ) -> Iterator[WeightPatch]:
-    for name, delta in tensors.items():
-        yield from entry_patches(name, delta, checkpoint, checkpoint.copies(name, layouts[name]))
-    for name, tensor in whole.items():
+    parts: dict[str, TensorDelta | Tensor] = {**tensors, **whole}
+    for name, part in parts.items():
         if name in layouts:
-            yield from _dense_patches(name, tensor, checkpoint, layouts[name])
-        else:
-            yield from _runtime_patches({}, {name: tensor})
+            yield from patches_of(name, part, checkpoint, checkpoint.copies(name, layouts[name]))
+        elif isinstance(part, Tensor):
+            yield _whole_patch(name, part)
 
 
-def _dense_patches(name: str, tensor: Tensor, checkpoint: Checkpoint, first: Layout) -> Iterator[WeightPatch]:
-    """Patches of the stored tensors that a dense tensor is made of."""
-    for layout in checkpoint.copies(name, first):
-        for key in layout.keys:
-            windows = [window for window in layout.windows if window.key == key]
-            stored = checkpoint.read(key)
-            if sum(window.size.numel() for window in windows) != stored.numel():
-                raise BaseMismatchError(
-                    f"tensor `{name}` is stored whole in the delta and is a part of `{key}` in the checkpoint, which "
-                    "one patch cannot replace: use `merge`, or load the model, `apply`, and `save_pretrained`."
-                )
-            values = torch.empty_like(stored)
-            for window in windows:
-                window.view(values).copy_(tensor[window.box])
-            yield WeightPatch(key, tuple(stored.shape), stored.dtype, values.reshape(-1))
+def patches_of(
+    name: str, part: TensorDelta | Tensor, checkpoint: Checkpoint, places: Sequence[Layout]
+) -> Iterator[WeightPatch]:
+    """Patches of one tensor's entries, or of a dense tensor, in each of the places where a checkpoint stores it."""
+    if isinstance(part, TensorDelta):
+        _, values = checked_values(name, part, checkpoint, places[0])
+        for found in (found for layout in places for found in layout.locate(part.indices)):
+            shape = checkpoint.stored[found.key].shape
+            yield WeightPatch(found.key, shape, values.dtype, values[found.entries], found.indices)
+        return
+    dtype = checkpoint.dtype(places[0])
+    for window in (window for layout in places for window in layout.windows):
+        stored = torch.empty(checkpoint.stored[window.key].shape, dtype=dtype)
+        window.view(stored).copy_(part.detach()[window.box])
+        indices = None
+        if window.place.numel() < stored.numel():
+            indices = window.view(torch.arange(stored.numel())).flatten().sort().values
+        values = stored.flatten() if indices is None else stored.take(indices)
+        yield WeightPatch(window.key, tuple(stored.shape), dtype, values, indices)

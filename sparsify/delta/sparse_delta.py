@@ -9,8 +9,6 @@ order of the budget; what it replaces in a model is kept and put back by ``rever
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import check_plain, find_engine
+from sparsify.common.names import find_engine
 from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
-from sparsify.delta import storage
+from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
 from sparsify.delta.check import CheckReport, check_base
 from sparsify.delta.diff import diff
@@ -30,13 +28,9 @@ from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, Ten
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import (
-    AppliedPlans,
     PatchPlan,
     counted,
-    find_targets,
-    own_copy,
-    plan_dense,
-    plan_entries,
+    plan_delta,
     warn_of_casts,
 )
 from sparsify.delta.patches import WeightPatch, make_patches
@@ -62,6 +56,7 @@ class SparseDelta(Summable):
         config: how the delta came about; it is saved in the file, and nothing depends on it.
 
     Example:
+        >>> import copy
         >>> import torch
         >>> base = nn.Linear(3, 1)
         >>> tuned = copy.deepcopy(base)
@@ -82,7 +77,6 @@ class SparseDelta(Summable):
         self.tensors: dict[str, TensorDelta] = dict(tensors)
         self.whole: dict[str, Tensor] = dict(whole or {})
         self.config: dict[str, Any] = dict(config or {})
-        self._applied = AppliedPlans("delta")
 
     @classmethod
     def from_model(cls, model: nn.Module, budget: int | None = None) -> SparseDelta:
@@ -109,16 +103,7 @@ class SparseDelta(Summable):
                 "model that `sparsify(model, ...)` returned, before `desparsify`. What full fine-tuning changed is "
                 "`SparseDelta.diff(base, model)`."
             )
-        export = engine.export(budget, model)
-        tensors: dict[str, TensorDelta] = {}
-        for item in export.tensors:
-            if item.name in tensors:
-                raise SparsifyError(f"two trained tensors are called `{item.name}`: rename one of the modules.")
-            if item.indices.numel() or item.drawn is not None:
-                tensors[item.name] = TensorDelta.from_export(item)
-        dense = {name: own_copy(tensor) for name, tensor in export.whole.items()}
-        config = {**copy.deepcopy(dict(export.config)), "versions": _library_versions()}
-        return cls(tensors, dense, config)
+        return cls(*engine.export(budget, model))
 
     @classmethod
     def load(
@@ -132,7 +117,7 @@ class SparseDelta(Summable):
     ) -> SparseDelta:
         """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub.
 
-        The payload is compared with the SHA-256 that a file has from format version 2 on: about a second a gigabyte.
+        The payload is compared with its SHA-256, which takes about a second a gigabyte.
 
         Args:
             path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
@@ -147,7 +132,7 @@ class SparseDelta(Summable):
             DeltaFormatError: when the file is broken, even by one changed bit, or is no delta, or no regular file.
         """
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        return cls(*delta_format.read(storage.find_file(path, revision=revision, **options)))
+        return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
 
     @classmethod
     def diff(cls, base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> SparseDelta:
@@ -197,7 +182,7 @@ class SparseDelta(Summable):
             SparsifyError: when ``config`` does not go into JSON, a name is both in ``tensors`` and in ``whole``, or the
                 path is that of another file. Nothing is written then.
         """
-        storage.save(Path(path), self.tensors, self.whole, self.config)
+        hub.save(Path(path), self.tensors, self.whole, self.config)
 
     def push_to_hub(
         self,
@@ -230,10 +215,10 @@ class SparseDelta(Summable):
             SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
         """
         options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
-        return storage.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
+        return hub.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Writes the delta's values into a base model, in place; all checks come before the first write.
+        """Writes the delta's values into a base model, in place, after all checks; returns the model.
 
         A base in another dtype than the delta was trained on cannot be checked: one warning says so, and the values
         are cast.
@@ -245,9 +230,6 @@ class SparseDelta(Summable):
         Args:
             model: the base that the delta was trained on, wrapped or not, on any device.
 
-        Returns:
-            The same model.
-
         Raises:
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
@@ -256,13 +238,10 @@ class SparseDelta(Summable):
         return self._applied.write(self.plan(model), model)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Puts back, bit for bit, what :meth:`apply` replaced; the model may have moved or been cast since.
+        """Puts back, bit for bit, what :meth:`apply` replaced; returns the model, which may have moved or been cast.
 
         Args:
             model: a model that this delta is applied to.
-
-        Returns:
-            The same model.
 
         Raises:
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
@@ -271,14 +250,11 @@ class SparseDelta(Summable):
         return model
 
     def swap(self, model: nn.Module, other: SparseDelta) -> nn.Module:
-        """Reverts this delta and applies another one; only the entries of the two are read and written.
+        """Reverts this delta, applies another one and returns the model; only the two deltas' entries are written.
 
         Args:
             model: a model that this delta is applied to.
             other: a delta trained on the same base.
-
-        Returns:
-            The same model.
 
         Raises:
             SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
@@ -302,14 +278,9 @@ class SparseDelta(Summable):
 
     def plan(self, model: nn.Module) -> PatchPlan:
         """Plans and checks the writes of :meth:`apply`; nothing is written."""
-        check_plain(model)
-        delta_format.check_names(self.tensors, self.whole)
-        targets = find_targets([*self.tensors, *self.whole], model, self.whole)
-        plan = [plan_entries(name, part, targets[name]) for name, part in self.tensors.items()]
-        plan += [plan_dense(name, tensor, targets[name]) for name, tensor in self.whole.items()]
+        plan = plan_delta(self.tensors, self.whole, model)
         parts: dict[str, Any] = {**self.tensors, **self.whole}
-        dtypes = {name: (part.dtype, targets[name].dtype) for name, part in parts.items()}
-        warn_of_casts({name: (trained, held) for name, (trained, held) in dtypes.items() if trained != held})
+        warn_of_casts((patch.name, parts[patch.name].dtype, patch.old.dtype) for patch in plan)
         return plan
 
     def check(self, base: Base) -> CheckReport:
@@ -374,7 +345,8 @@ class SparseDelta(Summable):
                 checked before the first patch. Without it they are the model's at run time.
 
         Returns:
-            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None.
+            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None where all of a
+            stored tensor is replaced.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the delta's base.
@@ -410,7 +382,7 @@ class SparseDelta(Summable):
             SparsifyError: when PEFT's format cannot hold the delta; nothing is written then.
 
         Example:
-            >>> import tempfile
+            >>> import copy, tempfile
             >>> base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
             >>> tuned = copy.deepcopy(base)
             >>> tuned[0].weight.data[1, 2] += 1
@@ -427,14 +399,6 @@ class SparseDelta(Summable):
         """The same delta without the tensors that it stores whole, such as a head: the changed entries alone.
 
         Deltas of tasks with a head each can be summed this way: ``(a + 0.5 * b).entries_only()``.
-
-        Example:
-            >>> import torch
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> delta = SparseDelta.diff(base, tuned, progress=False)
-            >>> delta.whole["head.weight"] = torch.ones(2, 1)
-            >>> delta.entries_only()
-            SparseDelta(3 entries in 2 tensors, 0 tensors stored whole)
         """
         return SparseDelta(self.tensors, config=self.config)
 
@@ -480,10 +444,3 @@ class SparseDelta(Summable):
             entries = entries if self.tensors else ""
             whole += f", with {counted(trained, 'trained entry', 'trained entries')}"
         return f"SparseDelta({entries}{whole})"
-
-
-def _library_versions() -> dict[str, str]:
-    """Versions of those of the libraries that are imported already."""
-    libraries = ("sparsify", "torch", "safetensors", "transformers", "peft")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in libraries}
-    return {name: str(version) for name, version in versions.items() if version is not None}

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from difflib import get_close_matches
 from os import PathLike
 
 from torch import nn
 
 from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import near_names
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.patch_plan import PatchPlan, redo_plan, undo_plan, write_plan
+from sparsify.delta.patch_plan import PatchPlan, undo_plan, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
@@ -99,19 +99,7 @@ class DeltaSwitch:
                 active delta then stays active.
         """
         self._check_name(name)
-        if name == self.active:
-            return
-        before = self.active
-        with uninterrupted():
-            self.deactivate()
-            try:
-                redo_plan(self._plans[name], self.model)
-            except BaseException:
-                if before is not None:
-                    write_plan(self._plans[before], self.model)
-                    self.active = before
-                raise
-            self.active = name
+        self._switch(name)
 
     def deactivate(self) -> None:
         """Reverts the active delta, if there is one: the model is the base again, bit for bit.
@@ -119,18 +107,21 @@ class DeltaSwitch:
         Raises:
             SparsifyError: when the model no longer holds the active delta's values.
         """
-        with uninterrupted():
-            if self.active is not None:
-                undo_plan(self._plans[self.active], self.model)
-                self.active = None
+        self._switch(None)
 
-    def activated(self, name: str) -> AbstractContextManager[nn.Module]:
-        """Activates a delta for the length of a ``with`` block; afterwards the one that was active before."""
-        return self._switched(name)
+    @contextmanager
+    def activated(self, name: str | None) -> Iterator[nn.Module]:
+        """Activates a delta, or none, for the length of a ``with`` block; afterwards the one that was active before."""
+        before = self.active
+        self.deactivate() if name is None else self.activate(name)
+        try:
+            yield self.model
+        finally:
+            self._switch(before)
 
     def deactivated(self) -> AbstractContextManager[nn.Module]:
         """Makes the model the base for the length of a ``with`` block; afterwards activates what was active before."""
-        return self._switched(None)
+        return self.activated(None)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -142,23 +133,23 @@ class DeltaSwitch:
     def __repr__(self) -> str:
         return f"DeltaSwitch({', '.join(f'*{name}' if name == self.active else name for name in self._plans)})"
 
-    @contextmanager
-    def _switched(self, name: str | None) -> Iterator[nn.Module]:
-        before = self.active
-        self._switch(name)
-        try:
-            yield self.model
-        finally:
-            self._switch(before)
-
     def _switch(self, name: str | None) -> None:
-        if name is None:
-            self.deactivate()
-        else:
-            self.activate(name)
+        before = self.active
+        if name == before:
+            return
+        with uninterrupted():
+            if before is not None:
+                undo_plan(self._plans[before], self.model)
+            try:
+                if name is not None:
+                    write_plan(self._plans[name], self.model)
+            except BaseException:
+                if before is not None:
+                    write_plan(self._plans[before], self.model)
+                raise
+            self.active = name
 
     def _check_name(self, name: str) -> None:
         if name not in self._plans:
-            near = get_close_matches(str(name), map(str, self._plans), n=3) or list(self._plans)[:3]
-            hint = f" (there are: {', '.join(map(repr, near))})" if near else ""
-            raise SparsifyError(f"no delta called {name!r} is attached{hint}: `attach({name!r}, delta)` it first.")
+            near = near_names(str(name), map(str, self._plans))
+            raise SparsifyError(f"no delta called {name!r} is attached{near}: `attach({name!r}, delta)` it first.")

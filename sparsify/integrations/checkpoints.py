@@ -30,13 +30,7 @@ from sparsify.training.state import placeholder, trained_state_of
 
 WEIGHTS, TRAINER_STATE, OPTIMIZER, SCHEDULER = "model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt"
 # other names under which the Trainer finds weights: sharded, pickled, of an adapter
-_OTHER_WEIGHTS = (
-    "model.safetensors.index.json",
-    "pytorch_model.bin*",
-    "adapter_model.*",
-    "*/adapter_model.*",
-    "pytorch_model_fsdp*",
-)
+_OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*")
 _SET_ASIDE = "_incomplete-"  # prefix of a folder that the Trainer then neither finds nor uploads
 
 
@@ -45,11 +39,7 @@ def write_trained_state(
 ) -> None:
     """Writes a model's trained state as a checkpoint's weights, atomically.
 
-    Args:
-        model: a sparsified model, or one that contains it.
-        folder: the checkpoint's.
-        files: names of the other files of a complete checkpoint.
-        state_dict: the source of the values; ``None``: the model's own.
+    ``files`` are the other files of a complete checkpoint; ``state_dict`` has the values, by default the model's own.
     """
     engine = get_unmasker(model)
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
@@ -98,30 +88,20 @@ def set_aside_incomplete(output_dir: Path) -> None:
             )
 
 
-class CheckpointWriter:
-    """Replaces ``model.save_pretrained`` during training: writes the trained state into the Trainer's checkpoints.
+def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
+    """Takes the place of ``model.save_pretrained`` during training, with the Trainer's arguments and state.
 
-    Into all other folders it writes an ordinary model.
-
-    Args:
-        model: the Trainer's model, of transformers or PEFT.
-        args: the Trainer's arguments.
-        state: the Trainer's state.
+    Writes the trained state into the Trainer's checkpoints, and an ordinary model into all other folders.
     """
-
-    def __init__(self, model: nn.Module, args: Any, state: Any) -> None:
-        self.model, self.args, self.state = model, args, state
-
-    def __call__(self, save_directory: Any, *arguments: Any, **options: Any) -> Any:
-        folder, save_pretrained = Path(save_directory), type(self.model).save_pretrained  # type: ignore[attr-defined]
-        inside = Path(self.args.output_dir).absolute() in folder.absolute().parents
-        if not inside or folder.name != f"checkpoint-{self.state.global_step}":
-            return save_pretrained(self.model, save_directory, *arguments, **options)
-        if hasattr(self.model, "peft_config") and hasattr(self.model, "base_model"):
-            save_pretrained(self.model, save_directory, *arguments, **options)  # PEFT's adapter files
-        if options.get("is_main_process", True):
-            write_trained_state(self.model, folder, expected_files(self.args), options.get("state_dict"))
-        return None
+    folder, save_pretrained = Path(save_directory), type(model).save_pretrained
+    inside = Path(args.output_dir).absolute() in folder.absolute().parents
+    if not inside or folder.name != f"checkpoint-{state.global_step}":
+        return save_pretrained(model, save_directory, *arguments, **options)
+    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+        save_pretrained(model, save_directory, *arguments, **options)  # PEFT's adapter files
+    if options.get("is_main_process", True):
+        write_trained_state(model, folder, expected_files(args), options.get("state_dict"))
+    return None
 
 
 def expected_files(args: Any) -> list[str]:

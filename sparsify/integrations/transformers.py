@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,15 +25,15 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import get_unmasker, summary
-from sparsify.delta.card import public_config
+from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
-    CheckpointWriter,
     expected_files,
     has_trained_state,
     problem_with,
+    save_checkpoint,
     set_aside_incomplete,
     write_trained_state,
 )
@@ -42,7 +43,7 @@ from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held
 from sparsify.training.summary import find_full
 
-SAVE = "save_pretrained"  # attribute of the model that a CheckpointWriter replaces during training
+SAVE = "save_pretrained"  # attribute of the model that save_checkpoint replaces during training
 
 
 class SparsifyCallback(TrainerCallback):
@@ -51,16 +52,13 @@ class SparsifyCallback(TrainerCallback):
     - It finds ``steps`` where ``sparsify`` was not given them. A later Trainer's steps replace found ones.
     - It adds ``unmasked``, ``budget_share``, ``tensor_sparsity`` and ``selection_entropy`` to the logs of the training
       loss, for every reporter of ``report_to``, and to ``trainer.state.log_history``.
-    - Checkpoints hold the trained state in place of the model: a few bytes for each unmasked entry, and
-      ``modules_to_save``. ``resume_from_checkpoint`` continues bit for bit from a model that was built and sparsified
-      in the same way, by the steps that the interrupted run had planned. ``trainer.save_model()``, elsewhere than in a
-      checkpoint, writes an ordinary model.
+    - Checkpoints hold the trained state in place of the model. ``resume_from_checkpoint`` continues bit for bit from a
+      model that was built and sparsified in the same way, by the steps that the interrupted run had planned.
+      ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
-      ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Only one
-      run may use an ``output_dir`` at a time: make no Trainer with this callback on that of a running one, not even to
-      evaluate.
-    - With ``push_to_hub`` every upload has the delta, ``sparse_delta.safetensors``, in addition to the Trainer's files
-      (transformers 5; version 4 has no event for uploads).
+      ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Make no
+      Trainer with this callback on the ``output_dir`` of a running one, not even to evaluate.
+    - With ``push_to_hub`` every upload has the delta too (transformers 5; version 4 has no event for uploads).
 
     Args:
         extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
@@ -112,7 +110,7 @@ class SparsifyCallback(TrainerCallback):
             )
         warn_of_unheld(engine, model)
         if hasattr(model, SAVE):
-            vars(model)[SAVE] = CheckpointWriter(model, args, state)
+            vars(model)[SAVE] = partial(save_checkpoint, model, args, state)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         # The Trainer makes one more step in a run that was finished when it was resumed in the middle of an epoch: it

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Candidates:
-    """Entries that may be among the best, in arrays of a fixed size; only their device knows how many there are.
+    """Entries that may be among the best, in arrays of a fixed size; their number is read on their device only.
 
     Args:
         size: how many of the best are looked for, at least 1.
@@ -18,27 +18,21 @@ class Candidates:
         total: all global ids are below this.
         dtype: of scores, gradients and weights.
         device: of the arrays.
-
-    Attributes:
-        ids: (capacity + 1,) int64, global; the last place is where entries that are not kept are written.
-        scores: (capacity + 1,).
-        grads: (capacity + 1,) the gradients.
-        weights: (capacity + 1,) the weights.
-        count: (3,) int64: the number of candidates; for the Triton forms also the number of places that are left free
-            by entries which found no room for all, and the number of candidates after the last cut.
-        threshold: (1,) the score that an entry has to reach to join.
-        finite: (1,) bool, whether all gradients so far were finite.
     """
 
     def __init__(
         self, size: int, limit: int, capacity: int, total: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.size, self.limit, self.capacity, self.total = size, limit, capacity, total
-        self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)
+        # (capacity + 1,) each; the last place is where entries that are not kept are written
+        self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)  # global
         self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))
+        # the number of candidates; for the Triton forms also the number of places that were left when entries found too
+        # few of them, and the number of candidates after the last cut
         self.count = torch.zeros(3, dtype=torch.int64, device=device)
-        self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)
-        self.finite = torch.ones(1, dtype=torch.bool, device=device)
+        # (1,) each
+        self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)  # the score that is needed to join
+        self.finite = torch.ones(1, dtype=torch.bool, device=device)  # whether all gradients so far were finite
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,13 +56,9 @@ class Part(NamedTuple):
     grad: Tensor  # (n, cols), the gradient of all rows, or some
     rows: Tensor | None  # (n,) int64, the weight's rows that grad has; None for all of them in order
     offset: int  # global id of the tensor's first entry
-    ids: Tensor | None  # (rows * cols,) int64, the entries' global ids; None where they follow from the offset
+    ids: Tensor | None  # (n * cols,) int64, the entries' global ids; None where they follow from the offset
     start: int  # the first entry of the part, flat in grad
     stop: int  # the one after the last
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:

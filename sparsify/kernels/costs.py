@@ -60,28 +60,15 @@ class Costs(NamedTuple):
         """Whether sampling so many entries costs no more than the dense product."""
         return self.base + number * self.entry <= self.dense
 
-    def limits(self, number: int = 0) -> Limits | None:
-        """Returns how much screening may compute at the cost of the dense product; ``None`` where the norms cost more.
-
-        Args:
-            number: entries that are sampled in the same pass.
-        """
-        left = self.dense - self.norms - number * self.entry
+    def limits(self, sampled: int = 0) -> Limits | None:
+        """Returns what screening may compute at the cost of the dense product; ``None`` where the norms cost more."""
+        left = self.dense - self.norms - sampled * self.entry  # which the same pass computes
         # a found entry is scored, and may have to be sampled
         return Limits(int(left / (2 * self.entry)), int(left / self.tile)) if left > 0 else None
 
 
 def costs_of(left: Tensor, right: Tensor) -> Costs:
-    """Returns the costs of a product left^T right on a CPU.
-
-    Args:
-        left: (n, rows).
-        right: (n, cols).
-
-    Example:
-        >>> costs_of(torch.ones(8, 16), torch.ones(8, 16)).samples(200)
-        False
-    """
+    """Returns the costs of a product left^T right on a CPU, of left (n, rows) and right (n, cols)."""
     (n, rows), cols, loops = left.shape, right.shape[1], _loops(left.dtype)
     idle = max(1.0, torch.get_num_threads() * TOKENS / max(1, n))  # where some threads have no tokens
     numbers = (rows + cols) * idle

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from sparsify.kernels.cpu.library import Address, Size, library
 from sparsify.kernels.sddmm import sddmm
-from sparsify.kernels.threshold import Errors, find_reaching
 
 ROUNDING = 1.02 * 2.0**-8  # of one number, with the terms of higher order
 SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it; norms.h
@@ -78,12 +77,6 @@ def screen(
 
     Returns:
         ``None`` where it gave up, or where an entry might not be finite.
-
-    Example:
-        >>> left, right = torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 1.0, 0.0]])
-        >>> nothing = torch.empty(0, dtype=torch.int64)
-        >>> screen(left, right, nothing, nothing, torch.tensor([9.0, 9.0]), Limits(6, 1024)).indices
-        tensor([3])
     """
     native = library()
     if native is None:
@@ -120,21 +113,19 @@ def plain_screen(
     columns = ((row_norm / least).max() * column_norm * slack >= 1).nonzero().squeeze(1)
     if rows.numel() * columns.numel() > limits.multiplied:
         return None
-    products = left.index_select(1, rows).t() @ right.index_select(1, columns)
+    products = (left.index_select(1, rows).t() @ right.index_select(1, columns)).float()
     rounded = left.dtype == torch.bfloat16 or torch.get_float32_matmul_precision() != "highest"
     roundings = 1 if left.dtype == torch.bfloat16 else 2 * rounded
-    errors = Errors(row_norm[rows] * _rounding(left, roundings) + _underflow(n), column_norm[columns])
-    found, _ = find_reaching(products, least[rows], errors)
-    width = max(1, columns.numel())
-    row, column = found.div(width, rounding_mode="floor"), found % width
+    row_error = row_norm[rows] * _rounding(left, roundings) + _underflow(n)
+    most = products.abs().addcmul_(row_error[:, None], column_norm[columns])
+    row, column = (most >= least[rows][:, None]).nonzero(as_tuple=True)
     indices = rows[row] * cols + columns[column]
-    candidates = torch.isin(indices, excluded, invert=True).nonzero().squeeze(1)
-    if candidates.numel() > limits.candidates:
+    found = torch.isin(indices, excluded, invert=True)
+    row, column, indices = row[found], column[found], indices[found]
+    if indices.numel() > limits.candidates:
         return None
-    row, column, values = row[candidates], column[candidates], products.take(found[candidates]).float()
-    most = values.abs().addcmul_(errors.row[row], errors.column[column])
-    left_sum = left.float().sum(0)
-    return Screened(sddmm(left, right, wanted), indices[candidates], values, most, rounded, left_sum, products.numel())
+    taken, left_sum = sddmm(left, right, wanted), left.float().sum(0)
+    return Screened(taken, indices, products[row, column], most[row, column], rounded, left_sum, products.numel())
 
 
 def _floats(number: int) -> Tensor:

@@ -19,13 +19,6 @@ def scatter(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, v
         counts: number of values for each weight.
         indices: (k,) int64, flat in their weight and distinct there; the weights' entries one after the other.
         values: (k,), in the same order.
-
-    Example:
-        >>> weight = torch.zeros(2, 2)
-        >>> scatter([weight], [1], torch.tensor([2]), torch.tensor([1.5]))
-        >>> weight
-        tensor([[0.0000, 0.0000],
-                [1.5000, 0.0000]])
     """
     if has_triton(values.device):
         from sparsify.kernels.triton.scatter import scatter as fused

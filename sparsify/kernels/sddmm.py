@@ -15,19 +15,10 @@ TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cach
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    """Computes some entries of left^T right, (rows, cols).
-
-    Args:
-        left: (n, rows).
-        right: (n, cols), in the same dtype.
-        indices: (k,) int64, flat in (rows, cols).
+    """Computes entries of left^T right, with left (n, rows) and right (n, cols), at flat indices (k,).
 
     Returns:
         (k,) the dot products, summed in float32, or in float64 where the factors are.
-
-    Example:
-        >>> sddmm(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), torch.tensor([0, 5]))
-        tensor([ 3., 10.])
     """
     if left.device.type == "cpu" and not runs_ahead(left.device):
         if left.dtype in LOOPS and left.dtype == right.dtype and library() is not None:

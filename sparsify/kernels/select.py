@@ -15,18 +15,18 @@ import torch
 
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Part, at_least_float32
-from sparsify.strategies.importance import D3, GradientImportance
+from sparsify.strategies.importance import D3, Importance
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton form computes with, in float32
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 
 
-def may_overflow(candidates: Candidates, importance: GradientImportance, part: Part) -> bool:
+def may_overflow(candidates: Candidates, importance: Importance, part: Part) -> bool:
     """Whether :func:`select` takes a part with more entries than there are free places."""
     return _has_fused_select(candidates, importance, part) and _has_fused_cut(candidates)
 
 
-def select(candidates: Candidates, importance: GradientImportance, part: Part, *, overflows: bool = False) -> None:
+def select(candidates: Candidates, importance: Importance, part: Part, *, overflows: bool = False) -> None:
     """Adds the entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold.
 
     Args:
@@ -54,7 +54,7 @@ def cut(candidates: Candidates, limit: int) -> None:
         plain_cut(candidates, limit)
 
 
-def plain_select(candidates: Candidates, importance: GradientImportance, part: Part) -> None:
+def plain_select(candidates: Candidates, importance: Importance, part: Part) -> None:
     """The plain torch form of :func:`select`, where the places suffice."""
     weight, grad, rows, offset, ids, start, stop = part
     own = at_least_float32(grad.reshape(-1)[start:stop])
@@ -86,7 +86,7 @@ def plain_cut(candidates: Candidates, limit: int) -> None:
     count.copy_(torch.where(due, size, count))
 
 
-def _has_fused_select(candidates: Candidates, importance: GradientImportance, part: Part) -> bool:
+def _has_fused_select(candidates: Candidates, importance: Importance, part: Part) -> bool:
     short = part.weight.dtype in SHORT and part.grad.dtype in SHORT and candidates.scores.dtype == torch.float32
     return short and type(importance) is D3 and has_triton(part.grad.device)
 

@@ -1,4 +1,4 @@
-"""The entries of a matrix that reach a threshold, or could, given how far each may be off."""
+"""The entries of a matrix that reach a threshold."""
 
 from __future__ import annotations
 
@@ -18,45 +18,25 @@ class Reaching(NamedTuple):
     """The entries that were found."""
 
     indices: Tensor  # (n,) int64, flat, in no order
-    finite: Tensor  # bool scalar on the values' device: whether all values are finite, with their errors too
+    finite: Tensor  # bool scalar on the values' device: whether all values are finite
 
 
-class Errors(NamedTuple):
-    """How far a matrix's entries may be off: entry (i, j) by no more than row[i] * column[j]."""
-
-    row: Tensor  # (rows,) float32
-    column: Tensor  # (cols,) float32
-
-
-def find_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
-    """Finds the entries with abs(value) + error >= least of their row; a NaN reaches nothing.
-
-    Args:
-        values: (rows, cols).
-        least: (rows,).
-        errors: of the values; ``None`` where these are exact.
-
-    Example:
-        >>> find_reaching(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), torch.tensor([2.0, 2.0])).indices
-        tensor([1, 2])
-    """
+def find_reaching(values: Tensor, least: Tensor) -> Reaching:
+    """Finds the entries of (rows, cols) with abs(value) >= least (rows,) of their row; a NaN reaches nothing."""
     native = library() if values.device.type == "cpu" and values.dtype in LOOPS else None
     if native is None:
-        return plain_find_reaching(values, least, errors)
+        return plain_find_reaching(values, least)
     values = values.contiguous()
-    row_error, column_error = (None, None) if errors is None else errors
     found, finite = torch.empty(values.numel(), dtype=torch.int64, device="cpu"), ctypes.c_bool()
     number = getattr(native, LOOPS[values.dtype])(
         *(Address(values), Size(values.shape[0]), Size(values.shape[1]), Address(least.float().contiguous())),
-        *(Address(row_error), Address(column_error), Address(found), ctypes.byref(finite)),
+        *(Address(found), ctypes.byref(finite)),
     )
     return Reaching(found[:number], torch.tensor(finite.value))
 
 
-def plain_find_reaching(values: Tensor, least: Tensor, errors: Errors | None = None) -> Reaching:
+def plain_find_reaching(values: Tensor, least: Tensor) -> Reaching:
     """The plain torch form of :func:`find_reaching`."""
-    most = values.to(torch.promote_types(values.dtype, least.dtype), copy=True).abs_()
-    if errors is not None:
-        most.addcmul_(errors.row[:, None], errors.column)
-    found = (most >= least[:, None].to(most)).reshape(-1).nonzero().squeeze(1)
-    return Reaching(found, most.isfinite().all())
+    sizes = values.to(torch.promote_types(values.dtype, least.dtype), copy=True).abs_()
+    found = (sizes >= least[:, None].to(sizes)).reshape(-1).nonzero().squeeze(1)
+    return Reaching(found, sizes.isfinite().all())

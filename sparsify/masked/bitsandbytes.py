@@ -13,10 +13,23 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt, LinearFP4, LinearNF4
 from torch import Tensor
 
 from sparsify.common.raw_bits import same_values
-from sparsify.masked.quantized import MaskedQuantized
+from sparsify.masked.linear import masked_linear
+from sparsify.masked.module import MaskedModule
 
 
-class MaskedLinear4bit(MaskedQuantized, Linear4bit):
+class _MaskedLinear(MaskedModule):
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output (..., out_features) for an input (..., in_features)."""
+        return masked_linear(self, x)
+
+
+class MaskedLinear8bitLt(_MaskedLinear, Linear8bitLt):
+    """A ``Linear8bitLt`` that is trained at its unmasked entries."""
+
+    plain_class = Linear8bitLt
+
+
+class MaskedLinear4bit(_MaskedLinear, Linear4bit):
     """A ``Linear4bit`` (NF4, FP4) that is trained at its unmasked entries."""
 
     plain_class = Linear4bit
@@ -46,12 +59,6 @@ class MaskedLinearFP4(MaskedLinear4bit, LinearFP4):
     """A ``LinearFP4`` that is trained at its unmasked entries."""
 
     plain_class = LinearFP4
-
-
-class MaskedLinear8bitLt(MaskedQuantized, Linear8bitLt):
-    """A ``Linear8bitLt`` that is trained at its unmasked entries."""
-
-    plain_class = Linear8bitLt
 
 
 MASKED = {

@@ -1,9 +1,9 @@
 """The masked layers under ``torch.compile``: operators that it does not trace into.
 
-    forward    y = linear(x, W, b, root, handles)     the plain layer's arithmetic; announces the use
-    backward   grad_x = grad_y W                      left to the compiler
-               s = collect_linear(root, grad_y, x, handles)   hands the weight's gradient over, as the eager node does
-               grad_root = s                          empty: it keeps ``collect`` in the graph, before the commit
+    forward    y = use(x, W, b, root, handles)         the plain layer's arithmetic; announces the use
+    backward   grad_x = grad_y W                       left to the compiler
+               s = collect(root, grad_y, x, handles)   hands the weight's gradient over, as the eager node does
+               grad_root = s                           empty: it keeps ``collect`` in the graph, before the commit
 
 No Python object can travel from a compiled forward to its backward, so a tensor is known by its *handle*, and the
 collector counts the uses that were announced. ``root`` is the root anchor, an input of every use: through it autograd
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,40 +36,64 @@ _OPS: Any = torch.ops.sparsify
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # they run Python
 
 
+class _Layer(NamedTuple):
+    """What a kind of layer does with its weight."""
+
+    compute: Callable[[Any, Tensor, Tensor | None], Tensor]  # the output, of x, weight and bias
+    gradient: Callable[[Any, Tensor], Gradient]  # the weight's, of x and the output's gradient
+
+
+def _linear_gradient(x: Tensor, grad_y: Tensor, *, transposed: bool) -> Gradient:
+    # to x's dtype: autocast around backward() reaches into the graph before this
+    return linear_gradient(x, grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype), transposed)
+
+
+_LAYERS = {
+    "linear": _Layer(partial(linear, transposed=False), partial(_linear_gradient, transposed=False)),
+    "transposed": _Layer(partial(linear, transposed=True), partial(_linear_gradient, transposed=True)),
+    "embedding": _Layer(lambda ids, table, _: F.embedding(ids, table), row_gradient),
+    "tap": _Layer(lambda _, parameter, __: parameter.clone(), lambda _, grad: tap_gradient(grad)),
+}
+
 # -------------------------------------------------------------------------------- called while a graph is traced
 
 
 def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     """Computes ``masked_linear``."""
-    of_weight, of_bias = _trainable(module, "weight"), _trainable(module, "bias")
+    tensors, kind = masked_tensors(module), "transposed" if transposed else "linear"
     weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    either = of_weight if of_weight is not None else of_bias
-    if either is None:
-        return linear(x, weight, bias, transposed)
-    root = either.collector.compiled.root_anchor
-    handles = [None if tensor is None else tensor.handle for tensor in (of_weight, of_bias)]
     with torch.autocast(x.device.type, enabled=False):
-        return _OPS.linear(x, weight, bias, root, *handles, transposed, _is_training(root), _serial())
+        return _use(kind, x, weight, bias, tensors.get("weight"), tensors.get("bias"))
 
 
-def compiled_embedding(module: Any, ids: Tensor, padding_idx: int | None) -> Tensor:
+def compiled_embedding(module: Any, ids: Tensor) -> Tensor:
     """Computes a masked embedding."""
-    tensor, table = _trainable(module, "weight"), frozen_if_masked(module, "weight")
-    if tensor is None:
-        return F.embedding(ids, table, padding_idx)
-    root = tensor.collector.compiled.root_anchor
-    return _OPS.embedding(ids, table, root, tensor.handle, padding_idx, _is_training(root), _serial())
+    return _use("embedding", ids, frozen_if_masked(module, "weight"), None, masked_tensors(module).get("weight"), None)
 
 
 def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
     """Returns the tap of a masked parameter."""
     if not tensor.collector.compiled.trains(tensor):
         return parameter.detach()
-    root = tensor.collector.compiled.root_anchor
-    return _OPS.tap(parameter.detach(), root, tensor.handle, _is_training(root), _serial())
+    return _use("tap", None, parameter.detach(), None, tensor, None)
+
+
+def _use(
+    kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None,
+    of_weight: MaskedTensor | None, of_bias: MaskedTensor | None,
+) -> Tensor:  # fmt: skip
+    """Computes a layer's output, in an operator where a gradient may be collected for its weight or bias."""
+    tensors = [t if t is not None and t.collector.compiled.trains(t) else None for t in (of_weight, of_bias)]
+    trained = [tensor for tensor in tensors if tensor is not None]
+    if not trained:
+        return _LAYERS[kind].compute(x, weight, bias)
+    root = trained[0].collector.compiled.root_anchor
+    handles = [None if tensor is None else tensor.handle for tensor in tensors]
+    training = torch.is_grad_enabled() and root.requires_grad
+    return _OPS.use(kind, x, weight, bias, root, *handles, training, _serial())
 
 
 def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
@@ -95,15 +120,6 @@ def untraced(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _trainable(module: Any, attribute: str) -> MaskedTensor | None:
-    tensor = masked_tensors(module).get(attribute)
-    return None if tensor is None or not tensor.collector.compiled.trains(tensor) else tensor
-
-
-def _is_training(root: Tensor) -> bool:
-    return torch.is_grad_enabled() and root.requires_grad
-
-
 @torch.compiler.assume_constant_result
 def _serial() -> int:
     return next(_SERIALS)
@@ -125,157 +141,70 @@ def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], 
     return define
 
 
-def _backward_of(name: str, save: Callable[..., None]) -> Callable[[Function], Function]:
-    """Registers the decorated function as an operator's backward, and ``save`` for its inputs."""
-
-    def register(backward: Function) -> Function:
-        torch.library.register_autograd(f"sparsify::{name}", backward, setup_context=save, lib=_LIBRARY)
-        return backward
-
-    return register
-
-
-def _like_first(first: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(first)
-
-
-def _announce(training: bool, *handles: Tensor | None) -> None:
-    for handle in handles if training else ():
+@_operator(
+    "use(str kind, Tensor? x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, "
+    "bool training, int serial) -> Tensor",
+    lambda kind, x, weight, bias, *_: torch.empty_like(_LAYERS[kind].compute(x, weight, bias)),
+)
+def _run_use(
+    kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, root: Tensor, of_weight: Tensor | None,
+    of_bias: Tensor | None, training: bool, serial: int,
+) -> Tensor:  # fmt: skip
+    for handle in (of_weight, of_bias) if training else ():
         if handle is not None:
             tensor = tensor_of(handle)
             tensor.collector.compiled.announce(tensor)
-
-
-def _collect(handle: Tensor, gradient: Callable[..., Gradient], *args: Any) -> None:
-    """Hands over ``gradient(*args)``, or nothing where it is not wanted."""
-    tensor = tensor_of(handle)
-    use = tensor.collector.compiled.use(tensor)
-    use.collect(gradient(*args) if use.wanted() else None)
+    return _LAYERS[kind].compute(x, weight, bias)
 
 
 @_operator(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, bool transposed, "
-    "bool training, int serial) -> Tensor",
-    lambda x, weight, bias, root, of_weight, of_bias, transposed, *_: torch.empty_like(
-        linear(x, weight, bias, transposed)
-    ),
+    "collect(str kind, Tensor root, Tensor grad_y, Tensor? x, Tensor? of_weight, Tensor? of_bias, int serial) -> "
+    "Tensor",
+    lambda kind, root, *_: torch.empty_like(root),
 )
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, root: Tensor, of_weight: Tensor | None, of_bias: Tensor | None,
-    transposed: bool, training: bool, serial: int,
-) -> Tensor:  # fmt: skip
-    _announce(training, of_weight, of_bias)
-    return linear(x, weight, bias, transposed)
-
-
-@_operator(
-    "collect_linear(Tensor root, Tensor grad_rows, Tensor? x, Tensor? of_weight, Tensor? of_bias, bool transposed, "
-    "int serial) -> Tensor",
-    _like_first,
-)
-def _collect_linear(
-    root: Tensor, grad_rows: Tensor, x: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
-    transposed: bool, serial: int,
+def _run_collect(
+    kind: str, root: Tensor, grad_y: Tensor, x: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
+    serial: int,
 ) -> Tensor:  # fmt: skip
     if of_bias is not None:
-        _collect(of_bias, lambda: DenseGradient(grad_rows.sum(0, keepdim=True)))
+        _collect(of_bias, lambda: DenseGradient(grad_y.reshape(-1, grad_y.shape[-1]).sum(0, keepdim=True)))
     if of_weight is not None:
-        assert x is not None
-        # to x's dtype: autocast around backward() reaches into the graph before this
-        _collect(of_weight, linear_gradient, x, grad_rows.to(x.dtype), transposed)
+        _collect(of_weight, lambda: _LAYERS[kind].gradient(x, grad_y))
     return torch.zeros_like(root)
 
 
-@_operator(
-    "embedding(Tensor ids, Tensor table, Tensor root, Tensor handle, int? padding_idx, bool training, int serial) "
-    "-> Tensor",
-    lambda ids, table, *_: F.embedding(ids, table),
-)
-def _embedding(
-    ids: Tensor, table: Tensor, root: Tensor, handle: Tensor, padding_idx: int | None, training: bool, serial: int
-) -> Tensor:
-    _announce(training, handle)
-    return F.embedding(ids, table)
+def _collect(handle: Tensor, gradient: Callable[[], Gradient]) -> None:
+    """Ends a use, and hands over its gradient where it is wanted."""
+    tensor = tensor_of(handle)
+    tensor.collector.compiled.collect(tensor, gradient)
 
 
-@_operator(
-    "collect_rows(Tensor root, Tensor grad, Tensor ids, Tensor handle, int? padding_idx, int serial) -> Tensor",
-    _like_first,
-)
-def _collect_rows(
-    root: Tensor, grad: Tensor, ids: Tensor, handle: Tensor, padding_idx: int | None, serial: int
-) -> Tensor:
-    _collect(handle, row_gradient, ids, grad, padding_idx)
-    return torch.zeros_like(root)
-
-
-@_operator("tap(Tensor parameter, Tensor root, Tensor handle, bool training, int serial) -> Tensor", _like_first)
-def _tap(parameter: Tensor, root: Tensor, handle: Tensor, training: bool, serial: int) -> Tensor:
-    _announce(training, handle)
-    return parameter.clone()
-
-
-@_operator("collect(Tensor root, Tensor grad, Tensor handle, int serial) -> Tensor", _like_first)
-def _collect_tap(root: Tensor, grad: Tensor, handle: Tensor, serial: int) -> Tensor:
-    _collect(handle, tap_gradient, grad)
-    return torch.zeros_like(root)
-
-
-@_operator("refresh(Tensor root, Tensor handle) -> Tensor", _like_first)
-def _refresh(root: Tensor, handle: Tensor) -> Tensor:
+@_operator("refresh(Tensor root, Tensor handle) -> Tensor", lambda root, _: torch.empty_like(root))
+def _run_refresh(root: Tensor, handle: Tensor) -> Tensor:
     tensor_of(handle).collector.compiled.refresh()
     return root.clone()
 
 
-# -------------------------------------------------------------------------------- their derivatives
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.kind, x, weight, _, root, of_weight, of_bias, _, ctx.serial = inputs
+    needs_x = of_weight is not None or ctx.needs_input_grad[2]
+    ctx.save_for_backward(x if needs_x else None, weight if ctx.needs_input_grad[1] else None, root, of_weight, of_bias)
 
 
-def _save_linear(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, weight, _, root, of_weight, of_bias, ctx.transposed, _, ctx.serial = inputs
-    needs_x = of_weight is not None or ctx.needs_input_grad[1]
-    ctx.save_for_backward(x if needs_x else None, weight, root, of_weight, of_bias)
-
-
-@_backward_of("linear", _save_linear)
-def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, root, of_weight, of_bias = ctx.saved_tensors
-    grad_rows = grad_y.reshape(-1, grad_y.shape[-1])  # (n, out)
     grad_x = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = grad_y @ (weight.t() if ctx.transposed else weight)
-    if ctx.needs_input_grad[1]:  # a weight trained densely, its bias masked
-        left, right = grad_rows, x.reshape(-1, x.shape[-1])
-        grad_weight = right.t() @ left if ctx.transposed else left.t() @ right
-    if ctx.needs_input_grad[2]:
-        grad_bias = grad_rows.sum(0)
+    if ctx.needs_input_grad[1]:  # a linear layer's, as all that follows
+        grad_x = grad_y @ (weight.t() if ctx.kind == "transposed" else weight)
+    if ctx.needs_input_grad[2]:  # a weight trained densely, its bias masked
+        left, right = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_weight = right.t() @ left if ctx.kind == "transposed" else left.t() @ right
+    if ctx.needs_input_grad[3]:
+        grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
     x = None if of_weight is None else x
-    grad_root = _OPS.collect_linear(root, grad_rows, x, of_weight, of_bias, ctx.transposed, ctx.serial)
-    return grad_x, grad_weight, grad_bias, grad_root, None, None, None, None, None
+    grad_root = _OPS.collect(ctx.kind, root, grad_y, x, of_weight, of_bias, ctx.serial)
+    return None, grad_x, grad_weight, grad_bias, grad_root, None, None, None, None
 
 
-def _save_embedding(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ids, _, root, handle, ctx.padding_idx, _, ctx.serial = inputs
-    ctx.save_for_backward(ids, root, handle)
-
-
-@_backward_of("embedding", _save_embedding)
-def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    ids, root, handle = ctx.saved_tensors
-    grad_root = _OPS.collect_rows(root, grad, ids, handle, ctx.padding_idx, ctx.serial)
-    return None, None, grad_root, None, None, None, None
-
-
-def _save_tap(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, root, handle, _, ctx.serial = inputs
-    ctx.save_for_backward(root, handle)
-
-
-@_backward_of("tap", _save_tap)
-def _tap_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    root, handle = ctx.saved_tensors
-    return None, _OPS.collect(root, grad, handle, ctx.serial), None, None, None
-
-
-@_backward_of("refresh", lambda ctx, inputs, output: None)
-def _refresh_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
+torch.library.register_autograd("sparsify::use", _backward, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("sparsify::refresh", lambda ctx, grad: (grad, None), lib=_LIBRARY)

@@ -1,7 +1,8 @@
 """An embedding whose gradient covers only the rows that the batch looked up.
 
 forward    y = W[ids]
-backward   one row of gradient per distinct id, the sum over the id's positions, handed to ``collect``
+backward   one row of gradient per distinct id, the sum over the id's positions, handed to ``collect``; also of the
+           padding row, whose entries are no candidates
 """
 
 from __future__ import annotations
@@ -27,25 +28,24 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         if torch.compiler.is_dynamo_compiling():
             from sparsify.masked.compiled import compiled_embedding
 
-            return compiled_embedding(self, input, self.padding_idx)
-        use = announce_use(self, "weight")
-        weight = frozen_if_masked(self, "weight")
+            return compiled_embedding(self, input)
+        use, weight = announce_use(self, "weight"), frozen_if_masked(self, "weight")
         if use is None:
             return F.embedding(input, weight, self.padding_idx)
-        rows: Tensor = _MaskedEmbedding.apply(input, weight, use.anchor, use, self.padding_idx)
+        rows: Tensor = _MaskedEmbedding.apply(input, weight, use.anchor, use)
         return rows
 
 
 class _MaskedEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, use: Use, padding_idx: int | None) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, use: Use) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.use, ctx.padding_idx = use, padding_idx
+        ctx.use = use
         return F.embedding(ids, weight)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.use.collect(row_gradient(ids, grad_y, ctx.padding_idx) if ctx.use.wanted() else None)
-        return None, None, None, None, None
+        ctx.use.collect(row_gradient(ids, grad_y) if ctx.use.wanted() else None)
+        return None, None, None, None

@@ -42,19 +42,13 @@ class ReadParameters(dict[str, Any]):
 
     ``get()``, ``items()`` and ``values()``, which this library, state dicts and ``named_parameters()`` use, return the
     plain parameters.
-
-    Args:
-        parameters: the module's own, plain.
-        tensors: the module's masked tensors by attribute name.
-
-    Attributes:
-        taps: for each thread, the taps of each call that is running, with the number of the model's forward pass: taps
-            that an interrupted pass left are not read in a later one.
     """
 
     def __init__(self, parameters: dict[str, Any], tensors: dict[str, MaskedTensor]) -> None:
         super().__init__(parameters)
-        self.tensors = tensors
+        self.tensors = tensors  # the module's masked tensors by attribute name
+        # by thread, the taps of each call that is running, with the number of the model's forward pass: taps that an
+        # interrupted pass left are not read in a later one
         self.taps: dict[int, list[tuple[int, dict[str, Any]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +89,7 @@ class MaskedParameterList(nn.ParameterList):
     plain_class = nn.ParameterList
 
     def __setitem__(self, idx: int, param: Any) -> None:
-        if isinstance(param, Tensor) and not param.is_leaf:
+        if isinstance(param, Tensor) and (not param.is_leaf or torch.compiler.is_dynamo_compiling()):
             self._parameters[self._get_abs_string_index(idx)] = param  # type: ignore[assignment]
         else:
             super().__setitem__(idx, param)

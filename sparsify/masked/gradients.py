@@ -110,7 +110,7 @@ class DenseGradient(Gradient):
         # under autocast short gradients meet longer ones; long sums over a few rows do not lengthen a whole gradient
         dtype = torch.promote_types(self._dtype or self.values.dtype, other._dtype or other.values.dtype)
         if self.rows is not None and other.rows is not None:
-            return sum_rows(torch.cat([self.rows, other.rows]), torch.cat([self.values, other.values]), dtype=dtype)
+            return sum_rows(torch.cat([self.rows, other.rows]), torch.cat([self.values, other.values]), dtype)
         if self.rows is not None:
             return other.add(self)
         self.own(dtype)
@@ -130,17 +130,9 @@ class DenseGradient(Gradient):
 
 
 class Product(Gradient):
-    """A linear layer's gradient (rows, cols) = left^T right, not multiplied out.
+    """A linear layer's gradient left^T right, not multiplied out: left (n, rows) and right (n, cols), of n tokens."""
 
-    Args:
-        left: (n, rows), with n the tokens of the batch.
-        right: (n, cols).
-
-    Attributes:
-        left_sum: (rows,) the sum of ``left`` over the tokens, where screening has computed it.
-    """
-
-    left_sum: Tensor | None = None
+    left_sum: Tensor | None = None  # (rows,) the sum of ``left`` over the tokens, where screening has computed it
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right
@@ -183,9 +175,7 @@ class Product(Gradient):
 class TiedGradient(Gradient):
     """The gradient of a table that is looked up in and multiplied by; added up, it would be as large as the table.
 
-    Args:
-        product: the output layer's part, of the table's whole shape.
-        looked_up: the embedding's part, some of the rows.
+    ``product`` is the output layer's part, of the table's whole shape, ``looked_up`` the embedding's, some of the rows.
     """
 
     def __init__(self, product: Product, looked_up: DenseGradient) -> None:
@@ -210,25 +200,15 @@ def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
     return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
 
 
-def row_gradient(ids: Tensor, grad: Tensor, padding_idx: int | None) -> DenseGradient:
+def row_gradient(ids: Tensor, grad: Tensor) -> DenseGradient:
     """Returns the gradient of an embedding's table for ids (...) and output gradients (..., dim)."""
-    rows, values = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
-    padded = runs_ahead(rows.device) and num_ranks() == 1  # ranks exchange rows, each once
-    if padding_idx is None:
-        return sum_rows(rows, values, padded=padded)
-    if padded:  # leaving rows out would make the host wait for their number
-        gradient = sum_rows(rows, values, padded=True)
-        assert gradient.rows is not None
-        gradient.values.masked_fill_((gradient.rows == padding_idx)[:, None], 0)
-        return gradient
-    used = rows != padding_idx
-    return sum_rows(rows[used], values[used])
+    return sum_rows(ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1]))
 
 
 def tap_gradient(grad: Tensor) -> DenseGradient:
     """Returns the gradient of a parameter of any shape that the module's own autograd has computed."""
     if grad.is_sparse:  # an embedding's, with sparse=True
-        return row_gradient(grad._indices()[0], grad._values(), None)
+        return row_gradient(grad._indices()[0], grad._values())
     return DenseGradient(as_matrix(grad), owned=False)
 
 
@@ -237,12 +217,13 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
-def sum_rows(rows: Tensor, values: Tensor, *, padded: bool = False, dtype: torch.dtype | None = None) -> DenseGradient:
+def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> DenseGradient:
     """Returns the gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` is r.
 
-    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048. If
-    ``padded`` they are (n, cols), so that the host need not wait for the number of distinct rows.
+    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048. On a GPU
+    they are (n, cols), so that the host need not wait for the number of distinct rows.
     """
+    padded = runs_ahead(rows.device) and num_ranks() == 1  # ranks exchange rows, each once
     unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
     long = torch.promote_types(values.dtype, torch.float32)
     total = torch.zeros(unique.numel(), values.shape[1], dtype=long, device=values.device)

@@ -28,11 +28,7 @@ BUFFERS = (COUNTS, *PER_ENTRY)
 
 
 class IndexBuffers:
-    """The index buffers of a model; a tensor is given by its number, from 0.
-
-    Args:
-        root: the module that holds the buffers.
-    """
+    """The index buffers of a model, held by its ``root``; a tensor is given by its number, from 0."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -65,36 +61,21 @@ class IndexBuffers:
         """Number of entries of a tensor."""
         return self._starts[number + 1] - self._starts[number]
 
-    def indices(self, number: int) -> Tensor:
-        """(count,) int64: a tensor's flat positions."""
+    def indices(self, number: int | None = None) -> Tensor:
+        """(n,) int64: the flat positions of one tensor's entries, or of all entries, each in its tensor."""
         return self._part(INDICES, number)
 
-    def slots(self, number: int) -> Tensor:
-        """(count,) int64: the positions of a tensor's deltas in the flat vector."""
+    def slots(self, number: int | None = None) -> Tensor:
+        """(n,) int64: the positions of these entries' deltas in the flat vector."""
         return self._part(SLOTS, number)
 
-    def base(self, number: int) -> Tensor:
-        """(count,) a tensor's pretrained values."""
+    def base(self, number: int | None = None) -> Tensor:
+        """(n,) their pretrained values."""
         return self._part(BASE, number)
 
     def split(self, per_entry: Tensor) -> tuple[Tensor, ...]:
         """Splits a tensor (k,) over all entries into one part for each masked tensor."""
         return per_entry.split([end - start for start, end in pairwise(self._starts)])
-
-    @property
-    def all_indices(self) -> Tensor:
-        """(k,) int64: the flat positions of all entries, each in its tensor."""
-        return self._buffer(INDICES)[: self.total]
-
-    @property
-    def all_slots(self) -> Tensor:
-        """(k,) int64: the slots of all entries."""
-        return self._buffer(SLOTS)[: self.total]
-
-    @property
-    def all_base(self) -> Tensor:
-        """(k,) the pretrained values of all entries."""
-        return self._buffer(BASE)[: self.total]
 
     def append(self, sizes: Sequence[int], indices: Tensor, slots: Tensor, base: Tensor) -> None:
         """Adds entries (n,) in the order of the tensors, ``sizes`` of each, after those that it has."""
@@ -115,10 +96,6 @@ class IndexBuffers:
         """Lengthens the buffers to ``capacity`` entries."""
         state = {name: self._buffer(name) for name in BUFFERS}
         self._root._buffers.update(padded(state, capacity))
-
-    def set_base(self, where: Tensor, base: Tensor) -> None:
-        """Sets the pretrained values (n,) of the entries where ``where`` (k,) is true."""
-        self.all_base[where] = base.to(self._buffer(BASE))
 
     def have_changed(self) -> bool:
         """Whether counts were written into the buffers from outside, as ``AveragedModel`` copies them.
@@ -154,8 +131,9 @@ class IndexBuffers:
         # a copy's buffers count their writes from 0
         return {**self.__dict__, "_seen": None if self._seen is None else (self._seen[0], -1)}
 
-    def _part(self, name: str, number: int) -> Tensor:
-        return self._buffer(name)[self._starts[number] : self._starts[number + 1]]
+    def _part(self, name: str, number: int | None) -> Tensor:
+        first, last = (0, len(self._starts) - 1) if number is None else (number, number + 1)
+        return self._buffer(name)[self._starts[first] : self._starts[last]]
 
     def _buffer(self, name: str) -> Tensor:
         buffer = self._root._buffers[name]
@@ -204,11 +182,8 @@ def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: in
     if bool(((indices < 0) | (indices >= limits.repeat_interleave(counts))).any()):
         return "the index buffers point beyond their tensors; sparsify the model that was saved, not another one."
     starts = (limits.cumsum(0) - limits).repeat_interleave(counts)  # of each entry's tensor, among the model's entries
-    if (starts + indices).unique().numel() < indices.numel():
-        return "the index buffers hold the same entry of a tensor twice; the state dict is damaged, load another one."
-    if not torch.equal(slots.long().sort().values, torch.arange(slots.numel(), device=slots.device)):
-        return (
-            f"{SLOTS} is not every slot from 0 to {slots.numel() - 1:,} once, so that two entries would share one, now "
-            "or later; the state dict is damaged, load another one."
-        )
+    twice = (starts + indices).unique().numel() < indices.numel()
+    if twice or not torch.equal(slots.long().sort().values, torch.arange(slots.numel(), device=slots.device)):
+        what = "the same entry of a tensor twice" if twice else "one slot of the flat delta twice, or leave one out"
+        return f"the index buffers hold {what}; the state dict is damaged, load another one."
     return None

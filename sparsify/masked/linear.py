@@ -6,8 +6,9 @@
                grad_b = sum of grad_y               handed to ``collect``
 
 The weight is saved but never differentiated; its *anchor* is the input through which autograd reaches the flat delta
-(``training/anchors.py``). A quantized W is not saved: it is dequantized within forward, and again within backward. x is
-saved unless autograd can compute it again (``recompute.py``).
+(``training/anchors.py``). A quantized W is not saved: it is dequantized within forward, and again within backward, and
+the node computes in the dtype that the plain layer computes in. x is saved unless autograd can compute it again
+(``recompute.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from sparsify.masked.module import (
     first_order,
     frozen_if_masked,
     linear,
+    masked_tensors,
     without_autocast,
 )
+from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.recompute import recomputable
 from sparsify.masked.tensor import Use
 
@@ -42,23 +45,40 @@ class MaskedLinear(MaskedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the plain layer's output (..., out_features) for an input (..., in_features)."""
-        return masked_linear(self, input, transposed=False)
+        return masked_linear(self, input)
 
 
-def masked_linear(module: Any, x: Tensor, *, transposed: bool) -> Tensor:
+def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
     """Applies a module with ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
+    tensor = masked_tensors(module).get("weight")
+    packed = tensor if isinstance(tensor, QuantizedTensor) else None
     if torch.compiler.is_dynamo_compiling():
-        from sparsify.masked.compiled import compiled_linear
+        from sparsify.masked.compiled import compiled_linear, untraced
 
-        return compiled_linear(module, x, transposed)
+        return compiled_linear(module, x, transposed) if packed is None else untraced(masked_linear, module, x)
     of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
-    weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
-    if of_weight is None and of_bias is None:
-        return linear(x, weight, bias, transposed)
-    dtype = autocast_dtype(x)
-    x = x if dtype is None else x.to(dtype)
+    bias = frozen_if_masked(module, "bias")
+    if packed is None:
+        weight, dequantize = frozen_if_masked(module, "weight"), None
+        if of_weight is None and of_bias is None:
+            return linear(x, weight, bias, transposed)
+        dtype = output_dtype = autocast_dtype(x)
+        x = x if dtype is None else x.to(dtype)
+    else:
+        weight, dequantize = None, packed.dequantizer()
+        dtype, output_dtype = _quantized_dtypes(module, x)
+    call = LinearCall(of_weight, of_bias, dtype, recomputable(x), transposed, dequantize)
     with without_autocast(x.device):
-        return apply_linear(x, weight, bias, LinearCall(of_weight, of_bias, dtype, recomputable(x), transposed))
+        y: Tensor = _Linear.apply(x, weight, bias, call, of_weight and of_weight.anchor, of_bias and of_bias.anchor)
+    return y if output_dtype is None else y.to(output_dtype)
+
+
+def _quantized_dtypes(module: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtypes that a quantized layer computes in and gives its output in."""
+    if hasattr(module, "compute_dtype"):  # bitsandbytes' 4-bit layers, which autocast does not reach
+        return module.compute_dtype or x.dtype, x.dtype
+    dtype = autocast_dtype(x) or x.dtype
+    return dtype, dtype
 
 
 class LinearCall(NamedTuple):
@@ -68,15 +88,8 @@ class LinearCall(NamedTuple):
     of_bias: Use | None
     dtype: torch.dtype | None  # to compute in; None for the operands' own
     recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
-    transposed: bool = False  # whether the weight is (in, out)
-    dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
-
-
-def apply_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Computes x W^T + b in a node that hands the gradients to the uses; ``weight`` is ``None`` where quantized."""
-    of_weight, of_bias = call.of_weight, call.of_bias
-    y: Tensor = _Linear.apply(x, weight, bias, call, of_weight and of_weight.anchor, of_bias and of_bias.anchor)
-    return y
+    transposed: bool  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None  # makes the weight; None where it is not quantized
 
 
 class _Linear(torch.autograd.Function):

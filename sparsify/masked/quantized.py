@@ -1,44 +1,24 @@
-"""A linear layer over a quantized weight, trained at some of the entries that the weight stands for.
+"""A masked tensor over a quantized weight, trained at some of the entries that the weight stands for.
 
-    W          the dequantized weight, base + delta at the unmasked entries; it lives within a node only
-    forward    y = x W^T + b                        W is made, used and freed
-    backward   grad_x = grad_y W                    W is made again
-               grad_W = grad_y^T x                  handed to ``collect`` as its two factors, then freed
-
-The packed weight is never written and never quantized again: the values at the unmasked entries are kept separately. x
-and the output have the plain layer's dtypes; the node computes in the dtype that the plain layer computes in.
+The packed weight is never written and never quantized again: the values at the unmasked entries are kept separately.
+The dequantized weight, base + delta at the unmasked entries, lives within a node only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.common.raw_bits import put
 from sparsify.errors import SparsifyError
-from sparsify.masked.linear import LinearCall, apply_linear
-from sparsify.masked.module import (
-    MaskedModule,
-    announce_use,
-    autocast_dtype,
-    frozen_if_masked,
-    masked_tensors,
-    without_autocast,
-)
-from sparsify.masked.recompute import recomputable
 from sparsify.masked.tensor import MaskedTensor
 
 
 class QuantizedTensor(MaskedTensor):
-    """A masked tensor whose parameter is quantized: the values at its unmasked entries are kept separately.
-
-    ``shape``, ``dtype`` and all values are those of the dequantized weight.
-    """
+    """A masked tensor whose parameter is quantized; shape, dtype and all values are those of the dequantized weight."""
 
     packed = True
     # indices and effective values, (up to k,) each, of the first unmasked entries; the others have their base values.
@@ -90,7 +70,16 @@ class QuantizedTensor(MaskedTensor):
 
     def dequantizer(self) -> Callable[[], Tensor]:
         """Returns a function that makes the effective weight as it is now, even after later steps."""
-        return self.stored.dequantize if self._shown is None else partial(_dequantize, self.stored, *self._shown)
+        stored, shown = self.stored, self._shown
+
+        def dequantize() -> Tensor:
+            weight = stored.dequantize()
+            if shown is not None:
+                indices, values = shown
+                put(weight, indices.to(weight.device), values.to(weight))
+            return weight
+
+        return dequantize
 
     def take(self, indices: Tensor) -> Tensor:
         return self.weight.take(indices)
@@ -103,52 +92,3 @@ class QuantizedTensor(MaskedTensor):
 
     def write_base(self) -> None:
         self._shown = None
-
-
-def _dequantize(stored: QuantizedWeight, indices: Tensor, values: Tensor) -> Tensor:
-    """Returns the dequantized weight with ``values`` (k,) at flat ``indices`` (k,)."""
-    weight = stored.dequantize()
-    put(weight, indices.to(weight.device), values.to(weight))
-    return weight
-
-
-class MaskedQuantized(MaskedModule):
-    """A masked linear layer over a quantized ``weight``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output (..., out_features) for an input (..., in_features)."""
-        return quantized_linear(self, x)
-
-
-class MaskedQuantizedLinear(MaskedQuantized, nn.Linear):
-    """An ``nn.Linear`` whose weight is one of torchao's quantized tensors, trained at its unmasked entries."""
-
-    plain_class = nn.Linear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns the layer's output (..., out_features) for an input (..., in_features)."""
-        return quantized_linear(self, input)
-
-
-def quantized_linear(module: Any, x: Tensor) -> Tensor:
-    """Applies a module whose ``weight`` is a masked quantized one and whose ``bias`` (out,) is an ordinary one."""
-    if torch.compiler.is_dynamo_compiling():
-        from sparsify.masked.compiled import untraced
-
-        y: Tensor = untraced(quantized_linear, module, x)
-        return y
-    tensor = masked_tensors(module)["weight"]
-    assert isinstance(tensor, QuantizedTensor)
-    of_weight, of_bias = announce_use(module, "weight"), announce_use(module, "bias")
-    dtype, output_dtype = _dtypes(module, x)
-    call = LinearCall(of_weight, of_bias, dtype, recomputable(x), dequantize=tensor.dequantizer())
-    with without_autocast(x.device):
-        return apply_linear(x, None, frozen_if_masked(module, "bias"), call).to(output_dtype)
-
-
-def _dtypes(module: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes that the plain layer computes in and gives its output in."""
-    if hasattr(module, "compute_dtype"):  # bitsandbytes' 4-bit layers, which autocast does not reach
-        return module.compute_dtype or x.dtype, x.dtype
-    dtype = autocast_dtype(x) or x.dtype
-    return dtype, dtype

@@ -19,7 +19,6 @@ from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
-from sparsify.masked.quantized import MaskedQuantized, MaskedQuantizedLinear
 from sparsify.masked.tensor import MaskedTensor
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
@@ -91,8 +90,7 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     module.__dict__[TENSORS] = tensors
     readable = {attribute: tensor for attribute, tensor in tensors.items() if not tensor.packed}
     module.__dict__["_parameters"] = ReadParameters(module._parameters, readable)
-    quantized = len(readable) < len(tensors)
-    masked_class = _quantized_class(module) if quantized else _masked_class(module)
+    masked_class = _masked_class(module, tensors)
     if masked_class is not None:
         module.__class__ = masked_class
     else:
@@ -126,8 +124,10 @@ def frozen_row(module: nn.Module) -> int | None:
     return module.padding_idx if isinstance(module, nn.Embedding) else None
 
 
-def _masked_class(module: nn.Module) -> type[nn.Module] | None:
+def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
     """Returns the masked form of exactly this class; ``None`` for the generic form."""
+    if any(tensor.packed for tensor in tensors.values()):
+        return _quantized_class(module)
     if type(module) is nn.ParameterList:
         return MaskedParameterList
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
@@ -137,7 +137,8 @@ def _masked_class(module: nn.Module) -> type[nn.Module] | None:
     if type(module) is nn.Linear and not is_quantized(module.weight):  # the bias of such a layer may be trained
         return MaskedLinear
     if type(module) is nn.Embedding and not module.scale_grad_by_freq:
-        return MaskedEmbedding
+        # two embeddings may share a table, each with a padding row of its own
+        return MaskedEmbedding if module.padding_idx in (None, tensors["weight"].frozen_row) else None
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         from sparsify.masked.conv1d import MaskedConv1D
 
@@ -160,10 +161,10 @@ def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
     return None
 
 
-def _quantized_class(module: nn.Module) -> type[MaskedQuantized] | None:
+def _quantized_class(module: nn.Module) -> type[MaskedModule] | None:
     """Returns the masked form of exactly this class, with a quantized weight; ``None`` where there is none."""
     if type(module) is nn.Linear:
-        return MaskedQuantizedLinear
+        return MaskedLinear
     if type(module).__module__.partition(".")[0] == "bitsandbytes":
         from sparsify.masked.bitsandbytes import MASKED
 

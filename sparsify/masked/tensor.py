@@ -42,7 +42,7 @@ class Use(Protocol):
 
 
 class Collector(Protocol):
-    """The trainer of the tensors, as far as a masked module sees it: not how entries are selected."""
+    """The engine, as far as a masked module sees it: not how entries are selected."""
 
     @property
     def values(self) -> Tensor:
@@ -65,72 +65,31 @@ class Collector(Protocol):
         """Number of this thread's current, or last, forward pass of the model."""
 
     @property
-    def compiled(self) -> CompiledCollector:
-        """The collector of compiled graphs."""
+    def compiled(self) -> Any:
+        """What the operators in compiled graphs call (``training/compiled.py``)."""
 
     def use(self, tensor: MaskedTensor) -> Use | None:
         """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
 
 
-class CompiledCollector(Protocol):
-    """A collector as compiled graphs see it, which know a tensor by its handle."""
-
-    @property
-    def root_anchor(self) -> Tensor:
-        """(1,) an input of every use in a compiled graph; its gradient is empty."""
-
-    def make_root(self) -> None:
-        """Makes the root anchor of the flat delta as it is now."""
-
-    def trains(self, tensor: MaskedTensor) -> bool:
-        """Whether a gradient may be collected for the tensor, now or later; called while a graph is compiled."""
-
-    def announce(self, tensor: MaskedTensor) -> None:
-        """Announces a use by a compiled graph that runs forward."""
-
-    def use(self, tensor: MaskedTensor) -> Use:
-        """Returns one of the announced uses, in the backward pass of its graph."""
-
-    def refresh(self) -> None:
-        """Updates the weights to the flat delta."""
-
-
 @dataclass(eq=False, repr=False)
 class MaskedTensor:
-    """One parameter, its index buffers, and the collector of its gradient.
+    """One parameter, its index buffers, and the collector of its gradient."""
 
-    Args:
-        number: its position among the model's masked tensors, from 0.
-        owner: the module that has the parameter; the first of those that share it.
-        attribute: the parameter's name in its owner.
-        name: its first name in the model's ``named_parameters``.
-        offset: global id of its first entry: the number of entries in the tensors before it.
-        collector: takes the gradients.
-        frozen_row: a row that is no candidate (an embedding's padding row).
+    number: int  # its position among the model's masked tensors, from 0
+    owner: nn.Module  # has the parameter; the first of those that share it
+    attribute: str  # the parameter's name in its owner
+    name: str  # its first name in the model's ``named_parameters``
+    offset: int  # global id of its first entry: the number of entries in the tensors before it
+    collector: Collector  # takes the gradients
+    frozen_row: int | None = None  # a row that is no candidate (an embedding's padding row)
 
-    Attributes:
-        shape: the parameter's shape at sparsify().
-        handle: () int64, the tensor's number in compiled graphs; layers with one code share one graph, whatever their
-            handles, and a graph that another process has stored finds this process's tensors.
-        dormant: whether it has no unmasked entry and never will.
-        packed: whether the parameter is packed, so that no trained value can be written into it.
-        scheme: how the parameter is quantized.
-    """
-
-    number: int
-    owner: nn.Module
-    attribute: str
-    name: str
-    offset: int
-    collector: Collector
-    frozen_row: int | None = None
-
-    dormant = False
-    packed = False
-    scheme: ClassVar[str | None] = None
+    dormant = False  # whether it has no unmasked entry and never will
+    packed = False  # whether the parameter is packed, so that no trained value can be written into it
+    scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
-        self.shape = self.shape_now
+        self.shape = self.shape_now  # at sparsify()
         self.handle = self._new_handle()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,6 +97,11 @@ class MaskedTensor:
         self.handle = self._new_handle()
 
     def _new_handle(self) -> Tensor:
+        """Makes the tensor's number () int64 in compiled graphs.
+
+        Layers with one code share one graph, whatever their handles, and a graph that another process has stored finds
+        this process's tensors.
+        """
         number = next(_HANDLES)
         _BY_HANDLE[number] = self
         return torch.tensor(number, device="cpu")
@@ -150,7 +114,7 @@ class MaskedTensor:
 
     @property
     def shape_now(self) -> torch.Size:
-        """The parameter's shape; ``shape`` is the one at sparsify()."""
+        """The parameter's present shape."""
         return self.parameter.shape
 
     def check_shape(self) -> None:

@@ -1,16 +1,16 @@
-"""Scanning a gradient for a step's best entries: what is looked for, what a scan leaves, and the work it took."""
+"""Scanning a gradient for a step's best entries: what is looked for, and the work it took."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
 from sparsify.masked.gradients import Gradient
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.topk import TopK, offer_gradient
-from sparsify.strategies.importance import GradientImportance
+from sparsify.selection.device_topk import DeviceTopK
+from sparsify.selection.topk import TopK
+from sparsify.strategies.importance import Importance
 
 
 @dataclass
@@ -40,8 +40,7 @@ class Work:
             >>> print(Work(screened=84_934_656, verified=312, dense=600_123))
             84.9 M entries screened, 312 entries verified, 0.6 M entries dense
         """
-        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
-        short = {way: f"{n:,}" if n < 100_000 else f"{n / 1e6:,.1f} M" for way, n in numbers.items() if n}
+        short = {way: f"{n:,}" if n < 100_000 else f"{n / 1e6:,.1f} M" for way, n in asdict(self).items() if n}
         return ", ".join(f"{number} entries {way}" for way, number in short.items()) or "no entry was looked at"
 
 
@@ -49,34 +48,28 @@ class Work:
 class SelectionContext:
     """What a selection looks for: the best entries by an importance."""
 
-    topk: TopK  # takes the candidates
-    importance: GradientImportance  # scores them
+    topk: TopK | DeviceTopK  # takes the candidates
+    importance: Importance  # scores them
     work: Work  # counts the entries that are scanned
+    masked_only: bool = True  # whether unmasked entries are no candidates
+
+    def excluded(self, tensor: MaskedTensor) -> Tensor:
+        """Flat indices (e,), in no order, of a tensor's entries that are no candidates."""
+        return tensor.not_candidates if self.masked_only else tensor.never_candidates
 
 
-class ScanResult(NamedTuple):
-    """What a scan leaves of a gradient."""
+def scan_dense(
+    context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
+) -> tuple[Tensor, Gradient]:
+    """Offers all entries of a tensor's gradient but the excluded ones (e,) to the top-k; it is written to.
 
-    unmasked: Tensor  # (k,) the gradient of the unmasked entries
-    rest: Gradient  # the gradient in the form that was scanned
-    finite: Tensor  # bool scalar on the top-k's device: whether everything scanned is finite
-
-
-def scan_dense(context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> ScanResult:
-    """Offers all entries of a gradient but the excluded ones to the top-k.
-
-    Args:
-        context: has the top-k.
-        tensor: whose gradient it is.
-        gradient: is written to, unless it is a product still.
-        excluded: (e,) flat indices that are no candidates.
+    Returns:
+        The gradient of the unmasked entries (k,), and the whole gradient in its dense form.
     """
     context.work.dense += gradient.numel
     gradient = gradient.dense()
     unmasked = gradient.take(tensor.indices)
     if excluded.numel():
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-    finite = offer_gradient(
-        context.topk, context.importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset
-    )
-    return ScanResult(unmasked, gradient, finite.to(context.topk.threshold.device))
+    context.topk.offer(context.importance, tensor.matrix, gradient.values, gradient.rows, tensor.offset)
+    return unmasked, gradient

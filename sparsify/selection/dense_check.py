@@ -1,7 +1,7 @@
 """Repeats a step's selection densely, as the paper's Algorithm 1 has it, and compares the two.
 
     offer      scores every entry of the tensor and keeps all scores: this takes more memory than dense gradients
-    winners    compares the best of all scores with the winners of the selector under test
+    winners    compares the best of all scores with the winners of the streaming selector
 
 The two sum over tokens in different orders. So a score may be off by ``ROUNDING`` times what the entry would score if
 its products did not cancel, by more for many tokens, and in a 16-bit type by the rounding of its gradient. A selection
@@ -10,58 +10,37 @@ is right if its entries are the best for some scores within that slack.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
 from sparsify.kernels.candidates import at_least_float32
-from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.masked.gradients import Gradient, Product, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.selectors import Selector
+from sparsify.selection.context import SelectionContext
+from sparsify.selection.selectors import StreamingSelector
 from sparsify.selection.small_tensors import SmallGradients
 from sparsify.selection.topk import Winners
-from sparsify.strategies.importance import GradientImportance
 
 ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-12}
 FEW_TOKENS = 64  # up to as many, ROUNDING holds; beyond, errors grow with the root of the number of tokens
 
 
-class Scored(NamedTuple):
-    """Entries in the dense form."""
+class CheckedSelector(StreamingSelector):
+    """Selects the best entries by their gradients, and raises where the dense form would select others."""
 
-    ids: Tensor  # (n,) int64, global
-    scores: Tensor  # (n,)
-    slack: Tensor  # (n,) how far a score may be off
-
-
-class CheckedSelector(Selector):
-    """Selects as another selector does, and raises where the dense form would not.
-
-    Args:
-        selector: the selector under test.
-        size: how many entries it selects.
-        importance: scores the entries.
-        masked_only: whether unmasked entries are no candidates.
-    """
-
-    def __init__(self, selector: Selector, size: int, importance: GradientImportance, *, masked_only: bool) -> None:
-        self._selector = selector
-        self._size = size
-        self._importance = importance
-        self._masked_only = masked_only
-        self._scored: dict[MaskedTensor, Scored] = {}
-        self._finite = True
+    def __init__(self, context: SelectionContext) -> None:
+        super().__init__(context)
+        self._scored: dict[MaskedTensor, Tensor] = {}  # (2, numel) of each: scores, and how far they may be off
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        self._scored[tensor] = self._score(tensor, gradient)
-        return self._selector.offer(tensor, gradient)
+        self._score(tensor, gradient)
+        return super().offer(tensor, gradient)
 
-    @property
-    def offer_small(self) -> Callable[[SmallGradients], None] | None:
-        return None if self._selector.offer_small is None else self._offer_small
+    def offer_small(self, small: SmallGradients) -> None:
+        for tensor, gradient in small.pairs:
+            self._score(tensor, gradient)
+        super().offer_small(small)
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first.
@@ -69,80 +48,57 @@ class CheckedSelector(Selector):
         Raises:
             SparsifyError: when the dense form selects others, or gives them other gradients.
         """
-        winners = self._selector.winners()
-        if self._finite and self._scored:  # otherwise nothing is unmasked
+        winners = super().winners()
+        if self._scored and self.finite():  # otherwise nothing is unmasked
             self._compare(winners)
         return winners
 
-    def finite(self) -> list[Tensor]:
-        return self._selector.finite()
-
-    def _offer_small(self, small: SmallGradients) -> None:
-        for tensor, gradient in small.pairs:
-            self._scored[tensor] = self._score(tensor, gradient)
-        offer = self._selector.offer_small
-        assert offer is not None
-        offer(small)
-
-    def _score(self, tensor: MaskedTensor, gradient: Gradient) -> Scored:
-        """Scores a tensor's candidates."""
-        rows, (grad, largest, error) = gradient.rows, _in_full(gradient)
+    def _score(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Scores a tensor's entries; those that are no candidates get 0."""
+        importance, rows = self._context.importance, gradient.rows
+        grad, largest, error = _in_full(gradient)
         weight = at_least_float32(tensor.matrix if rows is None else tensor.matrix[rows])
-        self._finite &= bool(grad.isfinite().all())
-        scores = self._importance.score(weight, grad)
-        candidates = DenseGradient(scores.where((scores > 0) & scores.isfinite() & (grad != 0), 0), rows)
-        candidates.clear(tensor.not_candidates if self._masked_only else tensor.never_candidates)
-        at = row, column = candidates.values.nonzero(as_tuple=True)
-        ids = (row if rows is None else rows[row]) * weight.shape[1] + column + tensor.offset
-        most = self._importance.score(weight, largest).abs().maximum(scores)
-        rounding = (self._importance.score(weight, grad + error * grad.sign()) - scores).abs()
-        return Scored(ids, scores[at], ROUNDING[scores.dtype] * most[at] + rounding[at])
+        scores = importance.score(weight, grad)
+        most = importance.score(weight, largest).abs().maximum(scores)
+        rounding = (importance.score(weight, grad + error * grad.sign()) - scores).abs()
+        scored = torch.stack([scores, ROUNDING[scores.dtype] * most + rounding])
+        scored = scored.where((scores > 0) & scores.isfinite() & (grad != 0), 0)
+        if rows is not None:
+            scored = scored.new_zeros(2, *tensor.matrix.shape).index_add_(1, rows, scored)
+        self._scored[tensor] = scored.view(2, -1).index_fill_(1, self._context.excluded(tensor), 0)
 
     def _compare(self, winners: Winners) -> None:
-        device = winners.ids.device
-        parts = zip(*self._scored.values(), strict=True)
-        ids, scores, slack = (torch.cat([one.to(device) for one in part]) for part in parts)
-        ids, order = ids.sort()
-        scores, slack = scores[order], slack[order]
-        best = scores.argsort(descending=True, stable=True)[: self._size]
-        cut = scores[best[-1]] if best.numel() == self._size else scores.new_zeros(())
-        known, claimed = torch.isin(winners.ids, ids), self._scores_of(winners).to(scores)
-        if not known.all():
-            stranger = int((~known).nonzero()[0])
-            self._raise(int(winners.ids[stranger]), float(claimed[stranger]), 0.0, float(cut))
-        if not ids.numel():  # and no winners
-            return
-        found = torch.full_like(scores, torch.nan)
-        found[torch.searchsorted(ids, winners.ids)] = claimed
-        chosen = ~found.isnan()
-        wrong = chosen & ((found - scores).abs() > slack)
+        size, total = self._context.topk.size, max(tensor.offset + tensor.numel for tensor in self._scored)
+        scores, slack = winners.grads.new_zeros(2, total)
+        found = torch.full_like(scores, torch.nan)  # the scores of the winners, by the gradients they come with
+        found[winners.ids] = torch.inf
+        for tensor, scored in self._scored.items():
+            place = slice(tensor.offset, tensor.offset + tensor.numel)
+            scores[place], slack[place] = scored
+            own = (winners.ids >= place.start) & (winners.ids < place.stop)
+            indices = winners.ids[own] - tensor.offset
+            weight = tensor.take(indices.to(tensor.parameter.device)).to(scores)
+            found[place][indices] = self._context.importance.score(weight, winners.grads[own])
+        selected, (best_scores, best) = ~found.isnan(), scores.topk(min(size, total))
+        cut = best_scores[-1] if size <= total else scores.new_zeros(())
         most, least = scores + slack, scores - slack
-        worst, passed_over = most.where(chosen, torch.inf).amin(), least.where(~chosen, -torch.inf).amax()
-        wrong |= ~chosen & (least > worst) & (scores >= cut)
-        wrong |= chosen & (most < passed_over) & (scores <= cut)
-        if winners.ids.numel() < best.numel():
-            wrong[best] |= ~chosen[best] & (scores[best] > slack[best])
+        worst = most.where(selected & (scores > 0), torch.inf).amin()
+        passed_over = least.where(~selected, -torch.inf).amax()
+        wrong = selected & ((found - scores).abs() > slack)
+        wrong |= ~selected & (least > worst) & (scores >= cut)
+        wrong |= selected & (most < passed_over) & (scores <= cut)
+        if winners.ids.numel() < size:
+            wrong[best] |= ~selected[best] & (best_scores > slack[best])
         if wrong.any():
             entry = int(wrong.nonzero()[0])
-            self._raise(int(ids[entry]), float(found[entry]), float(scores[entry]), float(cut))
-
-    def _scores_of(self, winners: Winners) -> Tensor:
-        """The scores (n,) of winners by the gradients that they come with."""
-        scores = torch.full_like(winners.grads, torch.inf)
-        for tensor in self._scored:
-            own = (winners.ids >= tensor.offset) & (winners.ids < tensor.offset + tensor.numel)
-            weight = tensor.take((winners.ids[own] - tensor.offset).to(tensor.parameter.device)).to(scores)
-            scores[own] = self._importance.score(weight, winners.grads[own])
-        return scores
-
-    def _raise(self, entry: int, found: float, score: float, cut: float) -> None:
-        tensor = next(t for t in self._scored if 0 <= entry - t.offset < t.numel)
-        what = "was not unmasked" if found != found else f"was unmasked with a score of {found:.9g}"
-        raise SparsifyError(
-            f"entry {entry - tensor.offset:,} of `{tensor.name}` {what}; by the dense form its score is {score:.9g}, "
-            f"and the last entry to be unmasked has {cut:.9g}. Both should select the same entries: please report it, "
-            "and whether it happens with SPARSIFY_NATIVE=0 in the environment (without the compiled loops) too."
-        )
+            tensor = next(t for t in self._scored if 0 <= entry - t.offset < t.numel)
+            what = f"was unmasked with a score of {float(found[entry]):.9g}" if selected[entry] else "was not unmasked"
+            raise SparsifyError(
+                f"entry {entry - tensor.offset:,} of `{tensor.name}` {what}; by the dense form its score is "
+                f"{float(scores[entry]):.9g}, and the last entry to be unmasked has {float(cut):.9g}. Both should "
+                "select the same entries: please report it, and whether it happens with SPARSIFY_NATIVE=0 in the "
+                "environment (without the compiled loops) too."
+            )
 
 
 def _in_full(gradient: Gradient) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ which raises the threshold, and propose again; if that does not help, the whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,35 +23,15 @@ from torch import Tensor
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.context import ScanResult, SelectionContext
+from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
-from sparsify.selection.selectors import Selector
-from sparsify.selection.topk import TopK, Winners, offer_gradient
-from sparsify.strategies.importance import ROUNDING_SLACK, GradientImportance
+from sparsify.selection.selectors import StreamingSelector
+from sparsify.selection.topk import TopK
+from sparsify.strategies.importance import ROUNDING_SLACK
 
 MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
 RAISING = {"exact": 4, "candidates": 1}  # entries of a rank that are exchanged for that, per entry to be selected
 ALL_ROWS = -1
-
-
-class Generous:
-    """An importance that scores slightly higher, so that the rounding of a mean keeps no entry out.
-
-    Args:
-        importance: scores the entries.
-        ranks: number of gradients in a mean.
-    """
-
-    def __init__(self, importance: GradientImportance, ranks: int) -> None:
-        self._importance = importance
-        self._factor = 1 + ranks * 2.0**-22  # of abs(grad): float32 sums of so many terms, and a division
-        self.name, self.uses_gradient, self.monotone = importance.name, True, importance.monotone
-
-    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
-        return self._importance.score(weight, grad * self._factor) * ROUNDING_SLACK
-
-    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
-        return self._importance.least_gradient(threshold / ROUNDING_SLACK, weight) / self._factor
 
 
 class Header(NamedTuple):
@@ -61,39 +42,34 @@ class Header(NamedTuple):
     rows: Tensor  # number of rows that its gradient has; ALL_ROWS where it has all
 
 
-class DistributedSelector(Selector):
+class DistributedSelector(StreamingSelector):
     """Selects the best entries by the mean of all ranks' gradients.
 
     Args:
         context: its top-k has the size that is wanted; the work is this rank's.
         ranks: the other ranks.
         tensors: all masked tensors, by number.
-        masked_only: whether unmasked entries are no candidates.
         mode: ``"exact"``: a rank proposes all entries that could be among the best; or ``"candidates"``: only its own
             best, as many as are wanted.
     """
 
-    def __init__(
-        self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], *, masked_only: bool, mode: str
-    ) -> None:
-        self._topk = context.topk
-        self._importance = context.importance
-        self._generous = Generous(context.importance, num_ranks())
+    def __init__(self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], mode: str) -> None:
+        super().__init__(context)
+        assert isinstance(context.topk, TopK)
+        self.batches_small = False  # the ranks meet at each tensor, and one of them may have to skip it
+        self._topk, self._importance = context.topk, context.importance
         self._ranks = ranks
-        self._work = context.work
         self._names = [tensor.name for tensor in tensors]
-        self._masked_only = masked_only
         self._exact, self._few = mode == "exact", context.topk.size * RAISING[mode]
         self._proposes = context.importance.monotone or not self._exact
-        self._finite: list[Tensor] = []
+        # rounding keeps no entry out: of a sum of so many float32 terms, and of its quotient, which may be squared
+        self._slack = ROUNDING_SLACK * (1 + num_ranks() * 2.0**-22) ** 2
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        unmasked = None
-        excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
+        unmasked, excluded = None, self._context.excluded(tensor)
         for round_number in range(MOST_ROUNDS + 1):
-            proposed, complete, result = self._propose(tensor, gradient, excluded)
-            gradient = result.rest
-            unmasked = result.unmasked if unmasked is None else unmasked
+            proposed, complete, taken, gradient = self._propose(tensor, gradient, excluded)
+            unmasked = taken if unmasked is None else unmasked
             header = self._exchange_headers(tensor, gradient, proposed, complete)
             last = self._pays(tensor, header) and bool(header.complete.all() or not self._exact)
             if not last:  # raise the threshold by the best
@@ -116,28 +92,27 @@ class DistributedSelector(Selector):
         nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
         self.offer(tensor, DenseGradient(torch.zeros(0, _cols(tensor), device=nothing.device), nothing))
 
-    def winners(self) -> Winners:
-        return self._topk.winners()
+    def _propose(
+        self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
+    ) -> tuple[Tensor, bool, Tensor, Gradient]:
+        """Finds entries that could reach the threshold, by this rank's gradient.
 
-    def finite(self) -> list[Tensor]:
-        return self._finite
-
-    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, bool, ScanResult]:
-        """Finds flat indices (n,) of entries that could reach the threshold, best first, and whether these are all."""
+        Returns:
+            Their flat indices (n,), best first; whether these are all; the gradient of the unmasked entries (k,); and
+            the whole gradient in the form that was scanned.
+        """
         shared, most = self._topk, self._few
         if not self._proposes:
-            self._work.dense += gradient.numel
+            self._context.work.dense += gradient.numel
             gradient = gradient.dense()
-            nothing = excluded[:0].to(shared.threshold.device)
-            finite = torch.ones_like(shared.threshold, dtype=torch.bool)
-            return nothing, False, ScanResult(gradient.take(tensor.indices), gradient, finite)
+            return excluded[:0].to(shared.threshold.device), False, gradient.take(tensor.indices), gradient
         if self._exact:  # more proposals would take more bytes than the gradient
             most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
-        own = TopK(most, shared.threshold.dtype, shared.threshold.device, shared.threshold)
-        result = scan(SelectionContext(own, self._generous, self._work), tensor, gradient, excluded)
-        self._finite.append(result.finite)
+        own = TopK(most, shared.threshold.dtype, shared.threshold.device, shared.threshold / self._slack)
+        taken, gradient = scan(replace(self._context, topk=own), tensor, gradient, excluded)
+        shared.finite &= own.finite
         ids = own.winners().ids
-        return ids - tensor.offset, ids.numel() < most, result
+        return ids - tensor.offset, ids.numel() < most, taken, gradient
 
     def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
@@ -149,30 +124,26 @@ class DistributedSelector(Selector):
         """Whether exchanging the proposals takes no more bytes than averaging the whole gradient."""
         if not self._proposes:
             return False
-        if (header.rows == ALL_ROWS).any():
-            whole = tensor.numel
-        else:
-            whole = min(tensor.numel, int(header.rows.sum()) * _cols(tensor))
+        whole = tensor.numel
+        if not (header.rows == ALL_ROWS).any():
+            whole = min(whole, int(header.rows.sum()) * _cols(tensor))
         # each rank's indices, as many as the longest list has, then the gradient at their union, twice on its way
         return 4 * int(header.number.max()) * header.number.numel() + 8 * int(header.number.sum()) <= 8 * whole
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: Gradient, union: Tensor) -> None:
         """Offers the entries (k,) with the mean of their gradients."""
-        topk, indices = self._topk, union.to(tensor.parameter.device)
-        grads = self._ranks.mean_(gradient.take(indices).to(topk.threshold))
-        weight = tensor.take(indices).to(grads)
-        scores = self._importance.score(weight, grads)
-        keep = (scores >= topk.threshold) & (scores > 0) & (grads != 0)
-        topk.add(union[keep] + tensor.offset, scores[keep], grads[keep])
-        topk.cut()
+        indices = union.to(tensor.parameter.device)
+        grads = self._ranks.mean_(gradient.take(indices).to(self._topk.threshold))
+        self._topk.offer_entries(self._importance, union + tensor.offset, tensor.take(indices).to(grads), grads)
+        self._topk.cut()
 
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
         if isinstance(gradient, (Product, TiedGradient)):
-            self._work.dense += gradient.numel
-        topk, gradient = self._topk, gradient.dense()
+            self._context.work.dense += gradient.numel
+        gradient = gradient.dense()
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-        rows, values = None, gradient.values.to(topk.threshold.dtype)
+        rows, values = None, gradient.values.to(self._topk.threshold.dtype)
         if (header.rows == ALL_ROWS).any():
             if gradient.rows is not None:
                 values = values.new_zeros(tensor.matrix.shape).index_copy_(0, gradient.rows, values)
@@ -180,12 +151,10 @@ class DistributedSelector(Selector):
             assert gradient.rows is not None
             rows = self._ranks.union(gradient.rows, int(header.rows.max()), tensor.numel)
             at = torch.searchsorted(rows, gradient.rows)
-            values = values.new_zeros(rows.numel(), _cols(tensor)).index_copy_(0, at, values)
-        mean = self._ranks.mean_(values)
-        finite = offer_gradient(topk, self._importance, tensor.matrix, mean, rows, tensor.offset)
-        self._finite.append(finite.to(topk.threshold.device))
-        topk.cut()  # a higher threshold means fewer proposals
+            values = values.new_zeros(rows.numel(), values.shape[1]).index_copy_(0, at, values)
+        self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
+        self._topk.cut()  # a higher threshold means fewer proposals
 
 
 def _cols(tensor: MaskedTensor) -> int:
-    return tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel
+    return tensor.shape[-1] if tensor.shape else 1

@@ -16,33 +16,30 @@ from sparsify.kernels.norm_bound import screen
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.context import ScanResult, SelectionContext, scan_dense
-from sparsify.selection.topk import offer_entries
+from sparsify.selection.context import SelectionContext, scan_dense
+from sparsify.selection.topk import TopK
 from sparsify.strategies.importance import ROUNDING_SLACK
 
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
 
 
-def scan(context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> ScanResult:
-    """Offers a gradient's entries to the top-k, screened where that is possible and pays, else densely.
+def scan(
+    context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
+) -> tuple[Tensor, Gradient]:
+    """Offers a gradient's entries, but the excluded ones (e,), to the top-k: screened where that pays, else densely.
 
-    Args:
-        context: has the top-k.
-        tensor: whose gradient it is.
-        gradient: may be written to.
-        excluded: (e,) flat indices that are no candidates.
+    Returns:
+        The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
     """
-    result = scan_screened(context, tensor, gradient, excluded) if can_screen(context, gradient) else None
-    return result or scan_dense(context, tensor, gradient, excluded)
+    if can_screen(context, gradient):
+        unmasked = scan_screened(context, tensor, gradient, excluded)
+        if unmasked is not None:
+            return unmasked, gradient
+    return scan_dense(context, tensor, gradient, excluded)
 
 
 def can_screen(context: SelectionContext, gradient: Gradient) -> bool:
-    """Whether a gradient can be screened.
-
-    Args:
-        context: its importance has to grow with abs(grad), and its top-k has to be full, so that there is a threshold.
-        gradient: has to be a product, not computed yet, or to have one.
-    """
+    """Whether a gradient is a product, not computed yet, or has one, and the top-k has a threshold to compare with."""
     product = gradient.product if isinstance(gradient, TiedGradient) else gradient
     return (
         isinstance(product, Product)
@@ -50,41 +47,32 @@ def can_screen(context: SelectionContext, gradient: Gradient) -> bool:
         and product.left.dtype in (torch.float32, torch.bfloat16)
         and context.importance.monotone
         and product.numel >= SMALLEST_SCREENED
+        and isinstance(context.topk, TopK)
         and context.topk.has_threshold
     )
 
 
 def scan_screened(
     context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
-) -> ScanResult | None:
+) -> Tensor | None:
     """Offers the entries of a product, or a tied table, that can reach the top-k's threshold.
 
     Returns:
-        ``None`` where screening costs more than the full product, found too many entries, or where not everything might
-        be finite: nothing was offered then.
+        The gradient of the unmasked entries (k,); ``None`` where screening costs more than the full product, found too
+        many entries, or where not everything might be finite: nothing was offered then.
     """
-    if isinstance(gradient, TiedGradient):
-        return _scan_tied(context, tensor, gradient, excluded)
-    assert isinstance(gradient, Product)
-    unmasked = _screen(context, tensor, gradient, excluded)
-    if unmasked is None:
-        return None
-    return ScanResult(unmasked, gradient, torch.ones_like(context.topk.threshold, dtype=torch.bool))
-
-
-def _scan_tied(
-    context: SelectionContext, tensor: MaskedTensor, gradient: TiedGradient, excluded: Tensor
-) -> ScanResult | None:
-    """Screens the product of a tied table where no row was looked up, and computes the other rows."""
+    if isinstance(gradient, Product):
+        return _screen(context, tensor, gradient, excluded)
+    assert isinstance(gradient, TiedGradient)
     product, looked_up = gradient.product, gradient.looked_up
-    assert isinstance(product, Product)
     assert looked_up.rows is not None
     unmasked = _screen(context, tensor, product, excluded, left_out=looked_up.rows)
     if unmasked is None:
         return None
+    # the rows that were looked up are computed
     rows = DenseGradient(product.left[:, looked_up.rows].t() @ product.right + looked_up.values, looked_up.rows)
-    finite = scan_dense(context, tensor, rows, excluded).finite
-    return ScanResult(unmasked + looked_up.take(tensor.indices), gradient, finite)
+    scan_dense(context, tensor, rows, excluded)
+    return unmasked + looked_up.take(tensor.indices)
 
 
 def _screen(
@@ -95,6 +83,7 @@ def _screen(
     if limits is None:
         return None
     topk, work, weight = context.topk, context.work, tensor.matrix
+    assert isinstance(topk, TopK)
     least, numel = context.importance.least_gradient(topk.threshold.float(), weight), product.numel
     if left_out is not None:
         least = least.index_fill(0, left_out, torch.inf)
@@ -107,14 +96,15 @@ def _screen(
     multiplied = min(found.multiplied, numel)  # whole tiles reach beyond the product's edge
     work.screened += multiplied
     work.skipped += numel - multiplied
-    if found.indices.numel():
-        near = weight.take(found.indices)
-        scores = context.importance.score(near.float(), found.most)
-        could_win = (scores * ROUNDING_SLACK >= topk.threshold).nonzero().squeeze(1)
-        if could_win.numel():
-            work.verified += could_win.numel()
-            candidates, grads = found.indices[could_win], found.values[could_win]
-            if found.rounded:
-                grads = sddmm(product.left, product.right, candidates)
-            offer_entries(topk, context.importance, candidates + tensor.offset, near[could_win], grads)
+    if not found.indices.numel():
+        return found.taken
+    near = weight.take(found.indices)
+    scores = context.importance.score(near.float(), found.most)
+    could_win = (scores * ROUNDING_SLACK >= topk.threshold).nonzero().squeeze(1)
+    if could_win.numel():
+        work.verified += could_win.numel()
+        candidates, grads = found.indices[could_win], found.values[could_win]
+        if found.rounded:
+            grads = sddmm(product.left, product.right, candidates)
+        topk.offer_entries(context.importance, candidates + tensor.offset, near[could_win], grads)
     return found.taken

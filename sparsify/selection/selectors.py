@@ -6,7 +6,7 @@ gradients. Both end with the winners and their gradients, and tell whether every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,11 +18,13 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
 from sparsify.selection.small_tensors import SmallGradients
-from sparsify.selection.topk import Winners
+from sparsify.selection.topk import TopK, Winners
 
 
 class Selector(Protocol):
     """Selects the entries of one step."""
+
+    batches_small: bool = False  # whether the small tensors are offered together, after the others
 
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether it has to see this tensor's gradient."""
@@ -34,10 +36,9 @@ class Selector(Protocol):
         The gradient may be written to and is not used afterwards.
         """
 
-    @property
-    def offer_small(self) -> Callable[[SmallGradients], None] | None:
-        """Takes the whole gradients of all small tensors, after the others; ``None``: each is offered by itself."""
-        return None
+    def offer_small(self, small: SmallGradients) -> None:
+        """Takes the whole gradients of all small tensors."""
+        return
 
     def skip(self, tensor: MaskedTensor) -> None:
         """Takes note that the tensor's gradient is empty, for want of tokens."""
@@ -46,43 +47,29 @@ class Selector(Protocol):
     def winners(self) -> Winners:
         """Returns the selected entries, best first."""
 
-    def finite(self) -> list[Tensor]:
-        """Returns bool scalars: whether the gradients seen are finite."""
+    def finite(self) -> Tensor:
+        """Returns a bool scalar: whether the gradients seen are finite."""
 
 
-class StreamingSelector:
-    """Selects the best entries by their gradients, in memory for as many as are wanted.
+class StreamingSelector(Selector):
+    """Selects the best entries by their gradients, in memory for as many as are wanted."""
 
-    Args:
-        context: its top-k has the size that is wanted.
-        masked_only: whether unmasked entries are no candidates.
-    """
-
-    def __init__(self, context: SelectionContext, *, masked_only: bool) -> None:
+    def __init__(self, context: SelectionContext) -> None:
         self._context = context
-        self._masked_only = masked_only
-        self._finite: list[Tensor] = []
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return True
+        self.batches_small = isinstance(context.topk, TopK)
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        result = scan(self._context, tensor, gradient, excluded)
-        self._finite.append(result.finite)
-        return result.unmasked
+        unmasked, _ = scan(self._context, tensor, gradient, self._context.excluded(tensor))
+        return unmasked
 
     def offer_small(self, small: SmallGradients) -> None:
-        self._finite.append(small.offer(self._context, masked_only=self._masked_only))
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        pass
+        small.offer(self._context)
 
     def winners(self) -> Winners:
         return self._context.topk.winners()
 
-    def finite(self) -> list[Tensor]:
-        return self._finite
+    def finite(self) -> Tensor:
+        return self._context.topk.finite
 
 
 class RankedSelector(Selector):
@@ -105,8 +92,8 @@ class RankedSelector(Selector):
         return self._own[tensor].start < self._own[tensor].stop
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        own = self._own[tensor]
-        if own.start < own.stop:
+        if self.wants(tensor):
+            own = self._own[tensor]
             indices = (self._ids[own] - tensor.offset).to(tensor.parameter.device)
             self._grads[own] = gradient.take(indices).to(self._grads)
         return gradient.take(tensor.indices)
@@ -115,5 +102,5 @@ class RankedSelector(Selector):
         back = self._order.argsort()
         return Winners(self._ids[back], self._grads[back])
 
-    def finite(self) -> list[Tensor]:
-        return [self._grads.isfinite().all()]
+    def finite(self) -> Tensor:
+        return self._grads.isfinite().all()

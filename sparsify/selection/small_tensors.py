@@ -15,7 +15,7 @@ from sparsify.kernels.threshold import find_reaching
 from sparsify.masked.gradients import DenseGradient, Gradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
-from sparsify.selection.topk import offer_entries
+from sparsify.selection.topk import TopK
 
 LARGEST = 1 << 14  # entries of a small tensor
 
@@ -27,11 +27,7 @@ def is_small(gradient: Gradient) -> bool:
 
 
 class SmallGradients:
-    """Whole gradients of small tensors.
-
-    Attributes:
-        pairs: each tensor and its gradient, in the order that they came in.
-    """
+    """Whole gradients of small tensors; ``pairs`` has each tensor and its gradient, in the order they came in."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[MaskedTensor, DenseGradient]] = []
@@ -48,28 +44,19 @@ class SmallGradients:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
         return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
 
-    def offer(self, context: SelectionContext, *, masked_only: bool) -> Tensor:
-        """Offers the entries to a top-k.
-
-        Args:
-            context: has the top-k.
-            masked_only: whether unmasked entries are no candidates.
-
-        Returns:
-            Bool scalar on the top-k's device: whether all gradients are finite.
-        """
+    def offer(self, context: SelectionContext) -> None:
+        """Offers the entries to a top-k."""
         topk, importance = context.topk, context.importance
+        assert isinstance(topk, TopK)
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
         context.work.dense += grad.numel()
-        finite = grad.isfinite().all()
-        excluded = [tensor.not_candidates if masked_only else tensor.never_candidates for tensor in self.tensors]
-        grad[self._places(excluded)] = 0  # an entry whose gradient is zero is never offered
+        topk.finite &= grad.isfinite().all().to(topk.finite.device)
+        grad[self._places([context.excluded(tensor) for tensor in self.tensors])] = 0  # and so never offered
         found, _ = find_reaching(grad[None], importance.least_gradient(topk.threshold.to(grad.device), weight[None]))
         starts = self._starts()
         of = torch.searchsorted(starts, found, right=True) - 1
         ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]
-        offer_entries(topk, importance, ids, weight[found], grad[found])
-        return finite.to(topk.threshold.device)
+        topk.offer_entries(importance, ids, weight[found], grad[found])
 
     def _joined(self) -> Tensor:
         """All gradients (n,) in one new vector."""

@@ -7,9 +7,8 @@ In: the masked tensors. Out: global ids, best first: by score, then the tensor's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,16 +17,14 @@ from torch import Tensor, nn
 from sparsify.common.names import plain_name
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.topk import TopK, in_blocks, offer_scores
+from sparsify.selection.topk import TopK, in_blocks
 from sparsify.strategies.allocation import GLOBAL, allocate
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
-from sparsify.strategies.importance import SNIP, Custom, Fisher, GradientImportance, GraSP, WeightImportance
+from sparsify.strategies.importance import SNIP, Custom, Fisher, GraSP, Importance
 from sparsify.strategies.strategy import Prune, Static, Strategy
 
-Rank = Callable[[Sequence[MaskedTensor], int], Tensor]  # (tensors, number) -> global ids (number,), best first
 
-
-def choose(
+def select_static(
     model: nn.Module,
     tensors: Sequence[MaskedTensor],
     strategy: Strategy,
@@ -37,17 +34,7 @@ def choose(
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Tensor:
-    """Selects the entries that a static selection trains.
-
-    Args:
-        model: still plain; only read.
-        tensors: its candidates.
-        strategy: with ``Static`` or ``Prune``.
-        budget: number of entries.
-        dtype: of the scores.
-        seed: of a random importance.
-        calibration: for a gradient importance.
-        loss_fn: the loss in the calibration.
+    """Selects the entries that ``Static`` or ``Prune`` trains, among the candidates of a model that is still plain.
 
     Returns:
         (budget,) int64 global ids, best first. The tensors that ``Prune`` leaves whole come before all others. With an
@@ -57,19 +44,34 @@ def choose(
         SparsifyError: when the budget leaves nothing to the matrices, or the importance or the calibration does not
             give enough scores.
     """
-    importance: Any = strategy.importance
-    selection = strategy.selection
+    importance, selection = strategy.importance, strategy.selection
+    assert importance is not None
     assert isinstance(selection, Static)
     whole = [tensor for tensor in tensors if isinstance(selection, Prune) and not selection.removes_from(tensor.shape)]
-    ranked = [tensor for tensor in tensors if tensor not in whole]
-    if not importance.uses_gradient:
-        ranked = [tensor for tensor in ranked if importance.covers(tensor.name)]
+    ranked = [tensor for tensor in tensors if tensor not in whole and importance.covers(tensor.name)]
     device = tensors[0].parameter.device
     ids = [_candidates(tensor).nonzero().squeeze(1) + tensor.offset for tensor in whole]
     kept = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(own.to(device) for own in ids)])
     _check_budget(ranked, strategy, budget, kept.numel())
+    totals: dict[MaskedTensor, Tensor] = {}
+    if calibration is not None:
+        parameters: Any = [tensor.parameter for tensor in ranked]
+        totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
+
+    def rank(group: Sequence[MaskedTensor], number: int) -> Tensor:
+        topk = TopK(number, dtype, device)
+        for tensor in group:
+            if calibration is None:
+                scores = _scores_by_weight(tensor, importance, str(seed))
+            else:
+                scores = _scores_by_gradient(tensor, importance, totals[tensor])
+            topk.offer_scores(scores, tensor.offset, tensor.never_candidates)
+        found = topk.winners().ids
+        if found.numel() < number:
+            raise SparsifyError(_too_few(group, importance, number, found.numel()))
+        return found
+
     left = budget - kept.numel()
-    rank = _ranking(model, ranked, importance, dtype, seed, calibration, loss_fn)
     if selection.allocation == GLOBAL:
         return torch.cat([kept, rank(ranked, left)])
     shapes, candidates = [tensor.shape for tensor in ranked], [tensor.num_candidates for tensor in ranked]
@@ -79,24 +81,15 @@ def choose(
 
 
 def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
-    """Refuses to prune tensors that may be pretrained, unless the user insists.
-
-    Args:
-        tensors: the candidates.
-        strategy: any; only one with ``Prune`` is refused.
-        new: names of the parameters that the base does not have.
-
-    Raises:
-        SparsifyError: naming a pretrained matrix and the ways out.
-    """
+    """Raises ``SparsifyError`` where a strategy prunes tensors that may be pretrained, and the user does not insist."""
     selection = strategy.selection
     if not isinstance(selection, Prune) or selection.pretrained:
         return
     pruned = [tensor.name for tensor in tensors if selection.removes_from(tensor.shape)]
     if old := [name for name in pruned if name not in new]:
         raise SparsifyError(
-            f"{strategy.importance} with {selection} sets every entry that is not chosen to zero, and {len(old):,} of "
-            f"the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`: a pretrained model "
+            f"{strategy.importance} with {selection} sets every entry that is not selected to zero, and {len(old):,} "
+            f"of the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`: a pretrained model "
             "would lose nearly all its weights. Add adapters or a LoRA first, or name new modules in "
             f"fresh_modules=[...]. To prune pretrained weights all the same, pass "
             f"Strategy({strategy.importance}, {replace(selection, pretrained=True)})."
@@ -106,14 +99,42 @@ def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Containe
 @torch.no_grad()
 def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) -> None:
     """Sets every candidate entry of the pruned tensors to zero, but for those with these global ids (n,)."""
-    ids = ids.sort().values
-    ends = [tensors[0].offset, *(tensor.offset + tensor.numel for tensor in tensors)]
-    cuts = torch.searchsorted(ids, torch.tensor(ends, device=ids.device)).tolist()
-    for tensor, (first, last) in zip(tensors, pairwise(cuts), strict=True):
+    for tensor in tensors:
         if selection.removes_from(tensor.shape):
             removed = _candidates(tensor)
-            removed[(ids[first:last] - tensor.offset).to(removed.device)] = False
+            indices = ids - tensor.offset
+            removed[indices[(indices >= 0) & (indices < tensor.numel)].to(removed.device)] = False
             tensor.parameter.masked_fill_(removed.view(tensor.shape), 0)
+
+
+def rank_by_weight(
+    tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str, *, masked_only: bool = False
+) -> Tensor:
+    """Returns the global ids (n,) of the best entries by the weights alone; only those with a finite score.
+
+    With ``masked_only`` unmasked entries are left out.
+    """
+    for tensor in tensors:
+        if importance.covers(tensor.name):
+            excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
+            topk.offer_scores(_scores_by_weight(tensor, importance, seed), tensor.offset, excluded)
+    return topk.winners().ids
+
+
+def _scores_by_weight(tensor: MaskedTensor, importance: Importance, seed: str) -> Iterator[Tensor]:
+    """Scores by the weights; a random importance draws from a generator seeded by the seed and the tensor's name."""
+    digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return (importance.score(block, generator) for block in in_blocks(tensor.weight))
+
+
+def _scores_by_gradient(tensor: MaskedTensor, importance: Importance, total: Tensor) -> Iterator[Tensor]:
+    """Scores by the sum of a calibration, in the tensor's shape; a score of 0 counts for GraSP only."""
+    for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
+        # Fisher's total is the score already; for any other importance it is a gradient
+        scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
+        # GraSP's scores have a sign: those below 0 come last, and are better than none
+        yield scores if isinstance(importance, GraSP) else scores.where((block != 0) & (scores > 0), -torch.inf)
 
 
 def _candidates(tensor: MaskedTensor) -> Tensor:
@@ -139,88 +160,14 @@ def _check_budget(ranked: Sequence[MaskedTensor], strategy: Strategy, budget: in
         )
 
 
-def _ranking(
-    model: nn.Module,
-    ranked: Sequence[MaskedTensor],
-    importance: Any,
-    dtype: torch.dtype,
-    seed: int,
-    calibration: Calibration | None,
-    loss_fn: LossFunction | None,
-) -> Rank:
-    """Returns a ranking by the weights, or by a calibration, which runs here and once."""
-    device = ranked[0].parameter.device
-    if calibration is None:
-
-        def by_weight(group: Sequence[MaskedTensor], number: int) -> Tensor:
-            ids = rank_by_weight(group, importance, TopK(number, dtype, device), str(seed), masked_only=False)
-            if ids.numel() < number:
-                raise SparsifyError(
-                    f"the importance {importance.name!r} gave only {ids.numel():,} entries a finite score, and "
-                    f"{number:,} are to be chosen; correct it, or lower the budget."
-                )
-            return ids
-
-        return by_weight
-    parameters: Any = [tensor.parameter for tensor in ranked]
-    totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
-    return lambda group, number: _rank_by_gradient(
-        group, importance, [totals[tensor] for tensor in group], TopK(number, dtype, device)
-    )
-
-
-def rank_by_weight(
-    tensors: Sequence[MaskedTensor], importance: WeightImportance, topk: TopK, seed: str, *, masked_only: bool
-) -> Tensor:
-    """Ranks entries by the weights alone.
-
-    Args:
-        tensors: with the entries.
-        importance: scores them.
-        topk: of the size that is wanted.
-        seed: of a random importance; each tensor draws from a generator of its own, seeded by this and its name.
-        masked_only: leave out unmasked entries.
-
-    Returns:
-        (n,) int64 global ids; fewer than wanted where no more have a finite score.
-    """
-    for tensor in tensors:
-        if importance.covers(tensor.name):
-            digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            scores = (importance.score(block, generator) for block in in_blocks(tensor.weight))
-            excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
-            offer_scores(topk, scores, tensor.offset, excluded)
-    return topk.winners().ids
-
-
-def _rank_by_gradient(
-    tensors: Sequence[MaskedTensor], importance: GradientImportance, totals: Sequence[Tensor], topk: TopK
-) -> Tensor:
-    """Ranks entries by the sums of a calibration, each in its tensor's shape; a score of 0 counts for GraSP only."""
-    for tensor, total in zip(tensors, totals, strict=True):
-        offer_scores(topk, _scores(tensor, importance, total), tensor.offset, tensor.never_candidates)
-    ids = topk.winners().ids
-    if ids.numel() < topk.size:
-        raise SparsifyError(_too_few(tensors, importance, topk.size, ids.numel()))
-    return ids
-
-
-def _scores(tensor: MaskedTensor, importance: GradientImportance, total: Tensor) -> Iterator[Tensor]:
-    for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
-        # Fisher's total is the score already; for any other importance it is a gradient
-        scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
-        # GraSP's scores have a sign: those below 0 come last, and are better than none
-        yield scores if isinstance(importance, GraSP) else scores.where((block != 0) & (scores > 0), -torch.inf)
-
-
-def _too_few(tensors: Sequence[MaskedTensor], importance: GradientImportance, wanted: int, found: int) -> str:
+def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: int, found: int) -> str:
     """The error text; ``wanted`` is the whole budget, or the number that the allocation gives to a single tensor."""
     share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
-    if isinstance(importance, Custom):
+    if isinstance(importance, Custom) or not importance.uses_gradient:
+        score = "score above 0 in the calibration" if importance.uses_gradient else "finite score"
         return (
-            f"{share}, but the importance {importance.name!r} gave only {found:,} entries a score above 0 in the "
-            "calibration: NaN, infinite, negative and zero scores do not count. Correct it, or lower the budget."
+            f"{share}, but the importance {importance.name!r} gave only {found:,} entries a {score}: NaN and infinite "
+            "scores do not count, nor do those up to 0 of an importance of gradients. Correct it, or lower the budget."
         )
     text = (
         f"{share}, but only {found:,} entries have an importance above 0 in the calibration; "
@@ -243,21 +190,18 @@ def _interleave(parts: Sequence[Tensor]) -> Tensor:
     return ids[order.to(ids.device)]
 
 
-def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor]) -> Tensor:
-    """Returns the global ids (n,) of a given set of entries, ascending.
+def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], budget: int | float | None) -> Tensor:
+    """Returns the global ids (n,) of a given set of entries, ascending, or raises ``SparsifyError`` if it does not fit.
 
-    Args:
-        tensors: with the entries.
-        support: by tensor name, in the model or in the plain model: a bool mask, or flat indices (n,).
-
-    Raises:
-        SparsifyError: when a name is no candidate's, a mask's shape or an index does not fit, or nothing is given.
+    The support has a bool mask or flat indices (n,) by tensor name, in the model or in the plain model.
     """
     by_name = {plain_name(tensor.name): tensor for tensor in tensors}
     ids = [_given_in(name, by_name, entries) for name, entries in support.items()]
     found = torch.cat(ids).unique() if ids else torch.empty(0, dtype=torch.int64)
     if not found.numel():
         raise SparsifyError("the given set is empty; expected masks or indices with at least one entry.")
+    if budget is not None and (isinstance(budget, bool) or budget != found.numel()):
+        raise SparsifyError(f"budget={budget!r} with a given set of {found.numel():,} entries; pass budget=None.")
     return found
 
 
@@ -277,9 +221,8 @@ def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -
         entries = entries.flatten().nonzero().squeeze(1)
     if entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
         raise SparsifyError(f"the given set has {entries.dtype} for `{name}`; expected a bool mask or flat indices.")
-    numel = tensor.numel
-    if entries.numel() and not (int(entries.min()) >= 0 and int(entries.max()) < numel):
-        raise SparsifyError(f"the given set has indices of `{name}` outside its {numel:,} entries.")
+    if ((entries < 0) | (entries >= tensor.numel)).any():
+        raise SparsifyError(f"the given set has indices of `{name}` outside its {tensor.numel:,} entries.")
     if torch.isin(entries, tensor.never_candidates.cpu()).any():
         raise SparsifyError(f"the given set has entries of `{name}` in its padding row, which is never trained.")
     return entries.to(torch.int64) + tensor.offset

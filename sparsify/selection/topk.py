@@ -1,7 +1,7 @@
 """A streaming top-k over all tensors, which arrive one at a time: exact, and in O(k) memory.
 
-In: blocks of scores with their entries' global ids (the tensor's offset plus the flat index) and gradients. Out: the
-best k, ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
+In: the tensors' gradients, or blocks of scores. Out: the best k entries by their global ids (the tensor's offset plus
+the flat index), ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
 
 The top-k holds the best entries so far and a threshold, the score that an entry has to reach to join. It is cut back
 whenever it has grown by a share: so selection costs one comparison an entry.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsify.kernels.candidates import at_least_float32, best_first
 from sparsify.kernels.threshold import BLOCK_ENTRIES, find_reaching
-from sparsify.strategies.importance import GradientImportance
+from sparsify.strategies.importance import Importance
 
 SMALLEST_THRESHOLD = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
@@ -26,17 +26,11 @@ SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small
 
 @dataclass(frozen=True)
 class Winners:
-    """The selected entries, best first.
+    """The selected entries, best first."""
 
-    Attributes:
-        ids: (n,) int64, global; -1 in the last places where there were fewer, as only the device knows how many.
-        grads: (n,) the gradients of these entries; empty when the selection uses none.
-        weights: (n,) their weights, where the selection has them.
-    """
-
-    ids: Tensor
-    grads: Tensor
-    weights: Tensor | None = None
+    ids: Tensor  # (n,) int64, global; -1 in the last places where there were fewer, and only the device knows how many
+    grads: Tensor  # (n,) their gradients; the scores where these do not come from gradients
+    weights: Tensor | None = None  # (n,) their weights, where the selection has read them
 
 
 class TopK:
@@ -47,6 +41,9 @@ class TopK:
         dtype: of the scores.
         device: of the top-k.
         threshold: scalar, the score that an entry has to reach; by default any score joins.
+
+    Attributes:
+        finite: bool scalar, whether all gradients so far were finite.
 
     Example:
         >>> topk = TopK(2, torch.float32, "cpu")
@@ -60,6 +57,7 @@ class TopK:
     ) -> None:
         self.size = size
         self.threshold = torch.full((), float(threshold), dtype=dtype, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._scores = torch.empty(0, dtype=dtype, device=device)
         self._grads = torch.empty(0, dtype=dtype, device=device)
@@ -70,6 +68,59 @@ class TopK:
     def has_threshold(self) -> bool:
         """Whether the threshold rules entries out, and is far from where numbers underflow."""
         return float(self.threshold) > SMALLEST_THRESHOLD
+
+    def offer(
+        self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
+        ids: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Offers the entries of one tensor, or of several small ones, whose gradient is not zero.
+
+        Args:
+            importance: scores those that can reach the threshold.
+            weight: (n_rows, cols), the whole tensor.
+            grad: (n, cols), the gradient of all rows, or some.
+            rows: (n,) int64, the weight's rows that ``grad`` has; ``None`` for all of them in order.
+            offset: global id of the tensor's first entry.
+            ids: (n * cols,) int64, the entries' global ids; ``None`` where they follow from the offset.
+        """
+        cols = grad.shape[1]
+        for of_weight in self._row_blocks(grad.shape[0], cols):
+            block, first = grad[of_weight], of_weight.start
+            touched = weight[of_weight if rows is None else rows[of_weight]]
+            found, finite = find_reaching(block, importance.least_gradient(self.threshold.to(grad.device), touched))
+            self.finite &= finite.to(self.finite.device)
+            if found.numel():
+                row, column = found.div(cols, rounding_mode="floor") + first, found % cols
+                places = (row if rows is None else rows[row]) * cols + column
+                own = places + offset if ids is None else ids[places]
+                self.offer_entries(importance, own, touched.take(found), block.take(found))
+
+    def offer_entries(self, importance: Importance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
+        """Offers those of some entries (n,) that reach the threshold and whose gradient is not zero."""
+        grad = at_least_float32(grad)
+        scores = importance.score(at_least_float32(weight), grad)
+        keep = (scores >= self.threshold.to(scores.device, scores.dtype)) & (scores > 0)
+        if not importance.monotone:  # then a gradient of zero may score
+            keep &= grad != 0
+        self.add(ids[keep], scores[keep], grad[keep])
+
+    def offer_scores(self, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
+        """Offers all entries of one tensor by their scores alone.
+
+        Args:
+            blocks: the scores (n,) of the flat tensor's entries, block by block.
+            offset: global id of the tensor's first entry.
+            excluded: (k,) flat indices, ascending, of entries that are no candidates.
+        """
+        start = 0
+        for scores in blocks:
+            ends = torch.tensor([start, start + scores.numel()]).to(excluded)
+            first, last = torch.searchsorted(excluded, ends).tolist()
+            if first < last:
+                scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
+            near = (scores >= self.threshold.to(scores.device, scores.dtype)).nonzero().squeeze(1)
+            self.add(near + (offset + start), scores[near], scores[near])
+            start += scores.numel()
 
     def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""
@@ -97,8 +148,7 @@ class TopK:
             self._scores = torch.cat([self._scores, *scores])
             self._grads = torch.cat([self._grads, *grads])
             self._waiting, self._num_waiting = [], 0
-        surplus = self._scores.numel() - self.size
-        if surplus < 0:
+        if self._scores.numel() < self.size:
             return
         # kthvalue is not deterministic on a GPU
         self.threshold = self._scores.topk(self.size, sorted=False).values.amin()
@@ -108,81 +158,13 @@ class TopK:
         kept = torch.cat([above, level])
         self._ids, self._scores, self._grads = self._ids[kept], self._scores[kept], self._grads[kept]
 
-
-def offer_gradient(
-    topk: TopK, importance: GradientImportance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int
-) -> Tensor:
-    """Offers the entries of one tensor whose gradient is not zero; only those that can reach the threshold are scored.
-
-    Args:
-        topk: takes the candidates.
-        importance: scores them.
-        weight: (n_rows, cols), the whole tensor.
-        grad: (n, cols), the gradient of all rows, or some.
-        rows: (n,) int64, the weight's rows that ``grad`` has; ``None`` for all of them in order.
-        offset: global id of the tensor's first entry.
-
-    Returns:
-        A bool scalar on the gradient's device: whether the whole gradient is finite.
-    """
-    cols = grad.shape[1]
-    finite = [torch.ones((), dtype=torch.bool, device=grad.device)]
-    for of_weight in _row_blocks(grad.shape[0], cols, topk):
-        block, first = grad[of_weight], of_weight.start
-        touched = weight[of_weight if rows is None else rows[of_weight]]
-        found, block_finite = find_reaching(block, importance.least_gradient(topk.threshold.to(grad.device), touched))
-        finite.append(block_finite)
-        if found.numel():
-            row, column = found.div(cols, rounding_mode="floor") + first, found % cols
-            ids = (row if rows is None else rows[row]) * cols + column + offset
-            offer_entries(topk, importance, ids, touched.take(found), block.take(found))
-    return torch.stack(finite).all()
-
-
-def _row_blocks(rows: int, cols: int, topk: TopK) -> Iterator[slice]:
-    """Blocks of a matrix's rows, small ones first where the top-k is not full: any entry reaches its threshold then."""
-    entries, first = BLOCK_ENTRIES if topk.threshold.isfinite() else 2 * topk.size, 0
-    while first < rows:
-        last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
-        yield slice(first, last)
-        first, entries = last, 4 * entries
-
-
-def offer_entries(topk: TopK, importance: GradientImportance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """Offers those of some entries that reach the threshold and have a gradient.
-
-    Args:
-        topk: takes the candidates.
-        importance: scores them.
-        ids: (n,) int64, global.
-        weight: (n,).
-        grad: (n,).
-    """
-    grad = at_least_float32(grad)
-    scores = importance.score(at_least_float32(weight), grad)
-    keep = (scores >= topk.threshold.to(scores.device, scores.dtype)) & (scores > 0)
-    if not importance.monotone:  # then a gradient of zero may score
-        keep &= grad != 0
-    topk.add(ids[keep], scores[keep], grad[keep])
-
-
-def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
-    """Offers all entries of one tensor by their scores alone.
-
-    Args:
-        topk: takes the candidates; it gets the scores in place of gradients, of which there are none.
-        blocks: the scores (n,) of the flat tensor's entries, block by block.
-        offset: global id of the tensor's first entry.
-        excluded: (k,) flat indices, ascending, of entries that are no candidates.
-    """
-    start = 0
-    for scores in blocks:
-        first, last = torch.searchsorted(excluded, torch.tensor([start, start + scores.numel()]).to(excluded)).tolist()
-        if first < last:
-            scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
-        near = (scores >= topk.threshold.to(scores.device, scores.dtype)).nonzero().squeeze(1)
-        topk.add(near + (offset + start), scores[near], scores[near])
-        start += scores.numel()
+    def _row_blocks(self, rows: int, cols: int) -> Iterator[slice]:
+        """Blocks of a matrix's rows, small ones first where the top-k is not full: any entry joins it then."""
+        entries, first = BLOCK_ENTRIES if self.threshold.isfinite() else 2 * self.size, 0
+        while first < rows:
+            last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
+            yield slice(first, last)
+            first, entries = last, 4 * entries
 
 
 def in_blocks(tensor: Tensor) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from sparsify.strategies.strategy import Repeat, Strategy
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
     """Returns the budget, a number or a share of the candidates (by tensor name), as a number of entries."""
     importance: Any = strategy.importance
-    available = sum(n for name, n in candidates.items() if importance.uses_gradient or importance.covers(name))
+    available = sum(number for name, number in candidates.items() if importance.covers(name))
     if available == 0:
         raise SparsifyError(f"{importance} finds no entry among the {len(candidates)} candidate tensors.")
     if budget is None:
@@ -47,10 +47,10 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     return int(budget)
 
 
-def check_given_budget(budget: int | float | None, given: int) -> None:
-    """Raises ``SparsifyError`` for a budget that is not the size of a given set."""
-    if budget is not None and (isinstance(budget, bool) or budget != given):
-        raise SparsifyError(f"budget={budget!r} with a given set of {given:,} entries; pass budget=None.")
+def check_steps(steps: int | None) -> None:
+    """Raises ``SparsifyError`` for a planned number of steps that is none."""
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
+        raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
 
 
 def resolve_capacity(

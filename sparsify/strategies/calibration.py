@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm.auto import tqdm
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import Fisher, GradientImportance, GraSP
+from sparsify.strategies.importance import Fisher, GraSP, Importance
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Calibration = Iterable[Any] | Callable[[nn.Module], object]
@@ -26,7 +27,7 @@ Calibration = Iterable[Any] | Callable[[nn.Module], object]
 def calibrate(
     model: nn.Module,
     parameters: Sequence[nn.Parameter],
-    importance: GradientImportance,
+    importance: Importance,
     calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:
@@ -50,12 +51,32 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    loss_fn = loss_fn or _loss_of_model
+    if isinstance(importance, GraSP):
+        if callable(calibration):
+            raise SparsifyError(
+                f"{importance} got a function as its calibration, but has to differentiate each loss twice; expected "
+                "an iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
+            )
+        calibration = list(calibration)
+    loss_of, device = loss_fn or _loss_of_model, next(model.parameters()).device
+
+    def losses(batches: Any) -> Iterator[Tensor]:
+        number, unit = None, "batch"
+        if isinstance(importance, Fisher):
+            number, unit = importance.num_samples, "example"
+            batches = islice((example for batch in batches for example in _examples(batch)), number)
+        for batch in tqdm(batches, total=number, unit=unit, desc="calibrating", leave=False):
+            yield loss_of(model, _to(batch, device))
+
     with _left_unchanged(model), torch.enable_grad():
+        with _summed(parameters, squared=isinstance(importance, Fisher)) as totals:
+            if callable(calibration):
+                calibration(model)
+            else:
+                for loss in losses(calibration):
+                    loss.backward()
         if isinstance(importance, GraSP):
-            totals = _hessian_gradient_product(model, parameters, calibration, loss_fn)
-        else:
-            totals = _sum_of_gradients(model, parameters, importance, calibration, loss_fn)
+            totals = _hessian_product(losses(calibration), parameters, totals)
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
@@ -64,65 +85,22 @@ def calibrate(
     return totals
 
 
-def _sum_of_gradients(
-    model: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    importance: GradientImportance,
-    calibration: Calibration,
-    loss_fn: LossFunction,
+def _hessian_product(
+    losses: Iterable[Tensor], parameters: Sequence[nn.Parameter], gradient: list[Tensor]
 ) -> list[Tensor]:
-    totals, device = _zeros_like(parameters), next(model.parameters()).device
-    is_fisher = isinstance(importance, Fisher)
-    with _summed_into(totals, parameters, squared=is_fisher):
-        if callable(calibration):
-            calibration(model)
-            return totals
-        batches, number = calibration, None
-        if isinstance(importance, Fisher):
-            number = importance.num_samples
-            batches = islice((example for batch in calibration for example in _examples(batch)), number)
-        for batch in _progress(batches, total=number, unit="example" if is_fisher else "batch"):
-            loss_fn(model, _to(batch, device)).backward()
-    return totals
+    """H g with H and g those of the sum of the losses.
 
-
-def _hessian_gradient_product(
-    model: nn.Module, parameters: Sequence[nn.Parameter], calibration: Calibration, loss_fn: LossFunction
-) -> list[Tensor]:
-    """H g with H and g those of the sum of the batches' losses: twice through the batches, one graph at a time.
-
-    H is linear in the loss, so H g is the sum over batches of the gradient of (gradient of the batch) . g, with the
-    whole g of the first round held constant.
+    H is linear in the loss, so H g is the sum over the losses of the gradient of (the loss's gradient) . g, with the
+    whole g held constant.
     """
-    if callable(calibration):
-        raise SparsifyError(
-            f"{GraSP()} got a function as its calibration, but has to differentiate each loss twice; expected an "
-            "iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
-        )
-    device, batches = next(model.parameters()).device, list(calibration)
-    gradient, product = _zeros_like(parameters), _zeros_like(parameters)
-
-    def gradients(of: Tensor, *, create_graph: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(of, parameters, create_graph=create_graph, materialize_grads=True)
-
-    with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivative
-        for batch in _progress(batches, unit="batch"):
-            _add(gradient, gradients(loss_fn(model, _to(batch, device))))
-        for batch in _progress(batches, unit="batch"):
-            grads = gradients(loss_fn(model, _to(batch, device)), create_graph=True)
+    # the fused attention kernels have no second derivative
+    with sdpa_kernel(SDPBackend.MATH), _summed(parameters) as product:
+        for loss in losses:
+            grads = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
             along = sum((grad.to(g.dtype) * g).sum() for grad, g in zip(grads, gradient, strict=True) if grad.grad_fn)
             if isinstance(along, Tensor):
-                _add(product, gradients(along))
+                along.backward()
     return product
-
-
-def _add(totals: list[Tensor], more: Sequence[Tensor]) -> None:
-    for total, part in zip(totals, more, strict=True):
-        total += part.detach().to(total.dtype)
-
-
-def _zeros_like(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -182,8 +160,9 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _summed_into(totals: list[Tensor], parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[None]:
-    """Adds each gradient to its total as soon as it is computed, and frees it."""
+def _summed(parameters: Sequence[nn.Parameter], *, squared: bool = False) -> Iterator[list[Tensor]]:
+    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed."""
+    totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
     def add(total: Tensor, parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -196,7 +175,7 @@ def _summed_into(totals: list[Tensor], parameters: Sequence[nn.Parameter], *, sq
         for parameter, total in zip(parameters, totals, strict=True)
     ]
     try:
-        yield
+        yield totals
     finally:
         for hook in hooks:
             hook.remove()
@@ -217,9 +196,3 @@ def _left_unchanged(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for parameter, grad in grads.items():
             parameter.grad = grad
-
-
-def _progress(batches: Iterable[Any], **settings: Any) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(batches, desc="calibrating", leave=False, **settings)

@@ -1,18 +1,15 @@
 """Importance of entries: pure functions of weights and gradients, applied block by block.
 
-* A *gradient importance* (``uses_gradient``) scores ``(weight, grad)`` blocks during backward. An entry whose gradient
-  or score is zero is never unmasked.
-* A *weight importance* needs no gradient, so that its ranking is known before a step.
-
 :func:`register_importance` makes one of a user's function.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,44 +19,38 @@ from sparsify.errors import SparsifyError
 ROUNDING_SLACK = 1 + 1e-5  # a bound stays above the score however either is rounded
 
 
-class Importance(Protocol):
-    """A named score of entries; ``uses_gradient`` tells the two kinds below apart."""
+class Importance(ABC):
+    """A named score of entries.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        name: the name in a delta's config.
+        uses_gradient: whether it scores weights and gradients, during backward; an entry whose gradient or score is
+            zero is then never unmasked. Otherwise it scores the weights alone, and its ranking is known before a step.
+        monotone: whether, for any weight, a larger abs(grad) never scores lower.
+    """
 
-    @property
-    def uses_gradient(self) -> bool: ...
+    name: str
+    uses_gradient: bool = True
+    monotone: bool = False
 
+    @abstractmethod
+    def score(self, weight: Tensor, grad: Any, /) -> Tensor:
+        """Scores (..., n) of entries with these weights (..., n) and gradients (..., n).
 
-@runtime_checkable
-class GradientImportance(Importance, Protocol):
-    """An importance that scores entries by their weights and gradients."""
+        In place of the gradients, an importance of the weights gets a generator: its only source of randomness.
+        """
 
-    @property
-    def monotone(self) -> bool:
-        """Whether, for any weight, a larger abs(grad) never scores lower."""
-
-    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
-        """Scores (..., n) of the entries with these weights (..., n) and gradients (..., n)."""
-
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        """Lower bound (rows,) of abs(grad) at the entries of each row of weights (rows, cols) that score ``floor``."""
-
-
-@runtime_checkable
-class WeightImportance(Importance, Protocol):
-    """An importance that scores entries by their weights only."""
-
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """Scores (n,) of a block of weights (n,); ``generator`` is the only source of randomness."""
+    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
+        """Lower bound (rows,) of abs(grad) at the entries of each row of weights (rows, cols) that reach a score."""
+        return threshold.new_zeros(()).expand(weight.shape[0])
 
     def covers(self, parameter_name: str) -> bool:
         """Whether entries of the parameter with this name can be selected."""
+        return True
 
 
 @dataclass(frozen=True)
-class D3:
+class D3(Importance):
     """Dynamic magnitude and gradient importance, the paper's H: abs(grad) / (abs(weight) + eps)^exp.
 
     ``exp=0`` is the gradient's magnitude alone; a large ``exp`` prefers small weights.
@@ -75,9 +66,8 @@ class D3:
 
     exp: float = 2.0
     eps: float = 1.0
-    name: ClassVar[str] = "d3"
-    uses_gradient: ClassVar[bool] = True
-    monotone: ClassVar[bool] = True
+    name = "d3"
+    monotone = True
 
     def __post_init__(self) -> None:
         if not (self.eps > 0 and math.isfinite(self.eps) and math.isfinite(self.exp)):
@@ -89,15 +79,15 @@ class D3:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return grad.abs() / (weight.abs() + self.eps) ** self.exp
 
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        floor = _with_slack(floor)
+    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
+        threshold = _with_slack(threshold)
         if self.exp >= 0:  # the denominator is smallest where the weight is 0: no pass over the weights is needed
-            return (floor * self.eps**self.exp).expand(weight.shape[0])
-        return _zero_for_nan(floor * (_row_maximum(weight).to(floor.dtype) + self.eps) ** self.exp)
+            return (threshold * self.eps**self.exp).expand(weight.shape[0])
+        return _zero_for_nan(threshold * (_row_maximum(weight).to(threshold.dtype) + self.eps) ** self.exp)
 
 
 @dataclass(frozen=True)
-class Fisher:
+class Fisher(Importance):
     """The diagonal of the empirical Fisher information: grad^2, summed over single examples (Sung et al. 2021).
 
     With :class:`sparsify.Static` the sum is over calibration examples at their true labels, before training. Any other
@@ -112,9 +102,8 @@ class Fisher:
     """
 
     num_samples: int = 1024
-    name: ClassVar[str] = "fisher"
-    uses_gradient: ClassVar[bool] = True
-    monotone: ClassVar[bool] = True
+    name = "fisher"
+    monotone = True
 
     def __post_init__(self) -> None:
         if type(self.num_samples) is not int or self.num_samples < 1:
@@ -123,12 +112,12 @@ class Fisher:
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return grad.square()
 
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return _with_slack(floor).sqrt().expand(weight.shape[0])
+    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
+        return _with_slack(threshold).sqrt().expand(weight.shape[0])
 
 
 @dataclass(frozen=True)
-class SNIP:
+class SNIP(Importance):
     """Connection sensitivity: abs(weight x grad), the first-order change of the loss without the entry.
 
     An entry that is zero scores zero and is never unmasked. In a new LoRA, whose ``B`` is zero, no entry scores above
@@ -142,19 +131,18 @@ class SNIP:
     scores by their sum, which does not change their order.
     """
 
-    name: ClassVar[str] = "snip"
-    uses_gradient: ClassVar[bool] = True
-    monotone: ClassVar[bool] = True
+    name = "snip"
+    monotone = True
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return (weight * grad).abs()
 
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return _zero_for_nan(_with_slack(floor) / _row_maximum(weight).to(floor.dtype))
+    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
+        return _zero_for_nan(_with_slack(threshold) / _row_maximum(weight).to(threshold.dtype))
 
 
 @dataclass(frozen=True)
-class GraSP:
+class GraSP(Importance):
     """Gradient signal preservation: weight x (H grad), with H the loss's Hessian. For pruning (:class:`Prune`).
 
     Without an entry, the squared norm of the gradient changes by -2 weight x (H grad), to first order. The paper
@@ -171,20 +159,15 @@ class GraSP:
     Source: Wang et al. 2020, "Picking winning tickets before training by preserving gradient flow", equations 6 to 8.
     """
 
-    name: ClassVar[str] = "grasp"
-    uses_gradient: ClassVar[bool] = True
-    monotone: ClassVar[bool] = False
+    name = "grasp"
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         """Scores (..., n) from the weights (..., n) and, in place of the gradients, H grad (..., n)."""
         return weight * grad
 
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return _no_bound(floor, weight)
-
 
 @dataclass(frozen=True)
-class Magnitude:
+class Magnitude(Importance):
     """Smallest weights first: -abs(weight) (PaFi, Liao et al. 2023).
 
     Args:
@@ -196,33 +179,27 @@ class Magnitude:
     """
 
     largest: bool = False
-    name: ClassVar[str] = "magnitude"
-    uses_gradient: ClassVar[bool] = False
+    name = "magnitude"
+    uses_gradient = False
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         return weight.abs() if self.largest else -weight.abs()
 
-    def covers(self, parameter_name: str) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
-class Random:
+class Random(Importance):
     """Entries drawn uniformly, from a generator seeded by (seed, parameter name)."""
 
-    name: ClassVar[str] = "random"
-    uses_gradient: ClassVar[bool] = False
+    name = "random"
+    uses_gradient = False
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         # drawn on the CPU, so that a seed selects the same entries on every device
         return torch.rand(weight.shape, generator=generator, dtype=torch.float32).to(weight.device)
 
-    def covers(self, parameter_name: str) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
-class Bias:
+class Bias(Importance):
     """Only parameters named ``bias``, all with the same score (BitFit, Ben Zaken et al. 2022).
 
     Example:
@@ -230,8 +207,8 @@ class Bias:
         (True, False)
     """
 
-    name: ClassVar[str] = "bias"
-    uses_gradient: ClassVar[bool] = False
+    name = "bias"
+    uses_gradient = False
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         return torch.ones_like(weight)
@@ -241,16 +218,15 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Custom:
-    """A user's function as an importance; made by :func:`register_importance`."""
+class Custom(Importance):
+    """A user's function as an importance. Nothing is known about it, so that it has no bound."""
 
     name: str
     function: Callable[..., Tensor] = field(repr=False, compare=False)
     uses_gradient: bool = field(default=True, compare=False)
-    monotone: ClassVar[bool] = False  # nothing is known about the function, so every entry is scored
 
-    def score(self, weight: Tensor, other: Any) -> Tensor:
-        scores = self.function(weight, other) if self.uses_gradient else self.function(weight)
+    def score(self, weight: Tensor, grad: Any) -> Tensor:
+        scores = self.function(weight, grad) if self.uses_gradient else self.function(weight)
         if not isinstance(scores, Tensor) or scores.shape != weight.shape:
             raise SparsifyError(
                 f"the importance {self.name!r} made {getattr(scores, 'shape', scores)} of a block of shape "
@@ -258,21 +234,10 @@ class Custom:
             )
         return scores
 
-    def least_gradient(self, floor: Tensor, weight: Tensor) -> Tensor:
-        return _no_bound(floor, weight)
 
-    def covers(self, parameter_name: str) -> bool:
-        return True
-
-
-def _no_bound(floor: Tensor, weight: Tensor) -> Tensor:
-    """Zeros (rows,): any gradient may score ``floor``."""
-    return floor.new_zeros(()).expand(weight.shape[0])
-
-
-def _with_slack(floor: Tensor) -> Tensor:
-    """A little below the floor, at least 0, so that no entry is missed by rounding or by flushing to zero."""
-    return (floor - torch.finfo(floor.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)
+def _with_slack(threshold: Tensor) -> Tensor:
+    """A little below the threshold, at least 0, so that no entry is missed by rounding or by flushing to zero."""
+    return (threshold - torch.finfo(threshold.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)
 
 
 def _zero_for_nan(least: Tensor) -> Tensor:

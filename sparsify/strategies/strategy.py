@@ -148,12 +148,10 @@ class Strategy:
             raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
         if isinstance(self.selection, (Dense, Given)):
             return
-        if self.importance is None:
-            raise SparsifyError(f"{self.selection} without an importance; expected one, such as D3().")
-        if isinstance(self.importance, type) or not callable(getattr(self.importance, "score", None)):
+        if not isinstance(self.importance, Importance):
             raise SparsifyError(
-                f"importance={self.importance!r}; expected an object such as D3() or Magnitude(), or what "
-                "register_importance(name) makes of a function of (weight, grad)."
+                f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
+                "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
             )
         if isinstance(self.importance, GraSP) and not isinstance(self.selection, Static):
             raise SparsifyError(

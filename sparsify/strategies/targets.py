@@ -26,17 +26,11 @@ Owner = tuple[str, nn.Module, str]  # module name, module, attribute
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tensor parameter that may be trained.
+    """One tensor parameter that may be trained."""
 
-    Attributes:
-        name: its first name in ``named_parameters``.
-        parameter: the tensor.
-        owners: every place that holds it; several where weights are tied.
-    """
-
-    name: str
+    name: str  # its first one in ``named_parameters``
     parameter: nn.Parameter
-    owners: tuple[Owner, ...]
+    owners: tuple[Owner, ...]  # every place that holds it; several where weights are tied
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,11 @@ def find_targets(
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
 
     takes_quantized = target_modules is not None and not _is_peft(modules)
-    owners = _owners(modules)
+    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
+    for module_name, module in modules.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append((module_name, module, attribute))
     candidates: list[Candidate] = []
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -103,46 +101,32 @@ def find_targets(
     return Targets(tuple(candidates), saved, frozen)
 
 
-def _owners(modules: dict[str, nn.Module]) -> dict[nn.Parameter, list[Owner]]:
-    owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
-    for module_name, module in modules.items():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[parameter].append((module_name, module, attribute))
-    return owners
-
-
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
     """Raises ``SparsifyError`` where a candidate shares memory with another parameter, such as its transpose.
 
     Each would overwrite the other's trained entries.
     """
     trained = {candidate.name for candidate in candidates}
-    names = [name for name, _ in model.named_parameters()]
-    shared, furthest = [], (0, 0)  # end of the memory seen so far, and the position of the parameter that ends there
-    for start, end, position in sorted(_spans(model)):
-        both = sorted((position, furthest[1]), key=lambda at: (names[at] not in trained, at))
-        if start < furthest[0] and names[both[0]] in trained:
-            shared.append(both)
-        furthest = max(furthest, (end, position))
-    if shared:
-        first, other = min(shared)
-        raise SparsifyError(
-            f"`{names[first]}` shares its memory with `{names[other]}`, which is a parameter of its own, so that each "
-            "would overwrite the trained entries of the other; untie them, or make them one parameter (PEFT ties "
-            "adapters so with ensure_weight_tying=True)."
-        )
+    furthest = (0, "")  # end of the memory seen so far, and the parameter that ends there
+    for start, end, name in sorted(_spans(model)):
+        first, other = sorted((furthest[1], name), key=lambda name: name not in trained)
+        if start < furthest[0] and first in trained:
+            raise SparsifyError(
+                f"`{first}` shares its memory with `{other}`, which is a parameter of its own, so that each would "
+                "overwrite the trained entries of the other; untie them, or make them one parameter (PEFT ties "
+                "adapters so with ensure_weight_tying=True)."
+            )
+        furthest = max(furthest, (end, name))
 
 
-def _spans(model: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """First byte, end and position of every plain parameter whose memory has no gaps."""
-    for position, (_, parameter) in enumerate(model.named_parameters()):
-        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
-            continue
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        if extent == parameter.numel():
-            start = parameter.data_ptr()
-            yield start, start + extent * parameter.element_size(), position
+def _spans(model: nn.Module) -> Iterator[tuple[int, int, str]]:
+    """First byte, end and name of every plain parameter whose memory has no gaps."""
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
+            strides = zip(parameter.shape, parameter.stride(), strict=True)
+            if 1 + sum((size - 1) * stride for size, stride in strides) == parameter.numel():
+                start = parameter.data_ptr()
+                yield start, start + parameter.nbytes, name
 
 
 def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
@@ -161,26 +145,24 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
         return set(_linear_names(model))
     first_names = {module: name for name, module in model.named_modules()}
     names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
-    if isinstance(pattern, str):
+    found: set[str] = set()
+    for wanted in [pattern] if isinstance(pattern, str) else pattern:
         try:
-            found = {first for name, first in names.items() if re.fullmatch(pattern, name)}
+            hits = _matching(wanted if isinstance(pattern, str) else _ending_in(wanted), names)
         except re.error as error:
             raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
-        if not found:
-            raise SparsifyError(_no_full_match(argument, pattern, names))
-        return found
-    found = set()
-    for suffix in pattern:
-        hits = _ending_in(suffix, names)
         if not hits:
-            raise SparsifyError(_no_match(argument, suffix, names))
+            raise SparsifyError(_no_match(argument, wanted, names, is_regex=isinstance(pattern, str)))
         found |= hits
     return found
 
 
-def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
-    """First names of the modules with a name that is the suffix, or ends in it."""
-    return {first for name, first in names.items() if f".{name}".endswith(f".{suffix}")}
+def _matching(regex: str, names: Mapping[str, str]) -> set[str]:
+    return {first for name, first in names.items() if re.fullmatch(regex, name)}
+
+
+def _ending_in(suffix: str) -> str:
+    return rf"(.*\.)?{re.escape(suffix)}"
 
 
 def _linear_names(model: nn.Module) -> Iterator[str]:
@@ -197,19 +179,15 @@ def _inside(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 
-def _no_full_match(argument: str, pattern: str, names: Mapping[str, str]) -> str:
-    """The error text for a string that matches no whole name."""
-    if get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
+def _no_match(argument: str, pattern: str, names: Mapping[str, str], *, is_regex: bool) -> str:
+    """The error text for a pattern that matches no module."""
+    if is_regex and get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
         return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
-    if number := len(_ending_in(pattern, names)):
+    if is_regex and (number := len(_matching(_ending_in(pattern), names))):
         return (
             f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name. Pass a "
             f"list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
         )
-    return _no_match(argument, pattern, names)
-
-
-def _no_match(argument: str, pattern: str, names: Iterable[str]) -> str:
     last_parts = {name.rsplit(".", 1)[-1] for name in names if name}
     near = get_close_matches(pattern.rsplit(".", 1)[-1], last_parts, n=3, cutoff=0.5)
     hint = f" Near names: {', '.join(near)}." if near else f" Modules here: {', '.join(sorted(last_parts)[:12])}."

@@ -1,7 +1,7 @@
 """The engine of a sparsified model. ``plan.py`` settles what to train, ``install.py`` changes the model. Each step:
 
     forward         the root's hooks (``state.py``) bring the weights in step with the flat delta (``weights.py``); each
-                    masked module asks the engine (``engine.py``) for a use of its weight
+                    masked module announces the use of its weight to the engine (``engine.py``)
     anchors         the use's autograd node hangs on the tensor's anchor, and that on the flat delta's, so that autograd
                     runs them after the last gradient (``anchors.py``; under torch.compile ``compiled.py``)
     backward        each node hands the weight's gradient to the collector, which adds the unmasked entries' part to the

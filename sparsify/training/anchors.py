@@ -20,7 +20,6 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -93,25 +92,12 @@ def is_reached(anchor: Tensor) -> bool:
     return anchor.grad_fn is not None and torch._C._will_engine_execute_node(anchor.grad_fn)
 
 
-def meet(anchors: Sequence[weakref.ref[Anchor]]) -> bool:
-    """Whether the running backward pass goes through several of a tensor's anchors."""
-    if len(anchors) < 2:
-        return False
-    living = [anchor for known in anchors if (anchor := known()) is not None]
-    return sum(is_reached(anchor.output) for anchor in living) > 1
-
-
 def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
     return values.device, values.dtype, values.requires_grad
 
 
 class Anchor:
-    """One tensor's anchor in the graphs that are being built.
-
-    Attributes:
-        uses: the numbers of its uses.
-        pending: those that have not run backward.
-    """
+    """One tensor's anchor in the graphs that are being built."""
 
     def __init__(
         self, root: Root, collector: BackwardCollector, tensor: MaskedTensor, known: list[weakref.ref[Anchor]]
@@ -119,15 +105,14 @@ class Anchor:
         self.root = root
         self.collector = collector
         self.tensor = tensor
-        self.uses: set[int] = set()
-        self.pending: set[int] = set()
+        self.uses: set[int] = set()  # their numbers
+        self.pending: set[int] = set()  # those that have not run backward
         self.output: Tensor = _TensorNode.apply(root.output, collector, tensor)
         for other in tuple(known):
             if (anchor := other()) is None or anchor.is_over:
                 with suppress(ValueError):  # another thread has removed it
                     known.remove(other)
         known.append(weakref.ref(self))
-        self.known = known
 
     @property
     def is_over(self) -> bool:
@@ -169,8 +154,9 @@ class AnchoredUse:
         if self._waits:
             self._end()
         if gradient is not None:
-            whole = len(self._anchor.uses) == 1 and not meet(self._anchor.known)
-            self._anchor.collector.collect(self._anchor.tensor, gradient, whole=whole)
+            collector, tensor = self._anchor.collector, self._anchor.tensor
+            whole = len(self._anchor.uses) == 1 and not collector.anchors.meet(tensor)
+            collector.collect(tensor, gradient, whole=whole)
 
     def _end(self) -> None:
         self._waits = False
@@ -178,17 +164,13 @@ class AnchoredUse:
 
 
 class Anchors:
-    """Hands out anchors in forward passes.
-
-    Attributes:
-        current: the root anchor that was last asked for.
-    """
+    """Hands out anchors in forward passes."""
 
     def __init__(self) -> None:
-        self.current: Root | None = None
+        self.current: Root | None = None  # the root anchor that was last asked for
         self._making = threading.RLock()
-        self._anchors: dict[MaskedTensor, weakref.ref[Anchor]] = {}
-        self._known: defaultdict[MaskedTensor, list[weakref.ref[Anchor]]] = defaultdict(list)  # that may run backward
+        # those that may run backward, the newest last
+        self._known: defaultdict[MaskedTensor, list[weakref.ref[Anchor]]] = defaultdict(list)
 
     def use(self, tensor: MaskedTensor, values: Tensor, collector: BackwardCollector) -> AnchoredUse:
         """A new use of a tensor, ``values`` (capacity,) being the flat delta as it is now."""
@@ -197,12 +179,15 @@ class Anchors:
         root, anchor = self.root(values, collector), self._anchor(tensor)
         if anchor is None or not anchor.pending or anchor.root is not root:
             anchor = Anchor(root, collector, tensor, self._known[tensor])
-            self._anchors[tensor] = weakref.ref(anchor)
         return AnchoredUse(anchor, recomputed=recomputed)
 
     def meet(self, tensor: MaskedTensor) -> bool:
         """Whether several graphs that use the tensor run backward together, each with an anchor of its own."""
-        return meet(self._known[tensor])
+        known = self._known[tensor]
+        if len(known) < 2:
+            return False
+        living = [anchor for other in tuple(known) if (anchor := other()) is not None]
+        return sum(is_reached(anchor.output) for anchor in living) > 1
 
     def root(self, values: Tensor, collector: BackwardCollector) -> Root:
         """The root anchor of the flat delta ``values`` (capacity,) as it is now."""
@@ -221,8 +206,8 @@ class Anchors:
         return anchor is not None and bool(anchor.pending)
 
     def _anchor(self, tensor: MaskedTensor) -> Anchor | None:
-        known = self._anchors.get(tensor)
-        return None if known is None else known()
+        newest = (None, *self._known[tensor])[-1]  # in one go: another thread may remove some
+        return None if newest is None else newest()
 
     def __reduce__(self) -> tuple[type[Anchors], tuple[()]]:
         return Anchors, ()  # a copy of the model starts with no open graph

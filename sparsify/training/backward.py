@@ -13,32 +13,30 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from sparsify.common.devices import Streams
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.common.ranks import num_ranks
 from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient
-from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.policies import Progress, UnmaskingPolicy
+from sparsify.selection.context import Work
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
 from sparsify.selection.topk import Winners
 from sparsify.training.anchors import Anchors
-from sparsify.training.compiled import CompiledUses
-from sparsify.training.flat_delta import flat_delta
-from sparsify.training.rank_checks import agree_on_winners
-from sparsify.training.weights import EffectiveWeights
+from sparsify.training.rank_checks import agree_on_winners, check_ranks_alike
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 OVERLAPPING = (
     "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
@@ -49,23 +47,17 @@ COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # the names of the ra
 
 
 class BackwardPass:
-    """One backward pass: the flat gradient as it fills up, and the selector of its entries.
-
-    Args:
-        graph: autograd's id of the pass.
-        values: (capacity,) the flat delta.
-        selector: finds the entries to unmask; ``None`` where this pass unmasks none.
-        unmasked: number of entries that were unmasked when the pass began.
-    """
+    """One backward pass: the flat gradient as it fills up, and the selector of the entries to unmask, if any."""
 
     def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
-        self.graph, self.selector, self.unmasked = graph, selector, unmasked
+        self.graph, self.selector = graph, selector  # autograd's id of the pass
+        self.unmasked = unmasked  # entries, when it began
         self.thread = threading.get_ident()
         self.grad = torch.zeros_like(values)  # (capacity,)
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used more than once
         self._settled: set[MaskedTensor] = set()
         self._small = SmallGradients()
-        self._keeps_small = selector is None or selector.offer_small is not None
+        self._keeps_small = selector is None or selector.batches_small
 
     def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Adds the gradient of one of a tensor's uses to those of the others."""
@@ -74,12 +66,23 @@ class BackwardPass:
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
+        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
+        self._settled.add(tensor)
         with without_autocast(gradient.device):  # which may be on in backward
             if not gradient.numel:
                 if self.selector is not None:
                     self.selector.skip(tensor)
                 return
-            self._take(tensor, gradient)
+            if is_small(gradient) and self._keeps_small and not again:
+                self._small.add(tensor, gradient)
+                return
+            if self.selector is not None and not again:
+                taken = self.selector.offer(tensor, gradient)
+            else:
+                taken = gradient.take(tensor.indices)
+            if tensor.count:
+                slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
+                self.grad[slots] = self.grad[slots] + taken if again else taken
 
     def settle_rest(self) -> None:
         """Settles the sums that are still held, and then the small tensors, all at once."""
@@ -90,60 +93,22 @@ class BackwardPass:
             return
         slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
         self.grad[slots] += small.take().to(self.grad)
-        if self.selector is not None and self.selector.offer_small is not None:
+        if self.selector is not None:
             self.selector.offer_small(small)
-
-    def _take(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
-        self._settled.add(tensor)
-        if is_small(gradient) and self._keeps_small and not again:
-            self._small.add(tensor, gradient)
-            return
-        if self.selector is not None and not again:
-            taken = self.selector.offer(tensor, gradient)
-        else:
-            taken = gradient.take(tensor.indices)
-        if tensor.count:
-            slots, taken = tensor.slots.to(self.grad.device), taken.to(self.grad)
-            self.grad[slots] = self.grad[slots] + taken if again else taken
 
 
 class BackwardCollector:
-    """Receives the gradients of all masked tensors, and ends each backward pass with the flat gradient.
+    """Receives the gradients of all masked tensors of an engine, and ends each backward pass with the flat gradient."""
 
-    Args:
-        root: the model.
-        tensors: its masked tensors.
-        buffers: their unmasked entries.
-        weights: their effective values.
-        policy: how the unmasked set evolves.
-        ranks: the other ranks.
-        prepare: is called before the first node of each backward pass.
-        select: makes the selector of a backward pass that may unmask entries.
-        progress: returns how far training is.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        tensors: Sequence[MaskedTensor],
-        buffers: IndexBuffers,
-        weights: EffectiveWeights,
-        policy: UnmaskingPolicy,
-        ranks: Ranks,
-        prepare: Callable[[], None],
-        select: Callable[[], Selector | None],
-        progress: Callable[[], Progress],
-    ) -> None:
-        self._root, self._tensors, self._buffers = root, tensors, buffers
-        self._weights, self._policy, self._ranks = weights, policy, ranks
-        self._prepare, self._select, self._progress = prepare, select, progress
-        self.anchors, self.compiled_uses = Anchors(), CompiledUses()  # the uses in eager and in compiled graphs
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.anchors = Anchors()  # of the graphs that autograd runs; ``engine.compiled`` has the uses by compiled ones
         self.streams = Streams()  # that its backward passes run on
         self.selected = False  # whether the entries of the optimizer step in progress have been selected
         self.passes = 0  # since the last optimizer step
         self._passes: dict[int, BackwardPass] = {}  # those that are running, by autograd's id; threads run several
         self._dropped: set[int] = set()  # ids of those that were taken to have failed
+        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
 
@@ -168,7 +133,7 @@ class BackwardCollector:
         """Takes the gradient of one use; ``whole`` where the tensor has no other use."""
         with self._lock, _range(COLLECT), self.streams.joined(gradient.device):
             current = self._running_pass()
-            if whole and tensor not in current.held and not self.compiled_uses.waits(tensor):
+            if whole and tensor not in current.held and not self._engine.compiled.waits(tensor):
                 current.settle(tensor, gradient)
             else:
                 current.hold(tensor, gradient)
@@ -177,7 +142,7 @@ class BackwardCollector:
         """The last use of the tensor has been collected."""
         with self._lock, _range(COLLECT):
             current = self._running_pass()
-            waits = self.compiled_uses.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
+            waits = self._engine.compiled.waits(tensor) or self.anchors.meet(tensor)  # the commit settles it
             gradient = None if waits else current.held.pop(tensor, None)
             if gradient is not None:
                 with self.streams.joined():
@@ -185,49 +150,47 @@ class BackwardCollector:
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(flat_delta(self._root).device):
+        with self._lock, _range(COMMIT), self.streams.joined(), without_autocast(self._engine.values.device):
             grad = self._commit()
             self.passes += 1
         self.streams.forget()
         return grad
 
     def _commit(self) -> Tensor:
-        current = self._running_pass()
+        engine, current = self._engine, self._running_pass()
         del self._passes[current.graph]
         current.settle_rest()
-        self.compiled_uses.forget_recomputed()
+        engine.compiled.pass_done()
         release_memory()
         grad, selector = current.grad, current.selector
-        if self._buffers.total != current.unmasked:
+        if engine.unmasked != current.unmasked:
             raise SparsifyError(OVERLAPPING)
         if selector is not None:
-            winners, finite = selector.winners(), torch.stack([grad.isfinite().all(), *selector.finite()]).all()
+            winners, finite = selector.winners(), selector.finite() & grad.isfinite().all()
             if num_ranks() > 1:
-                finite = agree_on_winners(self._ranks, self._tensors, flat_delta(self._root), winners, finite)
+                finite = agree_on_winners(engine, winners, finite)
             if not finite:
                 return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             with uninterrupted():
                 self._unmask(winners, grad)
                 self.selected = True
-        if self._policy.active is not None:
-            grad.masked_fill_(~self._policy.active, 0)
-        return self._ranks.average_(grad) if self._weights.sharded else grad  # DDP averages it by itself
+        if engine.policy.active is not None:
+            grad.masked_fill_(~engine.policy.active, 0)
+        return engine.ranks.average_(grad) if engine.sharded else grad  # DDP averages it by itself
 
     def _unmask(self, winners: Winners, grad: Tensor) -> None:
         """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
-        progress = self._progress()
-        slots, capacity = self._buffers.all_slots, grad.numel()
-        new = self._policy.unmask(winners, progress, self._tensors, slots, capacity)
-        free = torch.arange(progress.unmasked, progress.unmasked + new.ids.numel(), device=new.ids.device)
-        grad[free] = new.grads
-        self._weights.append(new.ids, free)
+        engine, unmasked = self._engine, self._engine.unmasked
+        new = engine.policy.unmask(winners, engine.progress, engine.buffers.slots(), grad.numel())
+        grad[unmasked : unmasked + new.ids.numel()] = new.grads
+        engine.weights.append(new.ids)
 
     # -------------------------------------------------------------------------------- from step to step
 
     def step_done(self) -> None:
         """An optimizer step is over."""
         self._warn_of_unreached()
-        self.compiled_uses.forget()
+        self._engine.compiled.step_done()
         self.restart()
 
     def restart(self) -> None:
@@ -235,16 +198,25 @@ class BackwardCollector:
         self.selected, self.passes = False, 0
 
     def _running_pass(self) -> BackwardPass:
+        """The backward pass of the node that calls; its first node begins it."""
         graph = torch._C._current_graph_task_id()
         current = self._passes.get(graph)
         if current is None:
-            self._weights.check_trained("backward()")
-            self._prepare()
+            engine = self._engine
+            engine.weights.check_trained("backward()")
+            engine.settle()
+            engine.note_values()
+            if num_ranks() > 1 and len(self._compared) < 2 and engine.step not in self._compared:
+                check_ranks_alike(engine)  # in the second step, too: then it shows whether gradients are averaged
+                self._compared.add(engine.step)
             self._drop_failed(graph)
-            values = flat_delta(self._root).detach()
+            values = engine.values.detach()
             with self.streams.joined(values.device):
-                selector = None if self.selected else self._select()
-                current = BackwardPass(graph, values, selector, self._buffers.total)
+                policy, work, selector = engine.policy, Work(), None
+                if not self.selected:
+                    selector = policy.selector(engine.progress, values, work, check=engine.check)
+                engine.work = engine.work if selector is None else work
+                current = BackwardPass(graph, values, selector, engine.unmasked)
             self._passes[graph] = current
         return current
 
@@ -262,8 +234,8 @@ class BackwardCollector:
         reached, self._reached = self._reached, None
         if reached is None:
             return
-        growing = self._policy.growing(self._progress())
-        expected = [tensor for tensor in self._tensors if growing or tensor.count]
+        growing = self._engine.policy.growing(self._engine.progress)
+        expected = [tensor for tensor in self._engine.tensors if growing or tensor.count]
         names = [tensor.name for tensor in expected if tensor not in reached]
         if names:
             warnings.warn(

@@ -11,34 +11,75 @@ uses behind until the next optimizer step; meanwhile sums are held to the end of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient
 from sparsify.masked.module import without_autocast
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.training.anchors import REENTRANT, Root, is_reached
-from sparsify.training.flat_delta import flat_delta
-from sparsify.training.weights import EffectiveWeights
 
 if TYPE_CHECKING:
-    from sparsify.training.backward import BackwardCollector
+    from sparsify.training.engine import Engine
 
 
-class CompiledUses:
-    """The number of uses of each tensor by compiled graphs."""
+class CompiledGraphs:
+    """The graphs of an engine's model, whose operators (masked/compiled.py) call this; and the uses that they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
         self._uses: Counter[MaskedTensor] = Counter()  # since the tensor last had none waiting
-        self._waiting: Counter[MaskedTensor] = Counter()
+        self._waiting: Counter[MaskedTensor] = Counter()  # for their backward
         self._recomputed: dict[MaskedTensor, int] = {}  # the backward pass in which its graph ran forward again
 
     def __getstate__(self) -> dict[str, Any]:
-        return CompiledUses().__dict__  # a copy of the model starts with no open graph
+        return CompiledGraphs(self._engine).__dict__  # a copy of the model starts with no open graph
+
+    # -------------------------------------------------------------------------------- while a graph is compiled
+
+    @property
+    def root_anchor(self) -> Tensor:
+        """(1,) what every use takes as an input."""
+        return self._traced_root().output if self._entry is None else self._entry
+
+    def enter(self) -> None:
+        """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
+        from sparsify.masked.compiled import refreshed_root
+
+        self._entry = refreshed_root(self._traced_root().output, self._engine.tensors[0].handle)
+
+    def leave(self) -> None:
+        """The root's forward has ended."""
+        self._entry = None
+
+    def trains(self, tensor: MaskedTensor) -> bool:
+        """Whether a gradient may be collected for the tensor, now or later."""
+        return not (self._engine.weights.are_base or tensor.dormant)
+
+    def make_root(self) -> None:
+        """Makes a root anchor of the flat delta as it is now, unless there is one."""
+        self._engine.backward.anchors.root(self._engine.values, self._engine.backward)
+
+    def _traced_root(self) -> Root:
+        """The root anchor; a graph is compiled anew when the flat delta is another one."""
+        from sparsify.masked.compiled import made_ready
+
+        made_ready(self._engine.tensors[0].handle)
+        root = self._engine.backward.anchors.current
+        assert root is not None
+        assert root.serves(self._engine.values)  # becomes a guard: every run of the graph checks it
+        return root
+
+    # -------------------------------------------------------------------------------- while a graph runs
+
+    def refresh(self) -> None:
+        """Brings the weights in step with the flat delta, as a graph of the root's forward begins."""
+        self._engine.refresh()
 
     def announce(self, tensor: MaskedTensor) -> None:
         """Counts a use as its graph runs forward; one that runs again inside a backward pass is checkpointing's."""
@@ -52,124 +93,36 @@ class CompiledUses:
         self._uses[tensor] += 1
         self._waiting[tensor] += 1
 
-    def end(self, tensor: MaskedTensor) -> tuple[int, int]:
-        """Ends a use; the number of those that waited before, and of all uses in the same graphs."""
+    def collect(self, tensor: MaskedTensor, gradient: Callable[[], Gradient]) -> None:
+        """Ends one of the announced uses in the backward pass of its graph, and hands ``gradient()`` over."""
+        graph, collector = torch._C._current_graph_task_id(), self._engine.backward
+        if self._recomputed.get(tensor, graph) != graph:  # in a backward pass of its own
+            raise SparsifyError(REENTRANT.format(name=tensor.name))
+        is_alone = not collector.anchors.waits(tensor)  # no eager node uses the tensor
+        root = collector.anchors.current
+        is_wanted = root is not None and is_reached(root.output) and collector.wants(tensor)
+        own = gradient() if is_wanted else None
         waiting = self._waiting[tensor]
         self._waiting[tensor] = max(waiting - 1, 0)  # none waits where a graph that was kept runs backward again
-        return waiting, self._uses[tensor]
+        if own is None:
+            return
+        whole = is_alone and waiting > 0 and self._uses[tensor] == 1
+        if not whole:  # a gradient that is held has to be copied: a compiled graph uses its buffers again
+            with without_autocast(own.device):
+                own = own.dense().own()
+        collector.collect(tensor, own, whole=whole)
+        if is_alone and waiting == 1:
+            collector.finish(tensor)
 
     def waits(self, tensor: MaskedTensor) -> bool:
         """Whether uses of the tensor still wait for their backward."""
         return self._waiting[tensor] > 0
 
-    def check_not_reentrant(self, tensor: MaskedTensor) -> None:
-        """Raises where the running backward pass is one of a recomputed graph alone."""
-        graph = torch._C._current_graph_task_id()
-        if self._recomputed.get(tensor, graph) != graph:
-            raise SparsifyError(REENTRANT.format(name=tensor.name))
-
-    def forget_recomputed(self) -> None:
+    def pass_done(self) -> None:
         """A backward pass has ended."""
         self._recomputed.clear()
 
-    def forget(self) -> None:
+    def step_done(self) -> None:
         """Drops uses of graphs that were built before an optimizer step: those that still wait were dropped."""
         self._uses.clear()
         self._waiting.clear()
-
-
-class AnnouncedUse:
-    """One use of a tensor by a compiled graph, in the backward pass of that graph."""
-
-    anchor: Tensor  # a compiled graph has it as an input
-
-    def __init__(self, collector: BackwardCollector, tensor: MaskedTensor) -> None:
-        self._collector = collector
-        self._tensor = tensor
-        self._alone = not collector.anchors.waits(tensor)  # whether no eager node uses the tensor
-
-    def wanted(self) -> bool:
-        self._collector.compiled_uses.check_not_reentrant(self._tensor)
-        root = self._collector.anchors.current
-        return root is not None and is_reached(root.output) and self._collector.wants(self._tensor)
-
-    def collect(self, gradient: Gradient | None) -> None:
-        collector, tensor = self._collector, self._tensor
-        waiting, uses = collector.compiled_uses.end(tensor)
-        if gradient is None:
-            return
-        whole = self._alone and waiting > 0 and uses == 1
-        if not whole:  # a gradient that is held has to be copied: a compiled graph uses its buffers again
-            with without_autocast(gradient.device):
-                gradient = gradient.dense().own()
-        collector.collect(tensor, gradient, whole=whole)
-        if self._alone and waiting == 1:
-            collector.finish(tensor)
-
-
-class CompiledGraphs:
-    """The operators in compiled graphs (masked/compiled.py) call this.
-
-    Args:
-        root: the model.
-        tensors: its masked tensors.
-        weights: their effective values.
-        collector: receives the gradients.
-        refresh: brings the weights in step with the flat delta, as a graph of the root's forward begins.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        tensors: Sequence[MaskedTensor],
-        weights: EffectiveWeights,
-        collector: BackwardCollector,
-        refresh: Callable[[], None],
-    ) -> None:
-        self._root, self._weights, self._collector, self.refresh = root, weights, collector, refresh
-        self._first = tensors[0]
-        self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_entry": None}
-
-    @property
-    def root_anchor(self) -> Tensor:
-        """(1,) what every use takes as an input."""
-        return self._traced_root().output if self._entry is None else self._entry
-
-    def enter(self) -> None:
-        """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
-        from sparsify.masked.compiled import refreshed_root
-
-        self._entry = refreshed_root(self._traced_root().output, self._first.handle)
-
-    def leave(self) -> None:
-        """The root's forward has ended."""
-        self._entry = None
-
-    def trains(self, tensor: MaskedTensor) -> bool:
-        """Whether a gradient may be collected for the tensor, now or later."""
-        return not (self._weights.are_base or tensor.dormant)
-
-    def make_root(self) -> None:
-        """Makes a root anchor of the flat delta as it is now, unless there is one."""
-        self._collector.anchors.root(flat_delta(self._root), self._collector)
-
-    def announce(self, tensor: MaskedTensor) -> None:
-        """Counts a use as its graph runs forward."""
-        self._collector.compiled_uses.announce(tensor)
-
-    def use(self, tensor: MaskedTensor) -> AnnouncedUse:
-        """One of a tensor's uses, in the backward pass of its graph."""
-        return AnnouncedUse(self._collector, tensor)
-
-    def _traced_root(self) -> Root:
-        """The root anchor; a graph is compiled anew when the flat delta is another one."""
-        from sparsify.masked.compiled import made_ready
-
-        made_ready(self._first.handle)
-        root = self._collector.anchors.current
-        assert root is not None
-        assert root.serves(flat_delta(self._root))  # becomes a guard: every run of the graph checks it
-        return root

@@ -1,9 +1,5 @@
 """The engine of a sparsified model: what it is made of, and what happens at each event of its training.
 
-    forward     the weights are refreshed, each use of a tensor gets its anchor           ``weights.py``, ``anchors.py``
-    backward    gradients are collected, winners unmasked, the flat gradient returned    ``backward.py``
-    step        base + delta is written into the weights                                 ``weights.py``
-
 All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
 ``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; ``sparse_settings`` (n,)
 uint8, what a state dict is compared by when it is loaded; and the index buffers, all on the root. The engine holds
@@ -22,21 +18,21 @@ from torch import Tensor, nn
 
 from sparsify.common.devices import upload
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.common.ranks import Ranks
+from sparsify.common.shards import is_fully_sharded
+from sparsify.delta.entries import DeltaParts
 from sparsify.errors import SparsifyError
 from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import Work
-from sparsify.selection.policies import Progress, policy_of
-from sparsify.selection.selectors import Selector
+from sparsify.selection.policies import POLICIES, Progress, UnmaskingPolicy
 from sparsify.training.anchors import AnchoredUse
 from sparsify.training.backward import BackwardCollector
 from sparsify.training.compiled import CompiledGraphs
-from sparsify.training.export import Export, export
+from sparsify.training.export import export
 from sparsify.training.flat_delta import POSITION, SparseValues, flat_delta
 from sparsify.training.optimizer_hook import forget_uncounted_steps, has_uncounted_step, listen, note_counted
 from sparsify.training.plan import Plan
-from sparsify.training.rank_checks import check_ranks_alike
 from sparsify.training.settings import lengthen, plan_extension
 from sparsify.training.verification import digest_base
 from sparsify.training.weights import EffectiveWeights
@@ -48,32 +44,16 @@ class _Forward(threading.local):
     depth = 0  # number of nested ones that have begun and not ended
     number = 0  # number of those that have begun
 
-    def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
-        return _Forward, ()  # a copy of the model is in none
-
 
 class Engine:
-    """Trains a model at ``budget`` of its entries; reached by :func:`sparsify.get_unmasker`.
-
-    Args:
-        plan: what to train, and how; the model is changed afterwards, by :func:`~sparsify.training.install.install`.
+    """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_unmasker`.
 
     Attributes:
-        root, tensors, strategy, schedule, budget, steps, seed, new_names, recipes, buffer_digests: as in the plan;
-            ``steps`` may be set later, before the first backward.
-        dense_names: parameters that are trained dense and stored whole.
-        frozen_names: parameters that were trainable before and are frozen as long as the model is sparsified.
-        base_digests: dtype and digest of each parameter before training.
-        buffers: the unmasked entries of all tensors.
+        steps: planned optimizer steps; may be set until the first backward.
+        check: whether each step's selection is compared with the dense form, which takes its time and memory.
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
-        found_steps: the ``steps`` that a Trainer had, which the next one may replace; ``None`` where they were given.
-        extended_at: number of entries that were unmasked when :meth:`extend` was last called.
-        check: whether each step's selection is compared with the dense form, which takes its time and memory.
         work: entries that the last selection looked at, by the way it took.
-        known_values: the flat deltas so far, of which the last is the present one.
-        policy, weights, backward, compiled, ranks: how the unmasked set evolves, the effective weights, the collector
-            of gradients, what compiled graphs call, and the other ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -81,38 +61,41 @@ class Engine:
         for tensor in self.tensors:
             tensor.collector = self
         self.strategy, self.schedule, self.budget, self.steps = plan.strategy, plan.schedule, plan.budget, plan.steps
-        self.found_steps: int | None = None
+        self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
         self.seed, self.sync_mode, self.check, self.work = plan.seed, plan.sync, False, Work()
-        self.dense_names, self.frozen_names = tuple(plan.targets.saved), plan.frozen_names
+        self.dense_names = tuple(plan.targets.saved)
+        trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
+        self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
         self.new_names, self.recipes, self.buffer_digests = plan.new_names, plan.recipes, plan.buffer_digests
-        self.step = self.updates = self.extended_at = 0
+        self.step = self.updates = 0
+        self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.ranks, self.buffers = Ranks(), IndexBuffers(self.root)
-        self.base_digests = digest_base(self.root, self.tensors, self.dense_names, masked=False)
-        self.weights = EffectiveWeights(self.root, self.tensors, self.buffers, self.ranks)
-        self.policy = policy_of(
-            self.strategy, self.schedule, seed=self.seed, ranks=self.ranks, sync_mode=self.sync_mode
-        )
-        self.backward = BackwardCollector(
-            self.root, self.tensors, self.buffers, self.weights, self.policy, self.ranks,
-            self._prepare_backward, self._select, self._progress,
-        )  # fmt: skip
-        self.compiled = CompiledGraphs(self.root, self.tensors, self.weights, self.backward, self.refresh)
+        self.base_digests = digest_base(self)
+        policy = POLICIES.get(type(self.strategy.selection), UnmaskingPolicy)
+        importance = self.strategy.importance
+        self.policy = policy(importance, self.schedule, self.tensors, self.seed, self.ranks, self.sync_mode)
+        self.weights, self.backward = EffectiveWeights(self), BackwardCollector(self)
+        self.compiled = CompiledGraphs(self)
+        self.known_values: list[weakref.ref[SparseValues]] = []  # the flat deltas so far, the present one last
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
         self._position_seen = 0  # version of the buffer when step and updates were read from it
-        self.known_values: list[weakref.ref[SparseValues]] = []
-        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
+        self.hooks: list[Any] = []  # on the root
+        self.was_sharded = False  # whether the root has run forward under FSDP2
+        # of a state dict that is loaded: tensors without index buffers, prefix, all names of a trained state
+        self.loading: tuple[set[MaskedTensor], str, set[str] | None] = (set(), "", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_position_seen": -1, "known_values": []}
+        return {**self.__dict__, "_position_seen": -1, "known_values": [], "_forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._forward = _Forward()  # a copy of the model is in none
         listen(self)
 
     def begin(self, selected: Tensor) -> None:
         """Unmasks the entries (n,), global ids, that were chosen before training."""
-        self.weights.append(selected, torch.arange(selected.numel(), device=selected.device))
+        self.weights.append(selected)
         self._find_dormant()
         self.weights.write()
 
@@ -131,7 +114,9 @@ class Engine:
         """Number of entries that the step in progress trains."""
         return self.unmasked if self.policy.active is None else int(self.policy.active.sum())
 
-    def _progress(self) -> Progress:
+    @property
+    def progress(self) -> Progress:
+        """How far training is."""
         return Progress(self.step, self.steps, self.unmasked, self.budget)
 
     def note_values(self) -> None:
@@ -150,7 +135,7 @@ class Engine:
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 has sharded the weights."""
-        return self.weights.sharded
+        return is_fully_sharded(self.root)
 
     @property
     def in_forward(self) -> bool:
@@ -188,29 +173,13 @@ class Engine:
         values = self.values
         if not values.requires_grad:
             return None
-        if not (tensor.count or self.policy.growing(self._progress()) or self._may_be_recomputed):
+        # a checkpoint may be recomputed after the budget is spent, so that a tensor without entries counts as used
+        saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        may_be_recomputed = saved_by_hooks and not self.policy.static
+        if not (tensor.count or self.policy.growing(self.progress) or may_be_recomputed):
             return None
         tensor.check_shape()
         return self.backward.anchors.use(tensor, values, self.backward)
-
-    @property
-    def _may_be_recomputed(self) -> bool:
-        """Whether a tensor without entries counts as used: a checkpoint may be recomputed after the budget is spent."""
-        saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return saved_by_hooks and not self.policy.static
-
-    def _prepare_backward(self) -> None:
-        self.settle()
-        self.note_values()
-        if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
-            check_ranks_alike(self)  # in the second step, too: then it shows whether gradients are averaged
-            self._compared.add(self.step)
-
-    def _select(self) -> Selector | None:
-        work = Work()
-        selector = self.policy.selector(self._progress(), self.tensors, self.values, work, check=self.check)
-        self.work = self.work if selector is None else work
-        return selector
 
     def optimizer_stepped(self) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
@@ -237,11 +206,7 @@ class Engine:
         self._counted_by_hook = False
 
     def settle(self) -> None:
-        """Catches up with an optimizer step that was interrupted, and with buffers that were written to.
-
-        Raises:
-            SparsifyError: when the index buffers were averaged, or written to in another way that makes no sense.
-        """
+        """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
         if has_uncounted_step(self):
             if self.weights.are_in_step:
                 forget_uncounted_steps(self)  # it failed before it had moved them
@@ -269,9 +234,8 @@ class Engine:
     def state_loaded(self, plain: set[MaskedTensor]) -> None:
         """Brings everything in step after a state dict was loaded.
 
-        Args:
-            plain: tensors whose weight was loaded without index buffers, as from a merged checkpoint. The loaded
-                values are those that run: their delta becomes weight minus base.
+        The weights of ``plain`` tensors came without index buffers, as from a merged checkpoint. They are the values
+        that run: their delta becomes weight minus base.
         """
         self.buffers.loaded()
         self._read_position()
@@ -335,9 +299,6 @@ class Engine:
         for tensor in self.tensors if self.policy.static else ():
             tensor.dormant = not tensor.count
 
-    def export(self, budget: int | None = None, model: nn.Module | None = None) -> Export:
-        """What was learned: the first ``budget`` unmasked entries, and the tensors that are stored whole.
-
-        Warns where parameters train in the root, or in the ``model`` that holds it, that are not exported.
-        """
-        return export(self, budget, self.root if model is None else model)
+    def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
+        """The parts of a :class:`sparsify.SparseDelta`, which finds this engine without training code."""
+        return export(self, budget, model)

@@ -1,25 +1,27 @@
 """Exports what was learned: a model's entries by tensor, and the tensors that have to be stored whole.
 
-In: the engine of a sparsified model. Out: an :class:`Export`, from which :class:`sparsify.SparseDelta` makes a file.
+In: the engine of a sparsified model. Out: the parts of a :class:`sparsify.SparseDelta`.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import plain_model, plain_name
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values, is_shard
+from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
+from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Prune, Strategy
@@ -40,30 +42,6 @@ NOT_FINITE = (
 )
 
 
-class TensorEntries(NamedTuple):
-    """The exported entries of one tensor parameter, by ascending index.
-
-    The values of a quantized weight are the changes, in the delta's dtype, and its base values the dequantized ones.
-    """
-
-    name: str  # in the plain model's state dict
-    shape: tuple[int, ...]
-    indices: Tensor  # (k,) int64, flat and row-major
-    values: Tensor  # (k,) the trained values, in the weight's dtype
-    base_values: Tensor  # (k,) the pretrained values, in the weight's dtype
-    drawn: tuple[InitializerRecipe, str] | None = None  # of initial values that the base does not have, and a digest
-    quantization: str | None = None  # scheme of a quantized weight
-
-
-@dataclass(frozen=True)
-class Export:
-    """The content of a delta."""
-
-    tensors: list[TensorEntries]  # of each masked or drawn tensor, which may have no entries
-    whole: dict[str, Tensor]  # dense modules, new tensors that are not drawn, changed buffers; by plain name
-    config: dict[str, Any]  # how it was trained, in JSON types
-
-
 def prepare(engine: Engine, call: str) -> None:
     """Brings the trained weights in place for ``call``; raises where the flat delta makes no sense."""
     engine.weights.check_trained(call)
@@ -74,13 +52,11 @@ def prepare(engine: Engine, call: str) -> None:
     engine.weights.reshard()
 
 
-def export(engine: Engine, budget: int | None, model: nn.Module) -> Export:
-    """Collects the first ``budget`` unmasked entries (``None``: all) and the tensors stored whole.
+def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
+    """Tensors, dense tensors and config of a model's delta; see :meth:`sparsify.SparseDelta.from_model`.
 
-    Warns where parameters train in ``model``, which is the engine's or holds it, that are not exported.
-
-    Raises:
-        SparsifyError: when ``budget`` is not between 1 and the number of unmasked entries.
+    Dense are ``modules_to_save``, pruned tensors, those that the base does not have and that are not drawn again, and
+    buffers that training changed. The entries of a quantized weight are differences.
     """
     prepare(engine, "SparseDelta.from_model()")
     unmasked = engine.unmasked
@@ -91,64 +67,61 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> Export:
             f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
             "or None for all of them."
         )
-    tensors, stored_whole, in_whole = [], _whole(engine), 0
+    tensors: dict[str, TensorDelta] = {}
     parameters = dict(engine.root.named_parameters())
+    whole = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
+    whole |= {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+    in_whole = 0  # entries
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
     for name in dict.fromkeys([*masked, *(name for name in engine.new_names if name in parameters)]):
-        trained = masked.get(name) or Untrained(parameters[name])
-        entries = entries_of(plain_name(name), trained, budget)
-        if name not in engine.new_names and not is_pruned(engine.strategy, trained):
-            tensors.append(entries)
-        elif name in engine.recipes and digest(_as_of(trained, 0)) == engine.recipes[name][1]:
-            tensors.append(entries._replace(drawn=engine.recipes[name]))
-        else:
-            stored_whole[plain_name(name)] = _as_of(trained, budget)
-            in_whole += entries.indices.numel()
+        tensor, plain = masked.get(name) or Untrained(parameters[name]), plain_name(name)
+        indices, values, base = entries_of(tensor, budget)
+        recipe, sha = engine.recipes.get(name) or (None, digest(base))
+        if recipe is not None and digest(_as_of(tensor, 0)) != sha:
+            recipe = None  # other initial values were loaded
+        if recipe is None and (name in engine.new_names or is_pruned(engine.strategy, tensor)):
+            whole[plain] = _as_of(tensor, budget)
+            in_whole += indices.numel()
+        elif recipe is not None or indices.numel():
+            if plain in tensors:
+                raise SparsifyError(f"two trained tensors are called `{plain}`: rename one of the modules.")
+            parts = own_copy(indices), own_copy(values), tuple(tensor.shape_now), tensor.dtype
+            kind = "replace" if tensor.scheme is None else "add"
+            try:
+                tensors[plain] = TensorDelta(*parts, kind, sha, recipe, tensor.scheme)
+            except SparsifyError as error:
+                raise SparsifyError(f"tensor `{plain}` cannot go into a delta: {error}") from error
     config = _config(engine, budget) | ({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {})
     warn_of_unheld(engine, model, stacklevel=5)
-    return Export(tensors, stored_whole, config)
+    return tensors, {name: own_copy(tensor) for name, tensor in whole.items()}, config
 
 
-@dataclass(frozen=True)
-class Unheld:
-    """Parameters that train, or trained, and are in no delta; by plain name."""
-
-    trainable: tuple[str, ...]  # require grad, and did not at ``sparsify()``, or lie outside of its model
-    replaced: tuple[str, ...]  # were trained until another parameter took their place
-
-    def __str__(self) -> str:
-        problems = []
-        if self.trainable:
-            problems.append(
-                f"{_some(self.trainable)} can train, but no delta holds them: they were added, replaced or made "
-                "trainable after sparsify(), or are no part of the module that it was given. Do that first, give "
-                "sparsify() the whole model, and name what is to be trained whole in modules_to_save; freeze what is "
-                "not trained (requires_grad_(False))"
-            )
-        if self.replaced:
-            problems.append(f"{_some(self.replaced)} were replaced after sparsify(): what was trained there is lost")
-        return "; ".join(problems)
-
-
-def find_unheld(engine: Engine, model: nn.Module) -> Unheld:
-    """Finds parameters that train, or trained, in ``model``, which is the engine's or holds it, and are in no delta."""
+def find_unheld(engine: Engine, model: nn.Module) -> str:
+    """Names parameters that train, or trained, in ``model``, which is the engine's or holds it, and are in no delta."""
     own = dict(engine.root.named_parameters())
     held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
     held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
     held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
-    replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
-    return Unheld(
-        tuple(plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held),
-        tuple(map(plain_name, replaced)),
-    )
+    trainable = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    replaced = [plain_name(t.name) for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
+    problems = []
+    if trainable:
+        problems.append(
+            f"{_some(trainable)} can train, but no delta holds them: they were added, replaced or made trainable after "
+            "sparsify(), or are no part of the module that it was given. Do that first, give sparsify() the whole "
+            "model, and name what is to be trained whole in modules_to_save; freeze what is not trained "
+            "(requires_grad_(False))"
+        )
+    if replaced:
+        problems.append(f"{_some(replaced)} were replaced after sparsify(): what was trained there is lost")
+    return "; ".join(problems)
 
 
 def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> None:
     """Warns of parameters that train and are in no delta."""
-    unheld = find_unheld(engine, model)
-    if str(unheld):
+    if unheld := find_unheld(engine, model):
         warnings.warn(f"{unheld}.", stacklevel=stacklevel)
 
 
@@ -172,33 +145,33 @@ def digest_buffers(model: nn.Module) -> dict[str, str]:
 class Untrained:
     """A parameter that the base does not have and that is not masked: it is exported without entries."""
 
+    packed, scheme = False, None
+
     def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
-        self.shape = parameter.shape
+        self.parameter, self.shape_now, self.dtype = parameter, parameter.shape, parameter.dtype
         self.indices = self.slots = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        self.base = parameter.detach().new_empty(0)
+        self.base = self.delta = torch.empty(0, dtype=self.dtype, device=parameter.device)
 
 
-def entries_of(name: str, tensor: MaskedTensor | Untrained, budget: int | None = None) -> TensorEntries:
-    """A tensor's entries among the first ``budget`` of the model (``None``: all)."""
-    budget = 2**63 - 1 if budget is None else budget
+def entries_of(tensor: MaskedTensor | Untrained, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending indices, values and base values (k,) of a tensor's entries among the first ``budget`` of the model.
+
+    The values of a quantized weight are the changes, in the delta's dtype, and its base values the dequantized ones.
+    """
     among_first = tensor.slots < budget
     indices, order = tensor.indices[among_first].sort()
-    if isinstance(tensor, MaskedTensor) and tensor.packed:
-        changes, base_values = tensor.delta[among_first][order], tensor.base[among_first][order]
-        return TensorEntries(name, tuple(tensor.shape), indices, changes, base_values, quantization=tensor.scheme)
-    if isinstance(tensor, MaskedTensor) and is_shard(tensor.parameter):  # without asking the other ranks
-        trained = tensor.base.to(tensor.delta) + tensor.delta
-        values = trained[among_first][order].to(tensor.dtype)
+    if tensor.packed:
+        values = tensor.delta[among_first][order]
+    elif is_shard(tensor.parameter):  # without asking the other ranks
+        values = (tensor.base.to(tensor.delta) + tensor.delta)[among_first][order].to(tensor.dtype)
     else:
         values = tensor.parameter.detach().take(indices)
-    base_values = tensor.base[among_first][order].to(values.dtype)
-    return TensorEntries(name, tuple(tensor.parameter.shape), indices, values, base_values)
+    return indices, values, tensor.base[among_first][order]
 
 
 def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
     """Whether zeros were written into the tensor before training: its entries lack them, so it is stored whole."""
-    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape)
+    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape_now)
 
 
 def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
@@ -206,12 +179,6 @@ def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     later = tensor.slots >= budget
     weight = full_values(tensor.parameter).clone(memory_format=torch.contiguous_format)
     return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
-
-
-def _whole(engine: Engine) -> dict[str, Tensor]:
-    parameters = dict(engine.root.named_parameters())
-    dense = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
-    return dense | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
 
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:
@@ -250,7 +217,15 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
         "steps": engine.steps,
         "steps_done": engine.step,
         **record_extensions(engine.root),
+        "versions": _library_versions(),
     }
+
+
+def _library_versions() -> dict[str, str]:
+    """Versions of those of the libraries that are imported already."""
+    libraries = ("sparsify", "torch", "safetensors", "transformers", "peft")
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in libraries}
+    return {name: str(version) for name, version in versions.items() if version is not None}
 
 
 def _base_name(model_config: Any) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import ENGINE
 from sparsify.masked.swap import swap, unswap
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.training.engine import Engine
@@ -20,8 +21,8 @@ from sparsify.training.flat_delta import POSITION, SETTINGS, VALUES, SparseValue
 from sparsify.training.optimizer_hook import listen, stop_listening
 from sparsify.training.plan import Plan, values_dtype
 from sparsify.training.quantized import give_up_packed, say_as_before, say_trainable
-from sparsify.training.settings import pack_settings
-from sparsify.training.state import engine_of, place_hooks, remove_hooks
+from sparsify.training.settings import record_settings
+from sparsify.training.state import place_hooks, remove_hooks
 
 
 def install(plan: Plan) -> None:
@@ -33,7 +34,7 @@ def install(plan: Plan) -> None:
         engine.begin(plan.selected)
     except BaseException:  # out of memory, or an interrupt
         with uninterrupted():
-            if engine_of(plan.model) is engine:
+            if vars(plan.model).get(ENGINE) is engine:
                 uninstall(engine, dequantize=False)
         raise
 
@@ -75,7 +76,8 @@ def _mask_model(engine: Engine, plan: Plan) -> None:
     model.register_buffer(POSITION, torch.zeros(2, dtype=torch.int64, device=device))
     base_dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))  # holds every weight's
     engine.buffers.register(len(tensors), plan.capacity, base_dtype, device)
-    model.register_buffer(SETTINGS, pack_settings(engine))
+    model.register_buffer(SETTINGS, None)
+    record_settings(engine)
     place_hooks(engine)
     listen(engine)
     engine.compiled.make_root()

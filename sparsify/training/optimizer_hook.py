@@ -10,7 +10,6 @@ after it has moved the values is counted when the model is used next.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
 class _Step:
     """A step that has begun."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, depth: int, *, has_closure: bool) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.depth, self.has_closure = depth, has_closure  # frames on the stack; a step within it has more
+    def __init__(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self.optimizer, self.has_closure = weakref.ref(optimizer), has_closure
         self.counted: weakref.WeakSet[Engine] = weakref.WeakSet()  # the engines that have counted it, or one within it
 
 
@@ -42,11 +40,6 @@ class _Steps(threading.local):
 
     def __init__(self) -> None:
         self.begun: list[_Step] = []
-
-    def begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        depth = _depth_of_stack()
-        self.begun = [step for step in self.begun if step.depth < depth]  # the others have failed
-        self.begun.append(_Step(optimizer, depth, has_closure=has_closure))
 
     def end(self, optimizer: torch.optim.Optimizer) -> _Step | None:
         while self.begun:
@@ -128,7 +121,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if any(id(engine.values) in held for engine in engines):
         _OPTIMIZERS.add(optimizer)
-        _STEPS.begin(optimizer, has_closure=any(argument is not None for argument in (*args[1:], *kwargs.values())))
+        has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+        _STEPS.begun.append(_Step(optimizer, has_closure=has_closure))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -176,13 +170,6 @@ def _others() -> Iterator[torch.optim.Optimizer]:
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     groups = getattr(optimizer, "param_groups", ())  # one whose __init__ has failed has none
     return (parameter for group in groups for parameter in group["params"])
-
-
-def _depth_of_stack() -> int:
-    depth, frame = 0, sys._getframe(1)
-    while frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 def _skipped(optimizer: torch.optim.Optimizer) -> bool:

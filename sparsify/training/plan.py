@@ -43,12 +43,6 @@ class Plan:
     seed: int  # of a random importance
     sync: str  # how several ranks select the same entries: ``"exact"`` or ``"candidates"``
 
-    @property
-    def frozen_names(self) -> tuple[str, ...]:
-        """Parameters that require grad and are frozen as long as the model is sparsified."""
-        trainable = [c.name for c in self.targets.candidates if c.parameter.requires_grad]
-        return (*trainable, *self.targets.frozen)
-
 
 def mask_candidates(targets: Targets) -> tuple[MaskedTensor, ...]:
     """Makes masked tensors of the candidates, without a collector; no module is changed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -44,11 +43,9 @@ def check_unchanged(tensors: Sequence[MaskedTensor]) -> None:
 
 
 def give_up_packed(model: nn.Module, weights: Sequence[tuple[MaskedTensor, Tensor]]) -> None:
-    """Turns quantized layers, in place, into ``nn.Linear`` in the dtype of the model's ordinary parameters.
+    """Turns quantized tensors' layers of a plain model, in place, into ``nn.Linear`` with the weights (out, in) given.
 
-    Args:
-        model: plain again.
-        weights: the quantized tensors, each with the weight (out, in) that takes its place.
+    Their dtype is that of the model's ordinary parameters.
     """
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and not is_quantized(p)]
     for tensor, weight in weights:
@@ -69,39 +66,35 @@ def _make_dense(module: nn.Module, weight: Tensor) -> None:
 
 
 # The Trainer refuses a quantized model that is not PEFT's, unless its quantizer says that the model can be trained as
-# it is. While a model is sparsified its quantizer is a copy, of a class that is derived from its own and says so.
-
-
-class _Trainable:
-    is_qat_trainable = True
-    is_trainable = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self).__mro__[2], self.__dict__)
+# it is. While a model is sparsified its quantizer is of a class that is derived from its own and says so.
 
 
 def say_trainable(model: nn.Module) -> None:
     """Makes the Trainer accept a quantized model; any other is left alone."""
-    quantizer = model.__dict__.get(QUANTIZER)
+    quantizer: Any = vars(model).get(QUANTIZER)
     if quantizer is not None:
-        setattr(model, QUANTIZER, _rebuild(type(quantizer), copy.copy(quantizer.__dict__)))
+        plain_class: Any = type(quantizer)
+        quantizer.__class__ = _trainable_class(plain_class)
 
 
 def say_as_before(model: nn.Module) -> None:
     """Undoes :func:`say_trainable`."""
-    quantizer = model.__dict__.get(QUANTIZER)
-    if isinstance(quantizer, _Trainable):
-        plain: Any = object.__new__(type(quantizer).__mro__[2])
-        plain.__dict__.update(quantizer.__dict__)
-        setattr(model, QUANTIZER, plain)
+    quantizer = vars(model).get(QUANTIZER)
+    if type(quantizer).__module__ == __name__:
+        quantizer.__class__ = type(quantizer).__base__
+
+
+@functools.cache
+def _trainable_class(plain_class: type) -> type:
+    own = {"__module__": __name__, "__reduce__": _reduce, "is_qat_trainable": True, "is_trainable": True}
+    return type(f"Sparsified{plain_class.__name__}", (plain_class,), own)
+
+
+def _reduce(quantizer: Any) -> tuple[Any, ...]:
+    return _rebuild, (type(quantizer).__base__, quantizer.__dict__)
 
 
 def _rebuild(plain_class: type, state: dict[str, Any]) -> Any:
     quantizer: Any = object.__new__(_trainable_class(plain_class))
     quantizer.__dict__.update(state)
     return quantizer
-
-
-@functools.cache
-def _trainable_class(plain_class: type) -> type:
-    return type(f"Sparsified{plain_class.__name__}", (_Trainable, plain_class), {"__module__": __name__})

@@ -6,13 +6,12 @@ In: an engine on every rank. Out: nothing, or the same error on all of them, whi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sparsify.common.ranks import BEGIN, END, Ranks
+from sparsify.common.ranks import BEGIN, END
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
 from sparsify.errors import SparsifyError
@@ -51,26 +50,13 @@ def check_ranks_alike(engine: Engine) -> None:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 
-def agree_on_winners(
-    ranks: Ranks, tensors: Sequence[MaskedTensor], values: Tensor, winners: Winners, finite: Tensor
-) -> Tensor:
-    """Whether all ranks saw finite gradients only; checks that all chose the same entries and hold the same delta.
-
-    Args:
-        ranks: the other ranks, all at the end of the backward pass.
-        tensors: all masked tensors.
-        values: (capacity,) the flat delta.
-        winners: the entries that this rank chose.
-        finite: bool scalar: whether this rank's gradients were.
-
-    Raises:
-        SparsifyError: on all ranks, when they differ.
-    """
-    bits = values.detach().view(torch.int32).sum(dtype=torch.int64)
+def agree_on_winners(engine: Engine, winners: Winners, finite: Tensor) -> Tensor:
+    """Whether no rank saw a gradient that is not finite, ``finite`` () bool of this one; raises where they differ."""
+    bits = engine.values.detach().view(torch.int32).sum(dtype=torch.int64)
     order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
     own = torch.stack([finite.long(), (winners.ids * order).sum(), bits]).tolist()
-    names = [tensor.name for tensor in tensors]
-    everyone, chosen, delta = ranks.headers(END, own, names, values.device).unbind(1)
+    names = [tensor.name for tensor in engine.tensors]
+    everyone, chosen, delta = engine.ranks.headers(END, own, names, engine.values.device).unbind(1)
     if (delta != delta[0]).any():
         raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
     if everyone.all() and (chosen != chosen[0]).any():
@@ -86,15 +72,17 @@ def _parts(engine: Engine) -> dict[str, int]:
     settings = [engine.strategy.to_dict(), schedule.shape, schedule.every, schedule.until, engine.steps]
     settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode]
     counts = [tensor.count for tensor in engine.tensors]
-    return {
-        "settings": _number(repr(settings)),
+    parts = {
+        "settings": settings,
         "step": engine.step,
-        "candidates": _number(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors])),
-        "flat delta": _number(repr(_digests([engine.values.detach()]))),
-        "weights": _number(repr([_sample(tensor) for tensor in engine.tensors])),
-        "unmasked entries": _number(repr((counts, _digests([buffers.all_indices, buffers.all_slots])))),
-        "base values": _number(repr(_digests([buffers.all_base]))),
+        "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors],
+        "flat delta": digest(engine.values.detach()),
+        "weights": [_sample(tensor) for tensor in engine.tensors],
+        "unmasked entries": (counts, digest(buffers.indices()), digest(buffers.slots())),
+        "base values": digest(buffers.base()),
     }
+    digests = {name: hashlib.sha256(repr(part).encode()).digest() for name, part in parts.items()}
+    return {name: int.from_bytes(own[:8], "little") >> 1 for name, own in digests.items()}  # 63 bits
 
 
 def _sample(tensor: MaskedTensor) -> str:
@@ -103,12 +91,3 @@ def _sample(tensor: MaskedTensor) -> str:
     flat = tensor.weight.reshape(-1)
     sample = flat[:: max(1, flat.numel() // SAMPLED)]
     return digest(sample.clone())  # numpy would keep FSDP2 from freeing what it looked at
-
-
-def _digests(tensors: Sequence[Tensor]) -> list[str]:
-    return [digest(tensor) for tensor in tensors]
-
-
-def _number(text: str) -> int:
-    """63 bits of a digest."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

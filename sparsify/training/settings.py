@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from sparsify.common.raw_bits import digest
 from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import COUNTS, INDICES
+from sparsify.masked.index_buffers import COUNTS
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.strategies.budget import resolve_budget, resolve_capacity
+from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
 from sparsify.strategies.strategy import Given, Increment, Repeat
 from sparsify.training.flat_delta import SETTINGS, VALUES, SparseValues
@@ -40,37 +40,27 @@ def settings_of(engine: Engine) -> dict[str, Any]:
         settings["steps"] = engine.steps
     if isinstance(strategy.selection, Repeat):
         settings["capacity"] = engine.values.numel()
+    if isinstance(strategy.selection, Given):
+        entries = torch.cat([engine.root.get_buffer(COUNTS), engine.buffers.indices()])
+        settings["entries"] = f"{engine.unmasked:,} given ones, digest {digest(entries)[:12]}"
     if isinstance(strategy.importance, Random) and isinstance(strategy.selection, (Increment, Repeat)):
         settings["seed"] = engine.seed
     return settings
 
 
-def pack_settings(engine: Engine) -> Tensor:
-    """(n,) uint8: the settings as JSON, and the number of entries unmasked when the run was last extended."""
-    text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
-    return torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
-
-
 def record_settings(engine: Engine) -> Tensor:
-    """Writes the settings, some of which become known late, into their buffer on the root."""
-    packed = engine.root._buffers[SETTINGS] = pack_settings(engine)
+    """Sets and returns the root's buffer (n,) uint8: the settings, some of which become known late, as JSON.
+
+    With them goes the number of entries that were unmasked when the run was last extended.
+    """
+    text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
+    packed = torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
+    engine.root._buffers[SETTINGS] = packed
     return packed
 
 
 def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Compares the settings of a state dict, which is to be loaded, with the engine's.
-
-    Args:
-        engine: of the model that it is to be loaded into; only read.
-        state: the state dict's tensors of :data:`~sparsify.training.flat_delta.STATE`; where an earlier version has
-            saved no settings, only the size is checked.
-
-    Returns:
-        The settings of the state dict; empty where they are not known.
-
-    Raises:
-        SparsifyError: names each setting that differs, as it was saved and as it is here.
-    """
+    """Compares the settings in a state dict's tensors of ``STATE`` with the engine's; returns those saved."""
     saved = _unpacked(state[SETTINGS]) if SETTINGS in state else {}
     own: dict[str, Any] = json.loads(json.dumps(settings_of(engine), default=str))
     differing = [name for name in own if name in saved and saved[name] != own[name]]
@@ -79,22 +69,9 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     if differing:
         raise SparsifyError(
             f"the state dict was saved with {_listed(saved, differing)}, and this model is sparsified with "
-            f"{_listed(own, differing)}; nothing was loaded. {_remedy(saved, own, differing)}"
-        )
-    if VALUES in state and state[VALUES].numel() != engine.values.numel():
-        raise SparsifyError(
-            f"the state dict has a flat delta of {state[VALUES].numel():,} numbers, and this model one of "
-            f"{engine.values.numel():,}; nothing was loaded. Call sparsify() with the budget of the saved run, and for "
-            "repeat-S with its steps or capacity."
-        )
-    buffers = engine.buffers
-    own_set = {COUNTS: engine.root._buffers[COUNTS], INDICES: buffers.all_indices}
-    if isinstance(engine.strategy.selection, Given) and not all(
-        own is not None and torch.equal(state[name].to(own), own) for name, own in own_set.items() if name in state
-    ):
-        raise SparsifyError(
-            "the state dict was saved with another given set of entries than this model is sparsified with; nothing "
-            "was loaded. Pass sparsify() the set of the saved run."
+            f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the "
+            "saved run, target_modules and modules_to_save among them; get_unmasker(model).extend() gives it a larger "
+            "budget or more steps afterwards."
         )
     return saved
 
@@ -121,8 +98,7 @@ def plan_extension(
     candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
     new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, candidates)
     new_steps = engine.steps if steps is None else steps
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
-        raise SparsifyError(f"extend(steps={steps!r}); expected the planned number of optimizer steps, an int.")
+    check_steps(steps)
     if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
         raise SparsifyError(
             f"extend(budget={budget!r}, steps={steps!r}) of a run with budget={engine.budget:,} and "
@@ -192,14 +168,3 @@ def _shown(value: Any) -> str:
         return f"({value})" if isinstance(value, str) else str(value)
     options = ", ".join(f"{name}={option!r}" for name, option in value.items() if name != "name")
     return f"{value.get('name')}({options})" if options else str(value.get("name"))
-
-
-def _remedy(saved: Mapping[str, Any], own: Mapping[str, Any], differing: Sequence[str]) -> str:
-    remedy = "Call sparsify() with the settings of the saved run"
-    kind = own["selection"]["name"]
-    wanted = {name: own[name] for name in ("budget", "steps") if name in differing and own[name] > saved[name]}
-    extends = kind in (Increment.name, Repeat.name) and set(differing) <= {"capacity", *wanted}
-    if not extends:
-        return remedy + ("." if "candidates" not in differing else ", target_modules and modules_to_save among them.")
-    arguments = ", ".join(f"{name}={number}" for name, number in wanted.items()) or "steps=..."
-    return f"{remedy}; then, to train on with more, get_unmasker(model).extend({arguments})."

@@ -8,26 +8,27 @@ base values   of new entries: read after the backward pass, when the weights are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.common.ranks import num_ranks
 from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
 from sparsify.errors import SparsifyError
-from sparsify.masked.index_buffers import IndexBuffers
-from sparsify.masked.tensor import MaskedTensor
-from sparsify.training.flat_delta import VALUES, flat_delta
+from sparsify.training.flat_delta import VALUES
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 
-def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
+def check_sharding(engine: Engine) -> None:
     """Raises where ``fully_shard`` was called in a way that cannot work; before the first forward under it."""
-    if packed := [tensor.name for tensor in tensors if tensor.packed]:
+    if packed := [tensor.name for tensor in engine.tensors if tensor.packed]:
         raise SparsifyError(f"`{packed[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
-    for module, name, parameter in _managed(root):
-        if module is root and name == VALUES:
+    for module, name, parameter in _managed(engine.root):
+        if module is engine.root and name == VALUES:
             raise SparsifyError(
                 f"fully_shard() has sharded the flat delta, and would round it and its gradient with a mixed "
                 f"precision policy. Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with "
@@ -36,12 +37,12 @@ def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
         check_shards(name, parameter)
 
 
-def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
+def check_root(engine: Engine) -> None:
     """Raises where parts of a model are sharded, but not the model itself."""
-    if num_ranks() == 1 or is_fully_sharded(root):
+    if num_ranks() == 1 or engine.sharded:
         return
-    sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter)]
-    sharded += [name for name, module in root.named_modules() if is_fully_sharded(module)]
+    sharded = [tensor.name for tensor in engine.tensors if is_shard(tensor.parameter)]
+    sharded += [name for name, module in engine.root.named_modules() if is_fully_sharded(module)]
     if sharded:
         raise SparsifyError(
             f"`{sharded[0]}` is sharded, but not the model that was sparsified; call fully_shard() on its blocks and "
@@ -49,20 +50,19 @@ def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
         )
 
 
-def read_base(
-    root: nn.Module, tensors: Sequence[MaskedTensor], buffers: IndexBuffers, ranks: Ranks, first: int
-) -> None:
+def read_base(engine: Engine, first: int) -> None:
     """Sets the base values of the entries from slot ``first`` on to their weights, which must not have changed yet.
 
     On all ranks, after a backward pass.
     """
-    reshard(root)
-    values, pending = flat_delta(root).detach(), buffers.all_slots >= first
+    reshard(engine.root)
+    values, pending = engine.values.detach(), engine.buffers.slots() >= first
     parts = []
-    for tensor, own in zip(tensors, buffers.split(pending), strict=True):
+    for tensor, own in zip(engine.tensors, engine.buffers.split(pending), strict=True):
         read = read_own_entries(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
-        parts.append(read if is_shard(tensor.parameter) or ranks.is_first else torch.zeros_like(read))
-    buffers.set_base(pending, ranks.sum_(torch.cat(parts)))
+        parts.append(read if is_shard(tensor.parameter) or engine.ranks.is_first else torch.zeros_like(read))
+    base = engine.buffers.base()
+    base[pending] = engine.ranks.sum_(torch.cat(parts)).to(base)
 
 
 def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

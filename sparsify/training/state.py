@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE
-from sparsify.common.shards import is_fully_sharded
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.masked.index_buffers import BASE, BUFFERS, COUNTS, INDICES, PER_ENTRY, SLOTS, padded, problem_with
 from sparsify.masked.module import check_not_exported
@@ -35,25 +34,15 @@ if TYPE_CHECKING:
     from sparsify.training.engine import Engine
 
 # attributes of the root
-HANDLES = "_sparsify_handles"  # of the hooks placed here
-SHARDED = "_sparsify_sharded"  # it has run forward under FSDP2
-PLAIN_LOADS = "_sparsify_plain_loads"  # while a state dict is loaded: tensors that come without index buffers
-PARTIAL_LOAD = "_sparsify_partial_load"  # while a trained state is loaded: the names that it should have
 NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # names that DDP leaves alone
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # keys that transformers leaves out of save_pretrained()
-
-
-def engine_of(model: nn.Module) -> Engine | None:
-    """The engine of a model that is itself the root of a sparsification; ``None`` for any other module."""
-    engine: Engine | None = model.__dict__.get(ENGINE)
-    return engine
 
 
 def place_hooks(engine: Engine) -> None:
     """Places the hooks on the root."""
     root = engine.root
     root.__dict__[ENGINE] = engine
-    root.__dict__[HANDLES] = [
+    engine.hooks = [
         root.register_forward_pre_hook(_before_forward, prepend=True),  # the root's own parameters are tapped after it
         root.register_forward_hook(_after_forward, always_call=True),
         root.register_state_dict_pre_hook(_before_state_dict),
@@ -74,12 +63,17 @@ def remove_hooks(engine: Engine) -> None:
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
     others = [name for name in getattr(root, NOT_BROADCAST) if name not in STATE]
     setattr(root, NOT_BROADCAST, others) if others else delattr(root, NOT_BROADCAST)
-    for handle in root.__dict__.pop(HANDLES):
+    for handle in engine.hooks:
         handle.remove()
     del root.__dict__[ENGINE]
 
 
 # ------------------------------------------------------------------------------------ forward
+
+
+def _engine_of(root: nn.Module) -> Engine:
+    engine: Engine = root.__dict__[ENGINE]
+    return engine
 
 
 def _before_forward(root: nn.Module, args: Any) -> None:
@@ -89,22 +83,17 @@ def _before_forward(root: nn.Module, args: Any) -> None:
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "
             "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
-    engine = engine_of(root)
-    if engine is None:
-        return
-    if is_fully_sharded(root) and SHARDED not in root.__dict__:
-        check_sharding(root, engine.tensors)
-        root.__dict__[SHARDED] = True
-        handles = root.__dict__[HANDLES]  # from now on before the hook of FSDP2 that gathers the weights
-        handles[0].remove()
-        handles[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
+    engine = _engine_of(root)
+    if engine.sharded and not engine.was_sharded:
+        check_sharding(engine)
+        engine.was_sharded = True
+        engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
+        engine.hooks[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
     engine.enter()
 
 
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
-    engine = engine_of(root)
-    if engine is None:
-        return
+    engine = _engine_of(root)
     engine.leave()
     if torch.is_grad_enabled() and _was_frozen(engine):
         for tensor in tree_leaves(output):
@@ -140,63 +129,52 @@ def _refuse_frozen(grad: Tensor) -> None:
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
-    engine = engine_of(root)
-    if engine is not None:
-        engine.refresh()
-        record_settings(engine)
+    engine = _engine_of(root)
+    engine.refresh()
+    record_settings(engine)
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the state dict index buffers of the model's size, unless something is wrong with them there."""
-    engine = engine_of(root)
-    if engine is None:
-        return
+    engine = _engine_of(root)
     engine.note_values()  # which load_state_dict(assign=True) replaces
-    for left in (PARTIAL_LOAD, PLAIN_LOADS):  # by a load that failed
-        root.__dict__.pop(left, None)
+    engine.loading = set(), prefix, None
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
-        state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size; earlier versions have none
+        state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
     if not stored:
-        root.__dict__[PLAIN_LOADS] = {
-            tensor for tensor in engine.tensors if prefix + tensor.name in state_dict and not tensor.packed
-        }
+        engine.loading = {t for t in engine.tensors if prefix + t.name in state_dict and not t.packed}, prefix, None
     elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.values.numel()):
         raise SparsifyError(problem)
     else:
         engine.weights.write_base()  # entries that are unmasked here may be masked there
         engine.weights.mark_stale()
-        if _is_trained_state(engine, state_dict, prefix):
-            _prepare_partial_load(engine, state_dict, stored, prefix)
+        needed = _needed(engine)
+        names = (name for name, _ in engine.root.named_parameters(remove_duplicate=False))
+        frozen = [prefix + name for name in names if name not in needed]
+        has_frozen = any(state_dict[name].numel() for name in frozen if name in state_dict)  # more than a placeholder
+        if len(own) == len(STATE) and not has_frozen:  # a trained state
+            try:
+                _check_same_base(engine, stored, needed)
+            except SparsifyError:
+                engine.weights.write()
+                raise
+            engine.loading = set(), prefix, needed
+            for name in frozen:
+                state_dict.pop(name, None)
         state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.values.numel()).items()})
         adopt_settings(engine, saved)
 
 
-def _prepare_partial_load(
-    engine: Engine, state_dict: dict[str, Tensor], stored: Mapping[str, Tensor], prefix: str
-) -> None:
-    """Checks the base of a trained state, and takes its placeholder away."""
-    needed = _needed(engine)
-    try:
-        _check_same_base(engine, stored, needed)
-    except SparsifyError:
-        engine.weights.write()
-        raise
-    engine.root.__dict__[PARTIAL_LOAD] = {prefix + name for name in needed}, prefix
-    for name in _frozen_names(engine, needed):
-        state_dict.pop(prefix + name, None)
-
-
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
-    engine = engine_of(root)
-    if engine is not None:
-        if PARTIAL_LOAD in root.__dict__:
-            needed, prefix = root.__dict__.pop(PARTIAL_LOAD)
-            missing = incompatible_keys.missing_keys
-            missing[:] = [name for name in missing if not name.startswith(prefix) or name in needed]
-        engine.state_loaded(root.__dict__.pop(PLAIN_LOADS, set()))
+    engine = _engine_of(root)
+    plain, prefix, needed = engine.loading
+    if needed is not None:
+        missing = incompatible_keys.missing_keys
+        missing[:] = [name for name in missing if not name.startswith(prefix) or name[len(prefix) :] in needed]
+    engine.state_loaded(plain)
 
 
 # ------------------------------------------------------------------------------------ the trained state
@@ -205,13 +183,7 @@ def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
 def trained_state_of(
     engine: Engine, model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The part of a model's state dict that its base does not have.
-
-    Args:
-        engine: of the sparsified model.
-        model: that model, or one that holds it; everything outside of it is kept.
-        state_dict: where the values are taken from; ``None``: the model's own.
-    """
+    """The part of a model's state dict that the base does not have; all of it outside of the engine's root."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is engine.root)
     needed = _needed(engine) | set(changed_buffers(engine))
@@ -230,22 +202,13 @@ def trained_state_of(
 
 
 def placeholder(engine: Engine) -> dict[str, Tensor]:
-    """An empty tensor in place of a weight that was left out, by its name.
+    """An empty tensor in place of a weight that was left out, so that the file is not taken for a whole model's.
 
-    A reader that takes the file for a whole model refuses it, since the shape is wrong; otherwise transformers would
-    draw the missing weights at random.
+    transformers would draw the missing weights at random; it refuses one of a wrong shape.
     """
     needed = _needed(engine)
     names = [name for name, _ in engine.root.named_parameters() if name not in needed]
     return {name: torch.empty(0) for name in names[:1]}
-
-
-def _is_trained_state(engine: Engine, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
-    """Whether a state dict has all that is trained, and no frozen weight."""
-    frozen = _frozen_names(engine, _needed(engine))
-    return all(prefix + name in state_dict for name in STATE) and not any(
-        prefix + name in state_dict and state_dict[prefix + name].numel() for name in frozen
-    )
 
 
 def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:
@@ -260,7 +223,7 @@ def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[s
         if not torch.equal(here.to(dtype), values.cpu().to(dtype)):
             raise BaseMismatchError(
                 f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from; "
-                "build the model from the same base, in the same dtype, and sparsify it likewise. Nothing was loaded."
+                "nothing was loaded: build the model from the same base, in the same dtype, and sparsify it as then."
             )
 
 
@@ -270,7 +233,3 @@ def _needed(engine: Engine) -> set[str]:
     pruned = {tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor)}
     trained = {name for name, parameter in engine.root.named_parameters() if parameter.requires_grad}
     return {*STATE, *engine.dense_names, *engine.new_names} | pruned | (trained - masked)
-
-
-def _frozen_names(engine: Engine, needed: set[str]) -> list[str]:
-    return [name for name, _ in engine.root.named_parameters(remove_duplicate=False) if name not in needed]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -26,56 +26,34 @@ TENSORS_SHOWN = 10
 FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
 
 
-@dataclass(frozen=True)
-class Full:
-    """Parameters of a model that strategy "full" trains, which has no engine."""
+class Full(NamedTuple):
+    """Names of parameters of a model that strategy "full" trains, which has no engine."""
 
-    strategy: Strategy  # with ``Dense``
-    names: tuple[str, ...]  # trained as candidates
-    dense_names: tuple[str, ...]  # of ``modules_to_save``
-    frozen_names: tuple[str, ...]  # required grad before and are frozen
+    trained: tuple[str, ...]  # as candidates
+    dense: tuple[str, ...]  # by ``modules_to_save``
+    frozen: tuple[str, ...]  # required grad before
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The state of a sparsified model in numbers; ``print(summary(model))``, or a notebook, lays them out.
-
-    Attributes:
-        strategy: which entries are unmasked.
-        budget: entries to unmask in all; under strategy "full" all candidates, which count as unmasked.
-        unmasked: entries unmasked so far; for repeat-S, in any step so far.
-        num_candidates: entries that may be selected.
-        num_parameters: entries of the whole model, dense and frozen ones included.
-        num_dense: entries trained dense (``modules_to_save``), apart from the budget.
-        step: optimizer steps done; 0 under strategy "full", which counts none.
-        steps: optimizer steps planned; ``None`` when not known.
-        counts: unmasked entries by tensor name.
-        sizes: entries by tensor name.
-        verification: the result of ``verify=True``.
-        updates: entry updates so far, the trained entries summed over the steps.
-        state_bytes: bytes that the flat delta and the index buffers add to the model.
-        ranks: processes that train together.
-        sent_bytes: bytes that this rank has sent to select the same entries as the others; averaging the gradient of
-            the flat delta comes on top.
-        last_work: entries that the last selection looked at, by the way it took; on this rank.
-    """
+    """The state of a sparsified model in numbers; ``print(summary(model))``, or a notebook, lays them out."""
 
     strategy: Strategy
-    budget: int
-    unmasked: int
-    num_candidates: int
-    num_parameters: int
-    num_dense: int
-    step: int
-    steps: int | None
-    updates: int
-    state_bytes: int
-    counts: dict[str, int] = field(repr=False)
-    sizes: dict[str, int] = field(repr=False)
-    verification: Verification | None = None
-    ranks: int = 1
-    sent_bytes: int = 0
-    last_work: Work = field(default_factory=Work)
+    budget: int  # entries to unmask in all; under strategy "full" all candidates, which count as unmasked
+    unmasked: int  # entries so far; for repeat-S, in any step so far
+    num_candidates: int  # entries that may be selected
+    num_parameters: int  # entries of the whole model, dense and frozen ones included
+    num_dense: int  # entries trained dense (``modules_to_save``), apart from the budget
+    counts: dict[str, int] = field(repr=False)  # unmasked entries by tensor name
+    sizes: dict[str, int] = field(repr=False)  # entries by tensor name
+    step: int = 0  # optimizer steps done; strategy "full" counts none
+    steps: int | None = None  # optimizer steps planned, where they are known
+    updates: int = 0  # entry updates so far, the trained entries summed over the steps
+    state_bytes: int = 0  # that the flat delta and the index buffers add to the model
+    verification: Verification | None = None  # of ``verify=True``
+    ranks: int = 1  # processes that train together
+    sent_bytes: int = 0  # by this rank, to select the same entries as the others; gradients come on top
+    last_work: Work = field(default_factory=Work)  # entries that the last selection looked at, on this rank
 
     @property
     def static_updates(self) -> int:
@@ -117,17 +95,13 @@ class Summary:
                 ("trained", f"{self.budget:,} of {self.num_parameters:,} ({self.budget / self.num_parameters:.4%})"),
                 ("trained dense", f"{self.num_dense:,} in modules_to_save" if self.num_dense else "nothing"),
             ]
+        budget_share, unmasked_share = self.budget / self.num_candidates, self.unmasked / self.budget
+        unmasked = "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked"
         rows = [
             ("strategy", strategy_name(self.strategy)),
             ("step", f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")),
-            (
-                "budget",
-                f"{self.budget:,} of {self.num_candidates:,} candidates ({self.budget / self.num_candidates:.4%})",
-            ),
-            (
-                "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked",
-                f"{self.unmasked:,} ({self.unmasked / self.budget:.1%} of the budget)",
-            ),
+            ("budget", f"{self.budget:,} of {self.num_candidates:,} candidates ({budget_share:.4%})"),
+            (unmasked, f"{self.unmasked:,} ({unmasked_share:.1%} of the budget)"),
             ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
             ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
             ("selection entropy", f"{self.selection_entropy:.4f}"),
@@ -176,14 +150,13 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
     """The summary of an engine's model; ``model`` is the same, or holds it."""
     engine.settle()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
-    parameters = dict(engine.root.named_parameters())
     return Summary(
         strategy=engine.strategy,
         budget=engine.budget,
         unmasked=sum(counts.values()),
         num_candidates=sum(tensor.num_candidates for tensor in engine.tensors),
         num_parameters=num_parameters(engine.root),
-        num_dense=sum(parameters[name].numel() for name in engine.dense_names if name in parameters),
+        num_dense=sum(_sizes(engine.root, engine.dense_names).values()),
         step=engine.step,
         steps=engine.steps,
         updates=engine.updates,
@@ -199,30 +172,20 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
 
 def find_full(model: nn.Module) -> tuple[nn.Module, Full] | None:
     """The module that strategy "full" trains, also within wrappers, and its ``Full``; ``None`` for any other model."""
-    if find_engine(model) is not None:
-        return None
-    return next(((module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)), None)
+    found = [(module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)]
+    return found[0] if found and find_engine(model) is None else None
 
 
 def summarize_full(root: nn.Module, full: Full) -> Summary:
     """The summary of a model that strategy "full" trains."""
-    parameters = dict(root.named_parameters())
-    sizes = {name: parameters[name].numel() for name in full.names if name in parameters}
+    sizes, dense = _sizes(root, full.trained), sum(_sizes(root, full.dense).values())
     trained = sum(sizes.values())
-    return Summary(
-        strategy=full.strategy,
-        budget=trained,
-        unmasked=trained,
-        num_candidates=trained,
-        num_parameters=num_parameters(root),
-        num_dense=sum(parameters[name].numel() for name in full.dense_names if name in parameters),
-        step=0,
-        steps=None,
-        updates=0,
-        state_bytes=0,
-        counts=sizes,
-        sizes=sizes,
-    )
+    return Summary(PRESETS["full"], trained, trained, trained, num_parameters(root), dense, counts=sizes, sizes=sizes)
+
+
+def _sizes(root: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    parameters = dict(root.named_parameters())
+    return {name: parameters[name].numel() for name in names if name in parameters}
 
 
 def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:

@@ -6,7 +6,6 @@ after training if, and only if, the frozen entries and the kept base values are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values
-from sparsify.masked.tensor import MaskedTensor
 from sparsify.strategies.strategy import Increment, Repeat
-from sparsify.training.export import Unheld, find_unheld, prepare
+from sparsify.training.export import find_unheld, prepare
 from sparsify.training.flat_delta import VALUES
 
 if TYPE_CHECKING:
@@ -33,14 +31,14 @@ class Verification:
     recast: tuple[str, ...]  # tensors in another dtype than at ``sparsify()``, which cannot be compared
     unmasked: int  # entries
     expected: int  # entries by the schedule; for repeat-S the number of slots in use
-    unheld: Unheld
+    unheld: str  # names parameters that train and are in no delta
     passes_without_step: int = 0  # backward passes, where no optimizer step has ever been counted
 
     @property
     def ok(self) -> bool:
         """Whether frozen entries are unchanged, counts are as planned, and a delta holds all that trains."""
         counts = self.unmasked == self.expected and not self.passes_without_step
-        return counts and not (self.changed or self.recast or str(self.unheld))
+        return counts and not (self.changed or self.recast or self.unheld)
 
     def __str__(self) -> str:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
@@ -60,40 +58,34 @@ class Verification:
                 "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
                 "steps)"
             )
-        problems += [str(self.unheld)] if str(self.unheld) else []
+        problems += [self.unheld] if self.unheld else []
         return "; ".join(problems) or (
             f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
         )
 
 
-def digest_base(
-    model: nn.Module, tensors: Sequence[MaskedTensor], dense_names: Sequence[str], *, masked: bool = True
-) -> dict[str, tuple[torch.dtype, str]]:
-    """Dtype and digest of every parameter that has a base and ordinary memory, by name.
-
-    Args:
-        model: before training, or after.
-        tensors: its masked tensors.
-        dense_names: parameters without a base.
-        masked: whether the tensors have entries, which is not so before the model is changed.
-    """
-    by_name, left_out = {tensor.name: tensor for tensor in tensors}, {*dense_names, VALUES}
+def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:
+    """Dtype and digest of the base of every parameter that has one and ordinary memory, by name."""
+    by_name, left_out = {tensor.name: tensor for tensor in engine.tensors}, {*engine.dense_names, VALUES}
     digests = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in engine.root.named_parameters():
         tensor = by_name.get(name)
         if tensor is not None and tensor.parameter is not parameter:
             tensor = None  # the parameter was replaced
-        if tensor is not None and tensor.packed:
-            digests[name] = (tensor.dtype, digest(_base(tensor.weight, tensor if masked else None)))
-        elif name not in left_out and not parameter.is_meta and type(values := full_values(parameter)) is Tensor:
-            digests[name] = (parameter.dtype, digest(_base(values, tensor if masked else None)))
+        if name in left_out or parameter.is_meta:
+            continue
+        weight = full_values(parameter) if tensor is None else tensor.weight
+        if tensor is not None and engine.unmasked and tensor.count:  # before training there are no counts
+            weight = put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
+        if type(weight) is Tensor:
+            digests[name] = (weight.dtype, digest(weight))
     return digests
 
 
 def verify(engine: Engine, model: nn.Module) -> Verification:
     """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
     prepare(engine, "summary(verify=True)")
-    now = digest_base(engine.root, engine.tensors, engine.dense_names)
+    now = digest_base(engine)
     parameters = dict(engine.root.named_parameters())
     before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
     recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
@@ -104,12 +96,6 @@ def verify(engine: Engine, model: nn.Module) -> Verification:
     frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.backward.passes
     unheld = find_unheld(engine, model)
     return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
-
-
-def _base(weight: Tensor, tensor: MaskedTensor | None) -> Tensor:
-    if tensor is None or not tensor.count:
-        return weight
-    return put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
 
 
 def _expected(engine: Engine) -> int:

@@ -8,24 +8,24 @@ before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case th
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.common.devices import runs_ahead, upload
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.ranks import Ranks
-from sparsify.common.shards import is_fully_sharded, is_shard, reshard
+from sparsify.common.shards import is_shard, reshard
 from sparsify.errors import SparsifyError
 from sparsify.kernels.scatter import scatter
-from sparsify.masked.index_buffers import IndexBuffers
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.training.flat_delta import flat_delta
 from sparsify.training.sharding import check_root, read_base
+
+if TYPE_CHECKING:
+    from sparsify.training.engine import Engine
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,12 +37,7 @@ OFFLOADED = (
 
 
 class BaseWeights(AbstractContextManager[Model]):
-    """A model whose weights are the pretrained ones inside a ``with`` block, however the block ends.
-
-    Args:
-        weights: of the model.
-        model: what the block gets.
-    """
+    """A model whose weights are the pretrained ones inside a ``with`` block, however the block ends."""
 
     _trained: list[Tensor] | None = None
     _entered = 0
@@ -83,21 +78,11 @@ class BaseWeights(AbstractContextManager[Model]):
 
 
 class EffectiveWeights:
-    """The weights of a sparsified model at its unmasked entries.
+    """The weights of an engine's model at its unmasked entries."""
 
-    Args:
-        root: the model.
-        tensors: its masked tensors, by ascending number and offset.
-        buffers: their unmasked entries.
-        ranks: the other ranks.
-
-    Attributes:
-        are_base: whether they are the pretrained ones for now.
-    """
-
-    def __init__(self, root: nn.Module, tensors: Sequence[MaskedTensor], buffers: IndexBuffers, ranks: Ranks) -> None:
-        self._root, self._tensors, self._buffers, self._ranks = root, tensors, buffers, ranks
-        self.are_base = False
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.are_base = False  # whether they are the pretrained ones for now
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
 
@@ -105,42 +90,38 @@ class EffectiveWeights:
         return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
 
     @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has sharded them."""
-        return is_fully_sharded(self._root)
-
-    @property
     def are_in_step(self) -> bool:
         """Whether the flat delta and the weights' dtype are those that they were written from.
 
         The values themselves are compared: a version counter misses writes through ``.data``.
         """
-        written, values = self._written, flat_delta(self._root).detach()
+        written, values = self._written, self._engine.values.detach()
         return (
             written is not None
             and (written.device, written.dtype) == (values.device, values.dtype)
-            and (self._written_dtype == self._tensors[0].dtype or self.sharded)
+            and (self._written_dtype == self._engine.tensors[0].dtype or self._engine.sharded)
             and torch.equal(written, values)
         )
 
     @torch.no_grad()
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights, except into those of some tensors."""
-        check_root(self._root, self._tensors)
+        engine, buffers = self._engine, self._engine.buffers
+        check_root(engine)
         self.reshard()
         self._written = None  # an interrupted write is repeated
-        values, base = flat_delta(self._root).detach(), self._buffers.all_base
-        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[self._buffers.all_slots]
+        values, base = engine.values.detach(), buffers.base()
+        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[buffers.slots()]
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
-        if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in self._tensors):
-            weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in self._tensors), strict=True)
-            scatter(weights, counts, self._buffers.all_indices, effective)
+        if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in engine.tensors):
+            weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in engine.tensors), strict=True)
+            scatter(weights, counts, buffers.indices(), effective)
         else:
-            for tensor, own in zip(self._tensors, self._buffers.split(effective), strict=True):
+            for tensor, own in zip(engine.tensors, buffers.split(effective), strict=True):
                 if own.numel() and tensor not in but:
                     tensor.write(own)
-        self._written, self._written_dtype = values.clone(), self._tensors[0].dtype
+        self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
 
     def refresh(self) -> None:
         """Writes the weights if they are not in step with the flat delta."""
@@ -151,39 +132,30 @@ class EffectiveWeights:
         """Has them written before they are used next, whether the flat delta changes or not."""
         self._written = None
 
-    def append(self, ids: Tensor, slots: Tensor) -> None:
-        """Adds entries (n,), given by global id, to the index buffers; the current weights there are their base.
-
-        Args:
-            ids: (n,) int64, in any order.
-            slots: (n,) int64: where in the flat delta each has its number.
-        """
-        values = flat_delta(self._root).detach()
+    def append(self, ids: Tensor) -> None:
+        """Adds entries (n,), global ids in order of unmasking, to the index buffers, with the weights as their base."""
+        engine = self._engine
+        tensors, buffers, values = engine.tensors, engine.buffers, engine.values.detach()
+        first = buffers.total  # of the free slots
         ids, order = ids.sort()
-        slots = slots[order]
-        ends = upload([tensor.offset + tensor.numel for tensor in self._tensors], ids.device)
+        slots = first + order
+        ends = upload([tensor.offset + tensor.numel for tensor in tensors], ids.device)
         sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
-        indices = [own - tensor.offset for tensor, own in zip(self._tensors, ids.split(sizes), strict=True)]
-        if self.sharded:
-            first = int(slots.min()) if slots.numel() else 0
-            self._buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
-            read = partial(read_base, self._root, self._tensors, self._buffers, self._ranks, first)
-            torch.autograd.Variable._execution_engine.queue_callback(read)
+        indices = [own - tensor.offset for tensor, own in zip(tensors, ids.split(sizes), strict=True)]
+        if engine.sharded:
+            buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(read_base, engine, first))
             return
         base = [
             tensor.take(own.to(tensor.parameter.device)).to(values)
-            for tensor, own in zip(self._tensors, indices, strict=True)
+            for tensor, own in zip(tensors, indices, strict=True)
             if own.numel()
         ]
-        self._buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
+        buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
 
     def freeze(self) -> None:
-        """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters.
-
-        Raises:
-            SparsifyError: when a weight was offloaded.
-        """
-        for tensor in self._tensors:
+        """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
+        for tensor in self._engine.tensors:
             parameter = tensor.parameter
             if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
@@ -193,19 +165,15 @@ class EffectiveWeights:
     def write_base(self) -> None:
         """Writes the pretrained values into the weights."""
         self.reshard()
-        for tensor in self._tensors:
+        for tensor in self._engine.tensors:
             if tensor.count:
                 tensor.write_base()
 
     def make_base(self) -> list[Tensor]:
-        """Makes them the pretrained ones; no graph that was built before is disturbed.
-
-        Returns:
-            The trained values of each tensor, for :meth:`make_trained`.
-        """
+        """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
         self.refresh()
         self.reshard()
-        trained = [tensor.own_effective for tensor in self._tensors]
+        trained = [tensor.own_effective for tensor in self._engine.tensors]
         self.are_base = True
         self.write_base()
         return trained
@@ -213,14 +181,14 @@ class EffectiveWeights:
     def make_trained(self, trained: list[Tensor]) -> None:
         """Makes them the trained ones again."""
         self.reshard()
-        for tensor, values in zip(self._tensors, trained, strict=True):
+        for tensor, values in zip(self._engine.tensors, trained, strict=True):
             tensor.write_unseen(values)
         self.are_base = False
 
     def reshard(self) -> None:
         """Returns gathered weights to their shards, where they may be read and written."""
-        if self.sharded:
-            reshard(self._root)
+        if self._engine.sharded:
+            reshard(self._engine.root)
 
     def check_trained(self, call: str) -> None:
         """Raises where they are the pretrained ones for now, and ``call`` needs the trained ones."""

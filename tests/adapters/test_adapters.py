@@ -8,15 +8,16 @@ import pytest
 import torch
 import transformers as hf
 from architectures import WIDTH, build
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from requirements import needs_transformers_5
 from torch import nn
+from twins import Twins
 
 from sparsify import MaskedLinear, SparsifyError, desparsify, sparsify
 from sparsify.adapters import Adapter, AdapterConfig, add_adapters, load_adapters, remove_adapters, save_adapters
 
 KINDS = ["pfeiffer", "houlsby"]
-FACTOR, BUDGET, STEPS, RATE = 4, 60, 3, 0.05
+FACTOR, BUDGET, STEPS = 4, 60, 3
 BERT_PLACES = {"pfeiffer": ["output.adapters"], "houlsby": ["attention.output.adapters", "output.adapters"]}
 LLAMA_PLACES = {
     "pfeiffer": ["output_adapters.adapters"],
@@ -93,14 +94,6 @@ def test_parameters_have_adapterhubs_names_and_shapes(name, kind):
     added = {key: tuple(value.shape) for key, value in model.state_dict().items() if key not in before}
     assert added == {f"{place}.default.{key}": SHAPES[key] for place in places(name, kind) for key in SHAPES}
     assert before.items() <= {key: value.shape for key, value in model.state_dict().items()}.items()
-
-
-@pytest.mark.parametrize(("kind", "count"), [("pfeiffer", 894_528), ("houlsby", 1_789_056)])
-def test_a_bert_base_has_as_many_parameters_as_in_adapterhub(kind, count):
-    with torch.device("meta"):
-        model = hf.BertModel(hf.BertConfig())
-    add_adapters(model, kind)
-    assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == count
 
 
 @pytest.mark.parametrize(("factor", "bottleneck"), [(16, 48), (7, 109), (0.5, 1536), (2.5, 307), (10_000, 1)])
@@ -263,25 +256,12 @@ def test_id3_on_adapters_is_the_oracle_to_the_last_entry(name, kind, prepare):
     base, batches = with_adapters(name, kind)
     prepare(base)
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), RATE), BUDGET, STEPS)
     sparsify(sparse, BUDGET, "id3", steps=STEPS)
     projections = [layer for adapter in adapters_of(sparse) for layer in (adapter.adapter_down[0], adapter.adapter_up)]
     assert all(type(projection) is MaskedLinear for projection in projections)
     assert set(unmasked_sets(sparse)) == set(trainable(base))
-    optimizer = torch.optim.SGD([sparse.sparse_values], RATE)
-    for batch in batches:
-        loss, dense_loss = sparse(**batch).loss, dense(**batch).loss
-        torch.testing.assert_close(loss, dense_loss, rtol=1e-9, atol=1e-9)
-        oracle.step(dense_loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        unmasked = unmasked_sets(sparse)
-        assert unmasked == {key: oracle.unmasked_sets()[key] for key in unmasked}
-    assert sum(map(len, unmasked.values())) == BUDGET
-    weights = dict(sparse.named_parameters())
-    for key, parameter in dense.named_parameters():
-        torch.testing.assert_close(weights[key].detach(), parameter.detach(), rtol=1e-9, atol=1e-9)
+    Twins(dense, sparse, BUDGET, STEPS).train(batches)
+    assert sum(map(len, unmasked_sets(sparse).values())) == BUDGET
 
 
 @every_kind
@@ -411,13 +391,11 @@ def untouched(model, call, match):
     [
         ({"kind": "seq_bn"}, "kind='seq_bn' is no kind of adapter; expected houlsby or pfeiffer"),
         ({"reduction_factor": 0}, "reduction_factor=0; expected a number of at least 1/1024"),
-        ({"reduction_factor": -2}, "reduction_factor=-2; expected a number of at least 1/1024"),
         ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
         ({"reduction_factor": float("nan")}, "reduction_factor=nan; expected"),
         ({"reduction_factor": True}, "reduction_factor=True; expected"),
         ({"reduction_factor": "16"}, "reduction_factor='16'; expected"),
         ({"adapter_name": "a.b"}, "adapter_name='a.b' cannot be part of a parameter's name"),
-        ({"adapter_name": ""}, "adapter_name='' cannot be"),
         ({"adapter_name": "keys"}, "adapter_name='keys' cannot be"),
         ({"target_modules": ["no_such"]}, "target_modules: 'no_such' matches no module of the model"),
     ],
@@ -464,9 +442,9 @@ def test_a_model_that_cannot_take_adapters_is_refused(make, target_modules, matc
 def test_a_sparsified_model_keeps_its_modules():
     model, _ = with_adapters("bert")
     sparsify(model, BUDGET, "id3", steps=1)
-    untouched(model, lambda: remove_adapters(model), "is sparsified: adapters are put into a model before sparsify")
+    untouched(model, lambda: remove_adapters(model), "this model is sparsified: .*Call `desparsify")
     plain = sparsify(build("bert")[0], BUDGET, "id3", steps=1)
-    untouched(plain, lambda: add_adapters(plain), "is sparsified: adapters are put into a model before sparsify")
+    untouched(plain, lambda: add_adapters(plain), "this model is sparsified: .*Call `desparsify")
     assert len(adapters_of(remove_adapters(desparsify(model)))) == 0
 
 
@@ -492,7 +470,7 @@ def edited(folder, change):
         (lambda c: c["config"].update(reduction_factor={"1": 8}), r"reduction_factor=\{'1': 8\}; expected a number"),
         (lambda c: c["config"].update(reduction_factor=2), r"has the shape \(4, 16\), .* needs \(8, 16\)"),
         (lambda c: c.update(name="other"), r"has no `bert.*\.other\.adapter_down\.0\.weight`, which .* needs \(near"),
-        (lambda c: c.update(target_modules="mlp"), "target_modules='mlp'; expected a tuple of module names"),
+        (lambda c: c.update(target_modules="mlp"), "target_modules='mlp'; expected a list of module names"),
         (lambda c: c.update(target_modules=["bert.poler"]), "has no module 'bert.poler' .near: `bert.pooler`"),
         (lambda c: c.clear(), "is no config of AdapterHub's bottleneck adapters"),
     ],
@@ -506,16 +484,11 @@ def test_a_folder_of_other_adapters_is_refused_before_the_model_is_changed(chang
 
 def test_adapters_of_another_architecture_and_missing_files_are_refused(tmp_path):
     save_adapters(with_adapters("bert", "pfeiffer")[0], tmp_path)
-    llama, _ = build("llama")
-    untouched(llama, lambda: load_adapters(llama, tmp_path), "which LlamaForCausalLM needs")
+    model, _ = build("llama")
+    untouched(model, lambda: load_adapters(model, tmp_path), "which LlamaForCausalLM needs")
+    untouched(model, lambda: load_adapters(model, tmp_path / "none"), "is no JSON .* .there is no such file")
     (tmp_path / "adapter.safetensors").write_bytes(b"no tensors")
-    model, _ = build("bert")
-    untouched(
-        model, lambda: load_adapters(model, tmp_path), r"adapter\.safetensors cannot be read .*use_safetensors=True"
-    )
-    untouched(
-        model, lambda: load_adapters(model, tmp_path / "none"), "adapter_config.json cannot be read .no file of at most"
-    )
+    untouched(model, lambda: load_adapters(model, tmp_path), "cannot be read .*use_safetensors=True")
 
 
 def test_weights_that_have_no_place_are_refused(tmp_path):

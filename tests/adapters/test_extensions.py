@@ -3,7 +3,6 @@
 import copy
 import json
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from limits import needs_limits, within_limits
 from models import loss_of
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, BertModel
-from typer.testing import CliRunner
 
 from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
 from sparsify.adapters.extensions import record_extensions
-from sparsify.cli import make_app
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 CONFIG = BertConfig(
@@ -149,7 +146,6 @@ def pfeiffer(folder):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"peft_type": "VERA"}, SparsifyError, r"an adapter 'default' of type 'VERA': build the model as it was in"),
         ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\]: build the model"),
         ({"init_lora_weights": "pissa"}, SparsifyError, "init_lora_weights='pissa', which changes the base's own"),
         ({"r": 10**9}, BaseMismatchError, r"has shape \(1000000000, 32\) in the model that .* and \(4, 32\)"),
@@ -172,13 +168,9 @@ CATASTROPHIC = "(((.*)*)*)*!"
     "changes",
     [
         {"target_modules": CATASTROPHIC},
-        {"target_modules": "(.|.)" * 60 + "!"},
-        {"exclude_modules": CATASTROPHIC},
         {"modules_to_save": ["classifier", CATASTROPHIC]},
         {"rank_pattern": {CATASTROPHIC: 4}},
-        {"alpha_pattern": {CATASTROPHIC: 4}},
         {"layers_to_transform": [0], "layers_pattern": CATASTROPHIC},
-        {"layers_to_transform": [0], "layers_pattern": ["layer", CATASTROPHIC]},
     ],
     ids=str,
 )
@@ -189,7 +181,7 @@ def test_a_regular_expression_from_a_file_is_not_run(lora, changes):
 
 
 @needs_limits
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "modules_to_save", "target_modules"])
+@pytest.mark.parametrize("key", ["rank_pattern", "modules_to_save"])
 def test_a_record_has_no_more_items_than_are_of_use(lora, key):
     names = [f"n{i}" for i in range(200_000)]
     changes = {key: dict.fromkeys(names, 4) if key.endswith("pattern") else names}
@@ -228,13 +220,11 @@ def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_mat
         ({"reduction_factor": 1e-3}, "tensor .* has shape"),
         ({"reduction_factor": 10**400}, "tensor .* has shape"),
         ({"kind": ["pfeiffer"]}, r"kind=\['pfeiffer'\] is no kind of adapter"),
+        ({"kind": None}, "kind=None is no kind of adapter"),
         ({"name": "training"}, "adapter_name='training' cannot be part of a parameter's name"),
         ({"target_modules": ["nowhere"]}, "has no module 'nowhere'"),
-        ({"target_modules": [5]}, r"target_modules=\(5,\); expected a tuple of module names"),
-        ({"target_modules": [["query"]]}, r"target_modules=\(\['query'\],\); expected a tuple of module names"),
-        ({"target_modules": 5}, "target_modules=5; expected a tuple of module names"),
-        ({"target_modules": "query"}, "target_modules='query'; expected a tuple of module names"),
-        ({"target_modules": {"query": 1}}, r"target_modules={'query': 1}; expected a tuple of module names"),
+        ({"target_modules": [5]}, r"target_modules=\[5\]; expected a list of module names"),
+        ({"target_modules": "query"}, "target_modules='query'; expected a list of module names"),
         ({"target_modules": ["bert.pooler", "bert.pooler"]}, "and no values in the delta"),
     ],
     ids=str,
@@ -254,38 +244,6 @@ def test_the_name_of_a_recorded_adapter_is_quoted_briefly_and_cannot_steer_a_ter
         load_model(folder, delta)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
-
-
-def test_adapters_without_a_setting_are_refused(pfeiffer):
-    folder, delta = changed(pfeiffer, {}, "adapters")
-    del delta.config["adapters"]["kind"]
-    with pytest.raises(SparsifyError, match="the delta records adapters without `kind`: build the model"):
-        load_model(folder, delta)
-
-
-ODD = [None, True, -1, 10**30, "\x1b[2J", [[]], ["x", 5], {"a": [1]}]
-
-
-@pytest.mark.slow
-@needs_limits
-def test_odd_settings_of_peft_end_in_a_model_or_in_an_error_of_ours(lora):
-    said = []
-
-    def load(changes):
-        try:
-            load_model(*changed(lora, changes))
-        except SparsifyError as error:
-            if len(str(error)) > 1_000 or "\x1b" in str(error):
-                raise RuntimeError(f"{changes} is told so: {error}") from error
-            raise
-
-    for key in lora[1].config["peft"]["default"]:
-        for value in ODD:
-            try:
-                within_limits(partial(load, {key: value}))
-            except SparsifyError as error:
-                said.append(error)
-    assert len(said) > 30
 
 
 def test_a_record_cannot_import_or_name_another_base(lora):
@@ -311,15 +269,6 @@ def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, 
     assert not (tmp_path / "out").exists()
     plain = load_model(folder, delta).merge_and_unload()
     assert torch.allclose(logits(plain), logits(load_model(folder, delta)), atol=1e-6)
-
-
-def test_info_says_what_is_drawn(folder, tmp_path):
-    model = trained(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])), "seed")
-    SparseDelta.from_model(model).save(tmp_path / "d")
-    shown = CliRunner().invoke(make_app(), ["info", str(tmp_path / "d")], catch_exceptions=False).output
-    assert "the initial values of 4 tensors that the base does not have" in " ".join(shown.split())
-    described = json.loads(CliRunner().invoke(make_app(), ["info", str(tmp_path / "d"), "--json"]).output)
-    assert sum("drawn" in tensor for tensor in described["tensors"].values()) == 4
 
 
 def test_an_adapter_of_another_type_is_built_by_the_user(folder):

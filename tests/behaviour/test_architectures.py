@@ -10,10 +10,11 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, GROUPED, build
+from models import train
 from oracle import padding_rows, unmasked_sets
 from recorder import model_gradients, sparsify_fully
 from requirements import needs_transformers_5
-from twins import Twins, sgd, trainable
+from twins import Twins
 
 from sparsify import SparseDelta, sparsify
 
@@ -97,11 +98,7 @@ def test_experts_that_are_multiplied_in_groups_get_the_plain_models_gradients(na
 def test_running_statistics_travel_with_the_delta(name, tmp_path):
     base, batches = build(name)
     trained = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
-    optimizer = sgd(trainable(trained))
-    for batch in batches:
-        optimizer.zero_grad()
-        trained(**batch)["loss"].backward()
-        optimizer.step()
+    train(trained, batches)
     SparseDelta.from_model(trained).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
     statistics = {n: b for n, b in trained.named_buffers() if n.endswith(("running_mean", "running_var", "_tracked"))}

@@ -13,17 +13,17 @@ from sparsify import SparseDelta, SparsifyError, sparsify, summary
 BUDGET, STEPS, DECAY = 24, 6, 0.7
 
 
-def trained(update, start, strategy="id3"):
-    """The pretrained model, the average, and the effective weights after each step of training."""
+def trained(update=AveragedModel.update_parameters, start=copy.deepcopy, strategy="id3"):
+    """The pretrained model, the average, the effective weights before training and after each step, and the batches."""
     model, batches = build("bert", dtype=torch.float64)
     pretrained = copy.deepcopy(model)
     sparsify(model, BUDGET, strategy, steps=STEPS)
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
-    average, seen = start(model), []
+    average, seen = start(model), [{name: p.detach().clone() for name, p in pretrained.named_parameters()}]
     for batch in batches[:STEPS]:
         train(model, [batch], optimizer=optimizer)
         update(average, model)
-        seen.append({name: p.detach().clone() for name, p in model.named_parameters() if name != "sparse_values"})
+        seen.append({name: model.get_parameter(name).detach().clone() for name in seen[0]})
     return pretrained, average, seen, batches
 
 
@@ -39,7 +39,7 @@ def check(pretrained, average, expected, batches):
 
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 def test_torchs_averaged_model_is_the_mean_of_all_steps(strategy):
-    pretrained, average, seen, batches = trained(lambda a, m: a.update_parameters(m), AveragedModel, strategy)
+    pretrained, average, (_, *seen), batches = trained(start=AveragedModel, strategy=strategy)
     mean = {name: sum(weights[name] for weights in seen) / STEPS for name in seen[0]}
     check(pretrained, average, mean, batches)
     assert summary(average, verify=True).verification.ok
@@ -47,16 +47,15 @@ def test_torchs_averaged_model_is_the_mean_of_all_steps(strategy):
 
 
 def ema_of(seen):
-    expected = dict(seen[0])
+    expected = seen[0]
     for weights in seen[1:]:
         expected = {name: DECAY * expected[name] + (1 - DECAY) * weights[name] for name in weights}
     return expected
 
 
 def test_torchs_exponential_average_is_one():
-    pretrained, average, seen, batches = trained(
-        lambda a, m: a.update_parameters(m), lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    )
+    start = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    pretrained, average, (_, *seen), batches = trained(start=start)
     check(pretrained, average, ema_of(seen), batches)
 
 
@@ -72,27 +71,21 @@ def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
 
 @pytest.mark.parametrize("delta_alone", [False, True])
 def test_an_average_of_ones_own_that_copies_the_buffers_is_one(delta_alone):
-    update = functools.partial(average_by_hand, delta_alone=delta_alone)
-    pretrained, average, seen, batches = trained(update, copy.deepcopy)
-    start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
-    check(copy.deepcopy(pretrained), average, ema_of([start, *seen]), batches)
+    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, delta_alone=delta_alone))
+    check(pretrained, average, ema_of(seen), batches)
 
 
 def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():
-    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, copy_buffers=False), copy.deepcopy)
-    start = {name: parameter.detach() for name, parameter in pretrained.named_parameters()}
+    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, copy_buffers=False))
     loss = loss_of(average, batches[-1])
-    for name, parameter in pretrained.named_parameters():
-        parameter.data.copy_(ema_of([start, *seen])[name])
+    pretrained.load_state_dict(ema_of(seen), strict=False)
     torch.testing.assert_close(loss, loss_of(pretrained, batches[-1]))
     with pytest.raises(SparsifyError, match=r"buffers were not.*own\.copy_\(other\)"):
         SparseDelta.from_model(average)
 
 
 def test_an_average_of_the_index_buffers_is_refused():
-    _, average, _, batches = trained(
-        lambda a, m: a.update_parameters(m), lambda m: AveragedModel(m, use_buffers=True), "id3"
-    )
+    _, average, _, batches = trained(start=functools.partial(AveragedModel, use_buffers=True))
     with pytest.raises(SparsifyError, match=r"make no sense any more.*use_buffers=False"):
         loss_of(average, batches[0])
 
@@ -100,7 +93,6 @@ def test_an_average_of_the_index_buffers_is_refused():
 def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():
     model, batches = build("mlp")
     sparsify(model, BUDGET, steps=STEPS)
-    train(model, batches[:1])
     (loss_of(model, batches[1]) * torch.nan).backward()
     torch.optim.SGD([model.sparse_values], lr=0.1).step()
     with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):

@@ -3,9 +3,10 @@
 Each scenario is a function that every rank runs; a test compares what came back with one process, or among the ranks.
 """
 
-import contextlib
 import os
 import time
+from contextlib import ExitStack, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from sparsify import (
     Magnitude,
     Repeat,
     SparseDelta,
-    SparsifyError,
     Strategy,
     desparsify,
     get_unmasker,
@@ -34,28 +34,32 @@ from sparsify import (
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.integrations.distributed import check_ranks
 from sparsify.masked.gradients import DenseGradient
-from sparsify.selection import screening as screen
+from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.distributed import DistributedSelector
-from sparsify.selection.topk import TopK, offer_gradient
+from sparsify.selection.topk import TopK
 
 
-def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: model, **options):
-    """Trains under DDP, or alone where there is one rank; returns mean losses, unmasked sets and the flat delta."""
+def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: model, ddp=True, **options):
+    """Trains under DDP, or alone where there is one rank; returns mean losses, unmasked sets, what was sent."""
     model = wrap(model)
-    parallel = DistributedDataParallel(model, **options) if num_ranks() > 1 else model
+    parallel = DistributedDataParallel(model, **options) if ddp and num_ranks() > 1 else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
+    losses, sent, ranks = [], [], get_unmasker(model).ranks
     for step in range(steps):
+        before = ranks.bytes_sent, ranks.exchanges
         optimizer.zero_grad()
         for part in range(micro):
             batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
-            with parallel.no_sync() if num_ranks() > 1 and part + 1 < micro else contextlib.nullcontext():
+            with parallel.no_sync() if num_ranks() > 1 and part + 1 < micro else nullcontext():
                 loss = parallel(**batch) / micro
                 loss.backward()
             losses.append(mean_over_ranks(loss))
         optimizer.step()
-    return {"losses": losses, "sets": unmasked_sets(model), "delta": model.sparse_values.detach().clone()}
+        sent.append((ranks.bytes_sent - before[0], ranks.exchanges - before[1]))
+    about, delta = summary(model), model.sparse_values.detach().clone()
+    result = {"losses": losses, "sets": unmasked_sets(model), "delta": delta}
+    return {**result, "sent": sent, "work": about.last_work, "text": str(about)}
 
 
 # ------------------------------------------------------------------- scenarios that one process can be compared with
@@ -82,6 +86,8 @@ def of(importance, selection=Increment()):  # noqa: B008 - frozen
 RUNS = {
     "exact": (words, {}, {}),
     "in float32": (lambda: words(torch.float32), {}, {}),
+    "screened": (lambda: words(torch.float32), {}, {}),  # as large layers are
+    "unmasking less than all steps": (words, {"steps": STEPS - 2}, {}),
     "options of DDP": (words, of(SNIP()), {"gradient_as_bucket_view": True, "find_unused_parameters": True}),
     "a static graph": (words, {}, {"static_graph": True}),
     "accumulating": (words, {}, {"micro": 2}),
@@ -97,60 +103,17 @@ RUNS = {
 def trained(rank, name):
     make, settings, options = RUNS[name]
     model, batches = make()
-    result = train(rank, sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings}), batches, **options)
+    sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings})
+    with ExitStack() as limits:
+        if name == "screened":
+            limits.enter_context(patch.object(screening, "SMALLEST_SCREENED", 1))
+            limits.enter_context(patch.object(screening, "costs_of", lambda *_: FREE))
+        result = train(rank, model, batches, **options)
     check_ranks(model)
     return result
 
 
-def screened(rank):
-    """Float32 with the screen, as large layers have it."""
-    before, screen.SMALLEST_SCREENED = screen.SMALLEST_SCREENED, 1
-    try:
-        model, batches = words(torch.float32)
-        return train(rank, sparsify(model, 12, steps=STEPS), batches)
-    finally:
-        screen.SMALLEST_SCREENED = before
-
-
-def counted(rank):
-    """The work of a rank in its last step, without a screen and with one."""
-    model, batches = words(torch.float32)
-    train(rank, sparsify(model, 12, steps=STEPS), batches)
-    before = screen.SMALLEST_SCREENED, screen.costs_of
-    screen.SMALLEST_SCREENED, screen.costs_of = 1, lambda *_: FREE
-    try:
-        other, batches = words(torch.float32)
-        train(rank, sparsify(other, 12, steps=STEPS), batches)
-    finally:
-        screen.SMALLEST_SCREENED, screen.costs_of = before
-    return summary(model).last_work, summary(other).last_work
-
-
-def checked(rank):
-    model, batches = words()
-    sparsify(model, 12, steps=STEPS)
-    get_unmasker(model).check = True
-    return error_of(train, rank, model, batches)
-
-
 # ------------------------------------------------------------------- scenarios of their own
-
-
-def bytes_and_calls(rank):
-    """Bytes and exchanges of steps that select, of later ones, and with a set known in advance."""
-    model, batches = words()
-    sparsify(model, BUDGET, steps=STEPS - 2)
-    ranks, sent = get_unmasker(model).ranks, []
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=1e-2)
-    for batch in batches:
-        before = ranks.bytes_sent, ranks.exchanges
-        parallel(**own_part(batch, rank)).backward()
-        optimizer.step()
-        sent.append((ranks.bytes_sent - before[0], ranks.exchanges - before[1]))
-    known, _ = words()
-    train(rank, sparsify(known, BUDGET, "pafi"), batches)
-    return sent, get_unmasker(known).ranks.exchanges, str(summary(model)), ranks.bytes_sent
 
 
 def nothing_finite_on_one_rank(rank):
@@ -176,66 +139,16 @@ def no_token_on_one_rank(rank):
     return get_unmasker(model).unmasked
 
 
-def skipped(rank, name, forward):
-    """Rank 1 leaves a module out."""
-    model, batches = mlp()
-    sparsify(model, BUDGET, steps=STEPS)
-    if rank == 1:
-        model.get_submodule(name).forward = forward
-    return error_of(lambda: model(**own_part(batches[0], rank)).backward())
-
-
-def skipped_modules(rank):
-    return (
-        skipped(rank, "second", lambda x: x[:, :8]),
-        skipped(rank, "first", lambda x: torch.zeros(x.shape[0], 10, dtype=x.dtype)),
-    )
-
-
-def other_beginnings(rank):
-    """Weights drawn without a common seed, and other arguments."""
-    (model, batches), (other, _) = mlp(seed=rank), mlp()
-    sparsify(model, BUDGET, "pafi")
-    sparsify(other, BUDGET, steps=STEPS + rank)
-    return error_of(train, rank, model, batches), error_of(train, rank, other, batches)
-
-
-def without_ddp(rank):
-    messages = []
-    for strategy in ("id3", "pafi"):
-        model, batches = mlp()
-        sparsify(model, BUDGET, strategy, steps=STEPS)
-        optimizer = torch.optim.SGD([model.sparse_values], lr=1e-2)
-
-        def three_steps(model=model, batches=batches, optimizer=optimizer):
-            for batch in batches[:3]:
-                model(**own_part(batch, rank)).backward()
-                optimizer.step()
-
-        messages.append(error_of(three_steps))
-    return messages
-
-
-def moved_behind_our_back(rank):
-    model, _ = mlp()
-    sparsify(model, BUDGET, "pafi")
-    check_ranks(model)
-    model.sparse_values.data += rank
-    return error_of(check_ranks, model)
-
-
 def saved_and_resumed(rank):
     model, batches = words()
     train(rank, sparsify(model, BUDGET, steps=STEPS), batches, steps=3)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    delta = SparseDelta.from_model(model)
     other, _ = words()
-    sparsify(other, BUDGET, steps=STEPS)
-    parallel = DistributedDataParallel(other)
-    parallel.load_state_dict({f"module.{name}": value for name, value in state.items()})
+    parallel = DistributedDataParallel(sparsify(other, BUDGET, steps=STEPS))
+    parallel.load_state_dict({f"module.{name}": value for name, value in model.state_dict().items()})
     resumed = train(rank, other, batches[3:], steps=2)
     desparsify(other)
-    return resumed["sets"], delta.num_entries, hasattr(other, "_ddp_params_and_buffers_to_ignore")
+    left = hasattr(other, "_ddp_params_and_buffers_to_ignore")
+    return resumed["sets"], SparseDelta.from_model(model).num_entries, left
 
 
 def winners_of_random_tensors(rank):
@@ -252,9 +165,7 @@ def winners_of_random_tensors(rank):
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         topk, expected = TopK(size, torch.float32, "cpu"), TopK(size, torch.float32, "cpu")
-        selector = DistributedSelector(
-            SelectionContext(topk, importance, Work()), Ranks(), tensors, masked_only=True, mode="exact"
-        )
+        selector = DistributedSelector(SelectionContext(topk, importance, Work()), Ranks(), tensors, "exact")
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -263,7 +174,7 @@ def winners_of_random_tensors(rank):
             if seed % 5 == 0:
                 grads[:, ::2] = 0
             mean = grads.clone().sum(0) / num_ranks()
-            offer_gradient(expected, importance, tensor.matrix, mean, None, tensor.offset)
+            expected.offer(importance, tensor.matrix, mean, None, tensor.offset)
             gradient = DenseGradient(grads[rank].clone())
             if seed % 7 == 0:
                 rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
@@ -274,25 +185,60 @@ def winners_of_random_tensors(rank):
     return wrong
 
 
-OWN = [
-    screened,
-    bytes_and_calls,
-    nothing_finite_on_one_rank,
-    no_token_on_one_rank,
-    skipped_modules,
-    other_beginnings,
-    without_ddp,
-    moved_behind_our_back,
-    saved_and_resumed,
-    winners_of_random_tensors,
-    counted,
-    checked,
-]
+# ------------------------------------------------------------------- scenarios that are refused
+
+
+def message(rank, *, seed=0, strategy="id3", steps=STEPS, check=False, **options):
+    """The error of a run in which something differs between the ranks."""
+    model, batches = mlp(seed)
+    sparsify(model, BUDGET, strategy, steps=steps)
+    get_unmasker(model).check = check
+    return error_of(lambda: train(rank, model, batches, **options))
+
+
+def message_where_one_skips(rank, name, forward):
+    model, batches = mlp()
+    sparsify(model, BUDGET, steps=STEPS)
+    if rank == 1:
+        model.get_submodule(name).forward = forward
+    return error_of(lambda: model(**own_part(batches[0], rank)).backward())
+
+
+def message_of_a_check(rank):
+    model, _ = mlp()
+    sparsify(model, BUDGET, "pafi")
+    check_ranks(model)
+    model.sparse_values.data += rank
+    return error_of(check_ranks, model)
+
+
+# what every rank runs, and what it is told
+REFUSED = {
+    "a module is skipped": (
+        lambda rank: message_where_one_skips(rank, "second", lambda x: x[:, :8]),
+        "rank 0 is at `second.", "rank 1 is at `norm.", "has to run the same modules",
+    ),
+    "the last module is skipped": (
+        lambda rank: message_where_one_skips(rank, "first", lambda x: torch.zeros(x.shape[0], 10, dtype=x.dtype)),
+        "rank 0 is at `first.", "rank 1 is at the end",
+    ),
+    "other weights": (
+        lambda rank: message(rank, seed=rank, strategy="pafi"),
+        "differ in their unmasked entries", "torch.manual_seed on every rank",
+    ),
+    "other arguments": (lambda rank: message(rank, steps=STEPS + rank), "differ in their settings", "same arguments"),
+    "without DDP": (lambda rank: message(rank, ddp=False), "differ in their flat delta", "DistributedDataParallel"),
+    "a known set without DDP": (lambda rank: message(rank, strategy="pafi", ddp=False), "differ in their flat delta"),
+    "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
+    "the dense form": (lambda rank: message(rank, check=True), "several ranks train together"),
+}  # fmt: skip
+OWN = [nothing_finite_on_one_rank, no_token_on_one_rank, saved_and_resumed, winners_of_random_tensors]
 
 
 def all_scenarios(rank):
     own = {scenario.__name__: scenario(rank) for scenario in OWN}
-    return {**own, **{name: trained(rank, name) for name in RUNS}}
+    refused = {name: scenario(rank) for name, (scenario, *_) in REFUSED.items()}
+    return {**own, **refused, **{name: trained(rank, name) for name in RUNS}}
 
 
 @pytest.fixture(scope="module")
@@ -315,10 +261,6 @@ def assert_like(results, alone):
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "candidates"])
 def test_two_ranks_train_like_one_process_with_both_batches(two, name):
     assert_like([result[name] for result in two], trained(0, name))
-
-
-def test_two_ranks_screen_like_one_process(two):
-    assert_like(on_each(two, screened), screened(0))
 
 
 def four_ranks(rank):
@@ -345,24 +287,30 @@ def test_candidates_are_the_same_on_all_ranks(two):
 
 
 def test_only_steps_that_choose_by_gradients_send_anything(two):
-    for sent, of_known_set, text, total in on_each(two, bytes_and_calls):
-        assert all(number > 0 for number, _ in sent[:4])
-        assert sent[4:] == [(0, 0), (0, 0)]
-        assert of_known_set == 2  # that all ranks hold the same, in the first step and in the second
-        assert f"{total:,} bytes" in text
+    for result in two:
+        run = result["unmasking less than all steps"]
+        sent = run["sent"]
+        assert all(number > 0 for number, _ in sent[:-2])
+        assert sent[-2:] == [(0, 0), (0, 0)]
+        assert f"{sum(number for number, _ in sent):,} bytes" in run["text"]
+        of_a_known_set = result["static beside a dense head"]["sent"]
+        assert [exchanges for _, exchanges in of_a_known_set[:3]] == [1, 1, 0], "that all ranks hold the same"
 
 
 def test_each_rank_counts_what_it_looked_at(two):
-    for plain, with_a_screen in on_each(two, counted):
+    for result in two:
+        plain, with_a_screen = result["in float32"]["work"], result["screened"]["work"]
         assert plain.dense > 0
         assert plain.screened == plain.verified == 0
         assert with_a_screen.screened > 0
         assert 0 < with_a_screen.dense < plain.dense
 
 
-def test_the_dense_form_is_compared_in_one_process_only(two):
-    for message in on_each(two, checked):
-        assert "several ranks train together" in message
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranks_that_part_are_told_so(two, name):
+    _, *texts = REFUSED[name]
+    for result in two:
+        assert all(text in result[name] for text in texts), result[name]
 
 
 def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(two):
@@ -374,35 +322,6 @@ def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(two):
 
 def test_a_rank_without_tokens_takes_part(two):
     assert on_each(two, no_token_on_one_rank) == [BUDGET // STEPS] * 2
-
-
-def test_a_rank_that_skips_a_module_is_an_error_on_all_ranks_that_names_it(two):
-    for message, of_the_last in on_each(two, skipped_modules):
-        assert "rank 0 is at `second." in message
-        assert "rank 1 is at `norm." in message
-        assert "has to run the same modules" in message
-        assert "rank 0 is at `first." in of_the_last
-        assert "rank 1 is at the end" in of_the_last
-
-
-def test_ranks_that_start_from_other_weights_or_arguments_are_told_so(two):
-    for of_weights, of_arguments in on_each(two, other_beginnings):
-        assert "differ in their unmasked entries" in of_weights
-        assert "torch.manual_seed on every rank" in of_weights
-        assert "differ in their settings" in of_arguments
-        assert "same arguments" in of_arguments
-
-
-def test_training_without_ddp_is_an_error_in_the_first_steps(two):
-    for of_id3, of_pafi in on_each(two, without_ddp):
-        assert "differ in their flat delta" in of_id3
-        assert "DistributedDataParallel" in of_id3
-        assert "differ in their flat delta" in of_pafi
-
-
-def test_check_ranks_finds_what_differs(two):
-    for message in on_each(two, moved_behind_our_back):
-        assert "differ in their flat delta" in message
 
 
 def test_ranks_save_and_resume(two):
@@ -439,8 +358,3 @@ def test_a_rank_that_dies_or_stalls_is_an_error_within_the_time_limit(die):
     assert "got no answer from another rank within 2 s, or lost it" in message
     assert "ranks.timeout" in message
     assert seconds < 60
-
-
-def test_an_unknown_way_to_agree_is_refused_before_anything_changes():
-    with pytest.raises(SparsifyError, match="sync='fast'; expected 'exact' or 'candidates'"):
-        sparsify(nn.Linear(3, 3), 2, steps=1, sync="fast")

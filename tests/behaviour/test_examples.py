@@ -127,9 +127,7 @@ def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(example
     monkeypatch.setattr(example("text_classification"), "main", recorded(ran))
     options = ["--results", str(tmp_path / "runs.jsonl"), "--strategies", "id3", "--lr", "0.002", "--seeds", "0"]
     main([*options, "--tasks", "mrpc"])
-    assert [(run["--task"], run["--seed"], run["--rows"], run["--lr"]) for run in ran] == [
-        ("mrpc", "0", "1500", "0.002")
-    ]
+    assert ran[0].items() >= {"--task": "mrpc", "--seed": "0", "--rows": "1500", "--lr": "0.002"}.items()
     main([*options, "2", "--tasks", "mrpc", "cola"])
     assert [(run["--task"], run["--seed"]) for run in ran[1:]] == [("cola", "0"), ("mrpc", "2"), ("cola", "2")]
     main([*options, "0", "--tasks", "rte", "--strategies", "full"])
@@ -146,11 +144,9 @@ def test_a_comparison_of_adapters_has_a_row_a_method(example, monkeypatch, tmp_p
     options = ["--results", str(tmp_path / "runs.jsonl"), "--tasks", "mrpc", "--methods", "LoRA", "ID3 + LoRA"]
     compare_adapters.main([*options, "--seeds", "0"])
     compare_adapters.main([*options, "SparseAdapter + Pfeiffer", "--seeds", "0", "--epochs", "1"])
-    assert [(run["adapter"], run["--strategy"], run.get("--budget"), run.get("--epochs")) for run in ran] == [
-        ("lora", "dense", None, None),
-        ("lora", "id3", "0.24", None),
-        ("bottleneck", "sparseadapter", "0.04", "1"),
-    ]
+    found = [(run["adapter"], run["--strategy"], run.get("--budget"), run.get("--epochs")) for run in ran]
+    assert found == [("lora", "dense", None, None), ("lora", "id3", "0.24", None),
+                     ("bottleneck", "sparseadapter", "0.04", "1")]  # fmt: skip
     table = capsys.readouterr().out.splitlines()[-3:]
     assert [line.split("|")[1].strip() for line in table] == ["LoRA", "ID3 + LoRA", "SparseAdapter + Pfeiffer"]
 
@@ -203,12 +199,18 @@ def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, optio
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_several_ranks_train_one_delta(name, files, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")]
+    command += [
+        str(EXAMPLES / f"{name}.py"),
+        *files,
+        "--epochs",
+        "2",
+        "--budget",
+        "200",
+        "--out",
+        str(tmp_path / "delta"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py"), *files, *options],
-        capture_output=True, text=True, timeout=300, check=True, env=environment,
-    )  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 4)
     assert "bytes by this one of 2 ranks" in run.stdout
@@ -221,9 +223,6 @@ def test_bfloat16_loses_updates_in_full_fine_tuning_and_not_in_the_delta(example
     results = example("bfloat16").main([*files, "--steps", "1", "--rows", "4", "--budget", "500"])
     kinds = [(result["strategy"], result["dtype"]) for result in results]
     assert kinds == [(strategy, dtype) for strategy in ("id3", "full") for dtype in ("float32", "bfloat16")]
-    table = capsys.readouterr().out.splitlines()[-4:]
-    assert all(
-        line.startswith(f"| {strategy} | {dtype} |") for line, (strategy, dtype) in zip(table, kinds, strict=True)
-    )
+    assert "| full | bfloat16 |" in capsys.readouterr().out
     float32, bfloat16 = (result["moved"] for result in results[2:])
     assert bfloat16 < float32

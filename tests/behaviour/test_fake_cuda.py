@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("SPARSIFY_FAKE_CUDA") or ROOT.parent / "shared" / "fake_cuda")
 TORCH = "2.13"  # that its C++ was written for
 PLACES = ["default", "side", "two streams", "two devices", "side on two devices"]
-WAYS = ["accumulation", "checkpointing", "base weights", "deepcopy", "state dict"]
 
 
 def missing():
@@ -38,57 +37,43 @@ def missing():
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-def runs(which):
-    """Results of a group of runs, by strategy, place and way."""
+@pytest.fixture(scope="module")
+def results():
+    """Results by strategy, place, and whether everything is done at once."""
     paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py", which],
+        [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py"],
         env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    results = {tuple(result["run"]): result for result in map(json.loads, done.stdout.splitlines())}
-    errors = {run: result["error"] for run, result in results.items() if "error" in result}
-    assert not errors, "\n".join(f"{run}: {error}" for run, error in errors.items())
-    return results
+    return {tuple(result["run"]): result for result in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return runs("plain")
-
-
-@pytest.fixture(scope="module")
-def other():
-    return runs("other")
-
-
-def check(results, strategy, place, way="plain"):
+def check(results, strategy, place, everything=False):
     """As on the CPU, in order, and nothing left behind."""
-    ours, reference = results[strategy, place, way], results[strategy, "cpu", way]
+    ours, reference = results[strategy, place, everything], results[strategy, "cpu", everything]
     assert ours["sets"] == reference["sets"]
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
     # no race that full fine-tuning does not have
-    assert not Counter(ours["races"]) - Counter(results["full", place, "plain"]["races"])
+    assert not Counter(ours["races"]) - Counter(results["full", place, False]["races"])
     assert ours["left"] == 0, "bytes on the devices once the model is gone"
 
 
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_is_as_on_the_cpu_and_its_streams_wait_for_each_other_and_the_host_for_none(plain, strategy, place):
-    check(plain, strategy, place)
-    run = plain[strategy, place, "plain"]
+def test_a_run_is_as_on_the_cpu_and_its_streams_wait_for_each_other_and_the_host_for_none(results, strategy, place):
+    check(results, strategy, place)
+    run = results[strategy, place, False]
     assert sum(map(len, run["sets"].values())) == 60
-    assert run["waits"] == plain[strategy, "default", "plain"]["waits"]
+    assert run["waits"] == results[strategy, "default", False]["waits"]
 
 
 @pytest.mark.parametrize("place", ["default", "side", "two streams", "two devices"])
-def test_the_control_has_no_race(plain, place):
-    assert not plain["full", place, "plain"]["races"]
+def test_the_control_has_no_race(results, place):
+    assert not results["full", place, False]["races"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["side", "two devices"])
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_train_are_as_on_the_cpu(other, way, place):
-    check(other, "id3", place, way)
+def test_a_run_with_everything_is_as_on_the_cpu(results, place):
+    check(results, "id3", place, everything=True)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from models import build, loss_of
-from oracle import DenseOracle, unmasked_sets
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from twins import Twins
 
 from sparsify import SparsifyError, get_unmasker, sparsify
 
@@ -71,25 +71,6 @@ def test_hooks_see_and_change_what_they_did(part, place, when):
     torch.testing.assert_close(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_weight_is_refused_by_name(register):
-    model, _, _ = pair()
-    getattr(model.norm.weight, register)(lambda grad: None)
-    with pytest.raises(SparsifyError, match=r"`norm\.weight` .*\(LayerNorm\) has a gradient hook .*would never run"):
-        sparsify(model, BUDGET, steps=STEPS)
-    assert model.norm.weight.requires_grad
-    sparsify(model, BUDGET, steps=STEPS, exclude_modules=["norm"])
-
-
-def test_a_hook_on_the_weight_of_a_sparsified_model_is_refused_by_torch():
-    model, batches, _ = *pair()[::2], None
-    sparsify(model, BUDGET, steps=STEPS)
-    with pytest.raises(RuntimeError, match="doesn't require grad"):
-        model.first.weight.register_hook(lambda grad: None)
-    model.sparse_values.register_hook(lambda grad: 2 * grad)  # the flat delta may have any
-    loss_of(model, batches[0]).backward()
-
-
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -114,14 +95,7 @@ REPARAMETRIZATIONS = {
 def test_a_reparametrized_model_is_the_oracle(name):
     sparse, dense, batches = pair(REPARAMETRIZATIONS[name])
     sparsify(sparse, BUDGET, steps=STEPS)
-    oracle = DenseOracle(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BUDGET, STEPS)
-    optimizer = torch.optim.SGD([sparse.sparse_values], lr=0.1)
-    for batch in batches[:STEPS]:
-        oracle.step(loss_of(dense, batch))
-        optimizer.zero_grad()
-        loss_of(sparse, batch).backward()
-        optimizer.step()
-        assert unmasked_sets(sparse) == oracle.unmasked_sets()
+    Twins(dense, sparse, BUDGET, STEPS).train(batches[:STEPS])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

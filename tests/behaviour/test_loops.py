@@ -8,6 +8,7 @@ from models import build, loss_of
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from trainers import make_model, rows_of
 from twins import trainable
 
 from sparsify import sparsify, summary, trained_state
@@ -15,15 +16,6 @@ from sparsify import sparsify, summary, trained_state
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra `test`")
 
 BUDGET, STEPS = 40, 6
-
-
-def make_model(dropout=0.2, **options):
-    """With dropout, a run depends on the state of the random generators."""
-    model, _ = build("bert")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-    return sparsify(model, BUDGET, steps=STEPS, **options)
 
 
 def make_optimizer(model):
@@ -61,9 +53,7 @@ class Accelerated:
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)
         optimizer = make_optimizer(model)
         scheduler = LambdaLR(optimizer, lambda step: 1 - step / (2 * STEPS))
-        rows = [{key: value[i] for key, value in batch.items()} for batch in build("bert")[1] for i in range(4)]
-        loader = DataLoader(rows, batch_size=4)
-        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
+        prepared = self.accelerator.prepare(model, optimizer, DataLoader(rows_of(), batch_size=4), scheduler)
         self.model, self.optimizer, self.loader, self.scheduler = prepared
 
     def train(self, batches, skip=0):
@@ -86,13 +76,17 @@ class Accelerated:
         return self.accelerator.unwrap_model(self.model)
 
 
-def test_accelerates_loop_is_the_plain_one():
-    loop = Accelerated(make_model(dropout=0.0))
+def test_accelerates_loop_is_the_plain_one_and_its_way_to_save_a_model_writes_an_ordinary_one(tmp_path):
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    loop = Accelerated(copy.deepcopy(model))
     loop.scheduler.scheduler.lr_lambdas[:] = [lambda step: 1.0]
-    losses = loop.train(STEPS)
-    model = make_model(dropout=0.0)
-    assert plain_loop(model, build("bert")[1][:STEPS]) == losses
+    assert loop.train(STEPS) == plain_loop(model, batches[:STEPS])
     assert_same_states(model, loop.plain)
+    state_dict = loop.accelerator.get_state_dict(loop.model)
+    loop.plain.save_pretrained(tmp_path, save_function=loop.accelerator.save, state_dict=state_dict)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in again.named_parameters())
 
 
 def keep_trained_state(models, weights, output_dir):
@@ -105,92 +99,73 @@ def keep_trained_state(models, weights, output_dir):
 @pytest.mark.parametrize("trained_only", [False, True])
 @pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"mixed_precision": "bf16"}], ids=str)
 def test_a_state_that_accelerate_saved_is_gone_on_from_bit_for_bit(options, trained_only, tmp_path):
+    def loop():
+        return Accelerated(make_model(steps=STEPS, budget=BUDGET, modules_to_save=["classifier"]), **options)
+
     torch.manual_seed(5)
-    batches = STEPS * options.get("accumulation", 1)
-    straight = Accelerated(make_model(modules_to_save=["classifier"]), **options)
+    half = STEPS * options.get("accumulation", 1) // 2
+    straight = loop()
     if trained_only:
         straight.accelerator.register_save_state_pre_hook(keep_trained_state)
-    straight.train(batches // 2)
+    straight.train(half)
     straight.accelerator.save_state(tmp_path)
     assert ((tmp_path / "model.safetensors").stat().st_size < 5_000) == trained_only
-    losses = straight.train(batches // 2, skip=batches // 2)
+    losses = straight.train(half, skip=half)
     assert summary(straight.plain, verify=True).verification.ok
     assert summary(straight.plain).unmasked == BUDGET
 
-    resumed = Accelerated(make_model(modules_to_save=["classifier"]), **options)
+    resumed = loop()
     resumed.accelerator.load_state(tmp_path)
-    assert resumed.train(batches // 2, skip=batches // 2) == losses
+    assert resumed.train(half, skip=half) == losses
     assert_same_states(resumed.plain, straight.plain)
-
-
-def test_accelerates_way_to_save_a_model_writes_an_ordinary_one(tmp_path):
-    loop = Accelerated(make_model())
-    loop.train(STEPS)
-    state_dict = loop.accelerator.get_state_dict(loop.model)
-    loop.plain.save_pretrained(tmp_path, save_function=loop.accelerator.save, state_dict=state_dict)
-    again = type(loop.plain).from_pretrained(tmp_path)
-    assert all(torch.equal(p, loop.plain.get_parameter(name)) for name, p in again.named_parameters())
 
 
 # ------------------------------------------------------------------------------------ Lightning
 
 
-class LightningStyle(nn.Module):
-    """The sparsified model is a part of it; a step is a closure that the optimizer calls.
+def fit(module, batches, optimizer):
+    """The losses of Lightning's automatic optimization: the optimizer calls a closure that runs backward and clips."""
+    losses = []
+    for batch in batches:
 
-    The order is Lightning's automatic optimization: ``optimizer.step(closure)``, where the closure runs
-    ``training_step``, ``zero_grad`` and ``backward``, and gradients are clipped at its end.
-    """
+        def closure(batch=batch):
+            loss = loss_of(module["model"], batch)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(trainable(module), 1.0)
+            losses.append(loss.item())
+            return loss
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+        optimizer.step(closure)
+    return losses
 
-    def training_step(self, batch):
-        return loss_of(self.model, batch)
 
-    def configure_optimizers(self):
-        return make_optimizer(self)
-
-    def fit(self, batches, optimizer=None):
-        optimizer = self.configure_optimizers() if optimizer is None else optimizer
-        losses = []
-        for batch in batches:
-
-            def closure(batch=batch):
-                loss = self.training_step(batch)
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(trainable(self), 1.0)
-                losses.append(loss.item())
-                return loss
-
-            optimizer.step(closure)
-        return losses, optimizer
+def lightning_module():
+    """The sparsified model is a part of it."""
+    return nn.ModuleDict({"model": make_model(steps=STEPS, budget=BUDGET)})
 
 
 def test_a_loop_of_closures_is_the_plain_loop():
-    batches, module = build("bert")[1][:STEPS], LightningStyle(make_model())
+    batches, module, model = build("bert")[1][:STEPS], lightning_module(), make_model(steps=STEPS, budget=BUDGET)
     torch.manual_seed(5)
-    losses, _ = module.fit(batches)
-    model = make_model()
+    losses = fit(module, batches, make_optimizer(module))
     assert plain_loop(model, batches) == losses
-    assert_same_states(model, module.model)
+    assert_same_states(model, module["model"])
 
 
-@pytest.mark.parametrize("kept", [lambda module: module.state_dict(), trained_state], ids=["whole", "trained"])
+@pytest.mark.parametrize("kept", [nn.Module.state_dict, trained_state], ids=["whole", "trained"])
 def test_a_model_within_a_module_is_gone_on_with_from_the_modules_state(kept):
-    batches, straight = build("bert")[1][:STEPS], LightningStyle(make_model())
-    torch.manual_seed(5)
-    _, optimizer = straight.fit(batches[:3])
+    batches, straight = build("bert")[1][:STEPS], lightning_module()
+    optimizer = make_optimizer(straight)
+    fit(straight, batches[:3], optimizer)
     state, moments = copy.deepcopy((kept(straight), optimizer.state_dict()))
     generator = torch.get_rng_state()
-    losses, _ = straight.fit(batches[3:], optimizer)
+    losses = fit(straight, batches[3:], optimizer)
 
-    resumed = LightningStyle(make_model())
+    resumed = lightning_module()
     resumed.load_state_dict(state)
-    optimizer = resumed.configure_optimizers()
+    optimizer = make_optimizer(resumed)
     optimizer.load_state_dict(moments)
     torch.set_rng_state(generator)
-    assert resumed.fit(batches[3:], optimizer)[0] == losses
+    assert fit(resumed, batches[3:], optimizer) == losses
     assert_same_states(resumed, straight)

@@ -11,7 +11,13 @@ import pytest
 import torch
 from models import train
 from oracle import unmasked_sets
-from peft import get_peft_model
+from peft import (
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_twins import (
@@ -25,15 +31,37 @@ from peft_twins import (
     base_of,
     lora,
     outputs,
+    saved_names,
 )
-from requirements import IS_TRANSFORMERS_4
-from twins import sgd, trainable
+from safetensors.torch import load_file
+from twins import Twins, sgd, trainable
 
 from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
 from sparsify.masked.module import masked_tensors
 
 adapters = pytest.mark.parametrize("name", ADAPTERS)
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
+
+
+@pytest.fixture
+def name():
+    return "LoRA"
+
+
+@pytest.fixture
+def twins(name):
+    """Twins that were trained for two steps."""
+    twins = AdapterTwins(name)
+    twins.train()
+    return twins
+
+
+@pytest.fixture
+def pair(name):
+    """Such twins with a second adapter."""
+    twins = AdapterTwins(name, "other")
+    twins.train()
+    return twins
 
 
 def is_plain(model):
@@ -50,44 +78,31 @@ def is_plain(model):
 
 
 @adapters
-def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(name):
-    twins = AdapterTwins(name)
-    for safe in (False, True):
-        twins.train()
-        before = twins.check()
-        twins.do(lambda model, safe=safe: model.merge_adapter(safe_merge=safe))
-        assert_close(twins.check(), before, 1e-6)
-        with pytest.warns(UserWarning, match="already merged"):
-            twins.sparse.merge_adapter()
-        twins.do(lambda model: model.unmerge_adapter())
-        assert_close(twins.check(), before, 1e-6)
+@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
+def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(twins, safe):
+    before = twins.check()
+    twins.do(lambda model: model.merge_adapter(safe_merge=safe))
+    assert_close(twins.check(), before, 1e-6)
+    with pytest.warns(UserWarning, match="already merged"):
+        twins.sparse.merge_adapter()
+    twins.do(lambda model: model.unmerge_adapter())
+    assert_close(twins.check(), before, 1e-6)
     twins.train()
 
 
 @adapters
 @pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
-def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, safe, tmp_path):
-    twins = AdapterTwins(name)
-    twins.train(3)
+def test_merge_and_unload_gives_a_plain_model_with_the_same_outputs(name, twins, safe):
     trained = twins.check()
     merged = twins.sparse.merge_and_unload(safe_merge=safe)
     assert is_plain(merged)
     assert not hasattr(merged, "peft_config")
     assert_close(outputs(merged, twins.batches[0]), trained, 1e-6)
     assert merged.state_dict().keys() == base_of(name)[0].state_dict().keys()
-    if hasattr(merged, "save_pretrained"):
-        merged.save_pretrained(tmp_path)
-        experts = {"experts_implementation": "eager"} if "experts" in name and not IS_TRANSFORMERS_4 else {}
-        again = type(merged).from_pretrained(tmp_path, dtype="auto", **experts)
-    else:
-        again = pickle.loads(pickle.dumps(merged))
-    assert_close(outputs(again, twins.batches[0]), trained, 1e-6)
 
 
 @adapters
-def test_unload_gives_the_base_model_back(name):
-    twins = AdapterTwins(name)
-    twins.train(1)
+def test_unload_gives_the_base_model_back(name, twins):
     base, (batch, *_) = base_of(name)
     unloaded = twins.sparse.unload()
     assert is_plain(unloaded)
@@ -96,25 +111,11 @@ def test_unload_gives_the_base_model_back(name):
     assert unloaded.state_dict().keys() == base.state_dict().keys()
 
 
-def test_several_adapters_are_merged_as_peft_merges_them():
-    twins = AdapterTwins("LoRA", "other")
-    twins.train()
-    twins.do(lambda model: model.set_adapter("other"))
-    twins.train()
-    for names in (["other"], ["default", "other"]):
-        dense, sparse = [
-            copy.deepcopy(model).merge_and_unload(adapter_names=names) for model in (twins.dense, twins.sparse)
-        ]
-        assert_close(outputs(sparse, twins.batches[0]), outputs(dense, twins.batches[0]))
-
-
 # ------------------------------------------------------------------------------------------ disabling
 
 
 @adapters
-def test_a_disabled_adapter_gives_the_base_models_outputs_and_training_goes_on(name):
-    twins = AdapterTwins(name)
-    twins.train()
+def test_a_disabled_adapter_gives_the_base_models_outputs_and_training_goes_on(name, twins):
     trained = twins.check()
     base, (batch, *_) = base_of(name)
     with twins.sparse.disable_adapter():
@@ -139,11 +140,20 @@ def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(n
     assert all(p.grad is None for n, p in twins.sparse.named_parameters() if n != "sparse_values")
 
 
-def test_weight_decay_of_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry():
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda model: torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.5),
+        lambda model: create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4),
+    ],
+    ids=["weight decay", "LoRA+"],
+)
+def test_any_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alone(make_optimizer):
     model, batches = adapted("LoRA")
     sparsify(model, 20, steps=3)
     model.set_adapter("default")
-    train(model, batches, optimizer=torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.5))
+    train(model, batches, optimizer=make_optimizer(model))
+    assert get_unmasker(model).step == 3
     assert summary(model, verify=True).verification.ok
 
 
@@ -159,10 +169,12 @@ def test_what_peft_sets_back_is_frozen_again_by_the_next_forward_pass():
 # ------------------------------------------------------------------------------------ several adapters
 
 
-SEVERAL = ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"]
+several = pytest.mark.parametrize(
+    "name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"]
+)
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@several
 def test_adapters_are_trained_one_after_the_other(name):
     twins = AdapterTwins(name, "other")
     weights = dict(twins.sparse.named_parameters())
@@ -170,11 +182,11 @@ def test_adapters_are_trained_one_after_the_other(name):
     for active, inactive in (("default", "other"), ("other", "default"), ("default", "other")):
         twins.do(lambda model, active=active: model.set_adapter(active))
         assert twins.sparse.active_adapters == [active]
-        asleep = {n: p.detach().clone() for n, p in weights.items() if f".{inactive}" in n}
-        awake = {n: p.detach().clone() for n, p in weights.items() if f".{active}" in n}
+        before = {n: p.detach().clone() for n, p in weights.items()}
         twins.train()
-        assert all(torch.equal(weights[n], before) for n, before in asleep.items())
-        assert not all(torch.equal(weights[n], before) for n, before in awake.items())
+        moved = {n for n, p in weights.items() if not torch.equal(p, before[n])}
+        assert not any(f".{inactive}" in n for n in moved)
+        assert any(f".{active}" in n for n in moved)
 
 
 def test_two_active_adapters_are_trained_together():
@@ -185,18 +197,15 @@ def test_two_active_adapters_are_trained_together():
     assert trained == {"default", "other"}
 
 
-def test_an_adapter_that_is_added_later_is_plain():
-    twins = AdapterTwins("LoRA")
-    twins.train()
+def test_an_adapter_that_is_added_later_is_plain(twins):
     frozen = {t.name: t.parameter.detach().clone() for t in get_unmasker(twins.sparse).tensors}
     twins.sparse.add_adapter("late", lora(target_modules=ATTENTION, init_lora_weights=False))
     twins.sparse.double().set_adapter("late")
-    late = {n: p for n, p in twins.sparse.named_parameters() if ".late." in n}
+    late = [p for n, p in twins.sparse.named_parameters() if ".late." in n]
     assert late
-    assert all(parameter.requires_grad for parameter in late.values())
-    optimizer = torch.optim.SGD(late.values(), RATE)
+    optimizer = torch.optim.SGD(late, RATE)
     twins.sparse(**twins.batches[0])["loss"].backward()
-    assert all(parameter.grad is not None for parameter in late.values())
+    assert all(parameter.grad is not None for parameter in late)
     optimizer.step()
     assert all(torch.equal(twins.sparse.get_parameter(n), before) for n, before in frozen.items())
     twins.sparse.delete_adapter("late")
@@ -205,53 +214,36 @@ def test_an_adapter_that_is_added_later_is_plain():
     twins.train()
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
-    twins = AdapterTwins(name, "other")
-    twins.do(lambda model: model.set_adapter("other"))
-    twins.train()
-    twins.do(lambda model: model.delete_adapter("other"))
-    assert twins.sparse.active_adapters == ["default"]
-    twins.train()
-    again = ADAPTERS[name][1]()
-    twins.sparse.add_adapter("other", again)  # a new one of the same name is another
-    fresh = {n: p.detach().clone() for n, p in twins.sparse.named_parameters() if ".other" in n}
-    twins.sparse.double().set_adapter("default")
-    get_unmasker(twins.sparse).weights.write()
+@several
+def test_an_adapter_is_deleted_and_the_other_goes_on(name, pair, tmp_path):
+    pair.do(lambda model: model.set_adapter("other"))
+    pair.train()
+    pair.do(lambda model: model.delete_adapter("other"))
+    assert pair.sparse.active_adapters == ["default"]
+    pair.train()
+    pair.sparse.add_adapter("other", ADAPTERS[name][1]())  # a new one of the same name is another
+    fresh = {n: p.detach().clone() for n, p in pair.sparse.named_parameters() if ".other" in n}
+    pair.sparse.double().set_adapter("default")
+    get_unmasker(pair.sparse).weights.write()
     assert fresh
-    assert all(torch.equal(twins.sparse.get_parameter(n), p.double()) for n, p in fresh.items())
-    twins.sparse.delete_adapter("other")
-    twins.train()
-    assert summary(twins.sparse, verify=True).verification.ok
-    SparseDelta.from_model(twins.sparse).save(tmp_path)
+    assert all(torch.equal(pair.sparse.get_parameter(n), p.double()) for n, p in fresh.items())
+    pair.sparse.delete_adapter("other")
+    pair.train()
+    assert summary(pair.sparse, verify=True).verification.ok
+    SparseDelta.from_model(pair.sparse).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
     assert delta.whole
     assert not any(".other" in tensor_name for tensor_name in [*delta.support, *delta.whole])
-    trained = twins.check()
-    assert torch.equal(outputs(copy.deepcopy(twins.sparse), twins.batches[0]), trained)
-    assert torch.equal(outputs(desparsify(twins.sparse), twins.batches[0]), trained)
+    trained = pair.check()
+    for model in (copy.deepcopy(pair.sparse), desparsify(pair.sparse)):
+        assert torch.equal(outputs(model, pair.batches[0]), trained)
 
 
-@pytest.mark.parametrize("combination", ["linear", "svd", "cat", "ties", "magnitude_prune"])
-def test_weighted_adapters_are_what_peft_makes_of_them(combination):
-    twins = AdapterTwins("LoRA", "other")
-    twins.train()
-    options = {"density": 0.5} if combination in ("ties", "magnitude_prune") else {}
-    twins.do(lambda model: model.add_weighted_adapter(["default", "other"], [0.7, 0.4], "both", combination, **options))
-    twins.do(lambda model: model.set_adapter("both"))
-    dense, sparse = twins.do(lambda model: outputs(model, twins.batches[0]))
-    assert_close(sparse, dense)
-    twins.do(lambda model: model.set_adapter("default"))
-    twins.train()
-
-
-def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
-    twins = AdapterTwins("LoRA on an embedding", "other")
-    twins.train()
-    names = ["default", "other", "__base__", "default"]
-    dense, sparse = twins.do(lambda model: outputs(model, {**twins.batches[0], "adapter_names": names}))
-    assert_close(sparse, dense)
-    twins.train()
+@pytest.mark.parametrize("name", ["LoRA on an embedding"])
+def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives(pair):
+    batch = {**pair.batches[0], "adapter_names": ["default", "other", "__base__", "default"]}
+    assert_close(*pair.do(lambda model: outputs(model, batch)))
+    pair.train()
 
 
 # ------------------------------------------------------------------------------------- the model itself
@@ -262,9 +254,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle
 
 @pytest.mark.parametrize("duplicate", COPIES)
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if ADAPTERS[name][0] != "mixtral"])  # does not pickle
-def test_a_copy_trains_like_the_original(name, duplicate):
-    twins = AdapterTwins(name)
-    twins.train()
+def test_a_copy_trains_like_the_original(twins, duplicate):
     twins.sparse = COPIES[duplicate](twins.sparse)
     twins.new_optimizer()
     twins.train()
@@ -280,26 +270,15 @@ def test_activation_checkpointing_changes_nothing(name):
 
 
 @adapters
-def test_desparsify_gives_pefts_model_back(name):
-    twins = AdapterTwins(name)
-    twins.train()
+def test_desparsify_gives_pefts_model_back(name, twins):
+    def described(model):
+        modules = {n: type(m) for n, m in model.named_modules()}
+        return modules, {n: p.requires_grad for n, p in model.named_parameters()}
+
     trained = twins.check()
     plain = desparsify(twins.sparse)
-    reference = adapted(name)[0]
-    assert {n: type(m) for n, m in plain.named_modules()} == {n: type(m) for n, m in reference.named_modules()}
-    assert {n: p.requires_grad for n, p in plain.named_parameters()} == {
-        n: p.requires_grad for n, p in reference.named_parameters()
-    }
+    assert described(plain) == described(adapted(name)[0])
     assert torch.equal(outputs(plain, twins.batches[0]), trained)
-
-
-def test_outside_of_a_forward_pass_pefts_layers_read_their_plain_parameters():
-    model, _ = adapted("LoRA on an embedding")
-    sparsify(model, 20, steps=3)
-    layer = model.get_submodule("base_model.model.bert.embeddings.word_embeddings")
-    for held in (layer.lora_embedding_A, layer.lora_embedding_B):
-        assert type(held["default"]) is torch.nn.Parameter
-    assert not layer.get_delta_weight("default").requires_grad
 
 
 @pytest.mark.parametrize("name", [n for n in ADAPTERS if n not in ("LoRA on convolutions", "DoRA on convolutions")])
@@ -309,13 +288,11 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
     model = get_peft_model(model, ADAPTERS[name][1](), autocast_adapter_dtype=autocast).train()
     batches = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    sparsify(model, 20, steps=len(batches))
-    train(model, batches)
+    train(sparsify(model, 20, steps=len(batches)), batches)
     changed = sum(int((t.parameter != before[t.name]).sum()) for t in get_unmasker(model).tensors)
     assert 0 < changed <= 20
     trained = outputs(model, batches[0])
-    merged = outputs(model.merge_and_unload(), batches[0])
-    assert_close(merged, trained, 0.05)
+    assert_close(outputs(model.merge_and_unload(), batches[0]), trained, 0.05)
 
 
 def test_pefts_reports_of_a_sparsified_model_work(capsys):
@@ -323,14 +300,100 @@ def test_pefts_reports_of_a_sparsified_model_work(capsys):
     sparsify(model, 20, steps=3)
     model(**batches[0])
     assert model.get_model_status().available_adapters == ["default", "other"]
-    assert len(model.get_layer_status()) == 4
     model.print_trainable_parameters()
     assert "trainable params: 20 " in capsys.readouterr().out
 
 
-def test_pefts_lora_plus_optimizer_trains_the_flat_delta():
-    model, batches = adapted("LoRA")
-    sparsify(model, 20, steps=3)
-    train(model, batches, optimizer=create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4))
-    assert get_unmasker(model).step == 3
-    assert summary(model, verify=True).verification.ok
+# ------------------------------------------------------------------------------------- saving and loading
+
+
+def saved(model, folder):
+    """The names of the files that are written, the config and the tensors."""
+    model.save_pretrained(folder)
+    names = {path.name for path in folder.iterdir()}
+    return names, (folder / "adapter_config.json").read_text(), load_file(folder / "adapter_model.safetensors")
+
+
+@adapters
+@pytest.mark.filterwarnings("error:.*missing adapter keys")
+def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, twins, tmp_path):
+    *plain, expected = saved(twins.dense, tmp_path / "dense")
+    *found, tensors = saved(twins.sparse, tmp_path / "sparse")
+    assert found == plain
+    assert_close(tensors, expected)
+    loaded = PeftModel.from_pretrained(base_of(name)[0], tmp_path / "sparse").double()
+    assert_close(outputs(loaded, twins.batches[0]), twins.check())
+
+
+def test_an_adapter_is_loaded_beside_the_one_that_is_trained(twins, tmp_path):
+    torch.manual_seed(5)
+    adapted("LoRA")[0].save_pretrained(tmp_path)
+    trained = twins.check()
+    twins.do(lambda model: model.load_adapter(tmp_path, "loaded"))
+    twins.check()
+    twins.do(lambda model: model.double().set_adapter("loaded"))
+    assert not torch.equal(twins.check(), trained)
+    twins.do(lambda model: model.set_adapter("default"))
+    assert torch.equal(twins.check(), trained)
+    twins.train()
+
+
+@adapters
+@pytest.mark.parametrize("low_memory", [False, True], ids=["", "low memory"])
+def test_an_adapter_is_loaded_over_the_one_that_is_trained(name, low_memory, twins, tmp_path):
+    twins.sparse.save_pretrained(tmp_path)
+    other = AdapterTwins(name, strategy="pafi")
+    other.train()
+    other.sparse.load_adapter(tmp_path, "default", low_cpu_mem_usage=low_memory)
+    other.sparse.double()
+    loaded = outputs(other.sparse, other.batches[0])
+    assert_close(loaded, twins.check())
+    other.new_optimizer()
+    other.sparse(**other.batches[0])["loss"].backward()
+    other.optimizer.step()
+    assert not torch.equal(outputs(other.sparse, other.batches[0]), loaded)
+    assert unmasked_sets(other.sparse) == other.oracle.unmasked_sets()
+
+
+@adapters
+def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_model(name, twins):
+    dense, sparse = twins.do(get_peft_model_state_dict)
+    assert_close(sparse, dense)
+    fresh = sparsify(adapted(name)[0], twins.budget, steps=2)
+    with pytest.warns(UserWarning, match="loaded without index buffers"):
+        set_peft_model_state_dict(fresh, sparse)
+    assert_close(outputs(fresh, twins.batches[0]), twins.check())
+
+
+@pytest.mark.parametrize("name", ["LoRA and modules to save"])
+def test_modules_to_save_are_trained_dense_and_stored_whole(name, twins):
+    start, names = adapted(name)[0], saved_names(twins.sparse)
+    assert names
+    assert all((twins.sparse.get_parameter(n) != start.get_parameter(n)).all() for n in names)
+    assert any("classifier" in n for n in SparseDelta.from_model(twins.sparse).whole)
+    twins.do(lambda model: model.set_adapter("default"))
+    twins.train()
+
+
+# ------------------------------------------------------------------------------- adapters that PEFT does not wrap
+
+
+def test_transformers_own_adapters_are_sparsified_too(tmp_path):
+    models = []
+    for _ in range(2):
+        model, batches = base_of("LoRA")
+        model.add_adapter(lora(target_modules=ATTENTION, init_lora_weights=False))
+        models.append(model.double().train())
+    dense, sparse = models
+    dense.load_state_dict(sparse.state_dict())
+    names = {name for name, parameter in dense.named_parameters() if parameter.requires_grad}
+    Twins(dense, sparsify(sparse, 30, steps=3), 30, 3, names=names).train(batches)
+    assert_close(saved(sparse, tmp_path / "sparse")[-1], saved(dense, tmp_path / "dense")[-1])
+
+
+def test_an_adapter_injected_into_any_module_is_sparsified_too():
+    model, batch = OWN_MODELS["attention"][0]().double(), OWN_MODELS["attention"][1]()
+    inject_adapter_in_model(lora(target_modules=["embed", "head"], init_lora_weights=False), model)
+    train(sparsify(model.double(), 12, steps=1), [batch])
+    assert all("lora_" in name for name, indices in unmasked_sets(model).items() if indices)
+    assert get_unmasker(model).unmasked == 12

@@ -45,7 +45,6 @@ TUNERS = {
     "a tied embedding saved": (
         "qwen2", lambda: lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     ),
-    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "DoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
     "LoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv2d", "conv3d"])),
     "DoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv2d", "conv3d"], use_dora=True)),
@@ -54,7 +53,6 @@ TUNERS = {
     "LoHa on convolutions": on("shapes", "LoHaConfig", r=RANK, target_modules=["conv2d"], use_effective_conv2d=True),
     "LoKr": on("bert", "LoKrConfig", r=RANK),
     "LoKr of two products": on("bert", "LoKrConfig", r=1, decompose_both=True, decompose_factor=4),
-    "IA3": on("llama", "IA3Config", target_modules=LLAMA, feedforward_modules=["down_proj"]),
     "PVeRA": on("bert", "PveraConfig", r=4),
     "RandLora": on("bert", "RandLoraConfig", r=4),
     "VBLoRA": on("bert", "VBLoRAConfig", r=RANK, num_vectors=6, vector_length=4, topk=2),

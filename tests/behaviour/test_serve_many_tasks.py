@@ -13,18 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+from models import train
+from transformers import AutoTokenizer, BertForSequenceClassification
 
-from sparsify import SparseDelta, SparsifyError, sparsify
+from sparsify import SparseDelta, sparsify
+from sparsify.cli.demo.classifier import default_model
 from sparsify.cli.demo.docstrings import Example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TEXT = "a fine film dull and far too long warm funny waste of time"
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *TEXT.split()]
 TEXTS = ["a fine film", "dull and far too long", "warm and funny"]
 PAIRS = [["a fine film", "warm and funny"], ["a waste of time", "fine"]]
 LABELS = {"mood": 2, "topic": 3, "same": 2}  # how many each task has
@@ -44,40 +40,14 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=32)
+def base():
+    """The folder of a pretrained encoder, which has no head."""
+    return default_model()
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer):
-    """The folder of a tiny pretrained encoder, which has no head."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=32, initializer_range=0.5,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def train(base, tokenizer, num_labels, seed):
-    torch.manual_seed(seed)
-    model = BertForSequenceClassification.from_pretrained(base, num_labels=num_labels)
-    sparsify(model, BUDGET, steps=3, modules_to_save=["classifier"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
-    for _ in range(3):
-        model(**batch, labels=torch.arange(len(TEXTS)) % num_labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return SparseDelta.from_model(model)
+def tokenizer(base):
+    return AutoTokenizer.from_pretrained(base)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +56,12 @@ def paths(base, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deltas")
     paths = {"mood": folder / "mood", "topic": folder / "topic.safetensors", "same": folder / "same"}
     for seed, (name, num_labels) in enumerate(LABELS.items(), start=1):
-        train(base, tokenizer, num_labels, seed).save(paths[name])
+        torch.manual_seed(seed)
+        model = BertForSequenceClassification.from_pretrained(base, num_labels=num_labels)
+        sparsify(model, BUDGET, steps=3, modules_to_save=["classifier"])
+        batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+        train(model, [{**batch, "labels": torch.arange(len(TEXTS)) % num_labels}] * 3, lr=0.05)
+        SparseDelta.from_model(model).save(paths[name])
     return paths
 
 
@@ -106,7 +81,7 @@ def expected(base, paths, tokenizer):
 
 @pytest.fixture
 def tasks(examples, base, paths):
-    return examples[0].load(str(base), paths)
+    return examples[0].load(base, paths)
 
 
 @pytest.fixture
@@ -128,12 +103,15 @@ def body(task, kind):
     return {"task": task, kind: TEXTS if kind == "texts" else PAIRS}
 
 
-def test_each_task_answers_as_its_delta_alone_would_on_a_base_of_its_own(server, tasks, expected):
+def test_each_task_answers_many_clients_at_once_as_its_delta_alone_would_on_a_base_of_its_own(server, tasks, expected):
     url, ask = server
     before = copy.deepcopy(tasks.model.state_dict())
-    for task in ["mood", "topic", "topic", "same", "mood"]:
-        for kind in ("texts", "pairs"):
-            check(ask(f"{url}/predict", body(task, kind)), task, kind, expected)
+    wanted = random.Random(0).choices([(task, kind) for task in LABELS for kind in ("texts", "pairs")], k=60)
+    with ThreadPoolExecutor(8) as clients:
+        answers = clients.map(lambda one: ask(f"{url}/predict", body(*one)), wanted)
+        for (task, kind), answer in zip(wanted, answers, strict=True):
+            check(answer, task, kind, expected)
+    assert len(tasks.swaps_ms) > 3
     tasks.switch.deactivate()
     assert all(torch.equal(before[name], tensor) for name, tensor in tasks.model.state_dict().items())
 
@@ -151,25 +129,12 @@ def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
     assert found["tasks"]["mood"]["bytes"] == (paths["mood"] / "sparse_delta.safetensors").stat().st_size
 
 
-def test_requests_of_many_clients_at_once_do_not_meet(server, tasks, expected):
-    url, ask = server
-    wanted = random.Random(0).choices([(task, kind) for task in LABELS for kind in ("texts", "pairs")], k=60)
-    with ThreadPoolExecutor(8) as clients:
-        answers = clients.map(lambda one: ask(f"{url}/predict", body(*one)), wanted)
-        for (task, kind), answer in zip(wanted, answers, strict=True):
-            check(answer, task, kind, expected)
-    assert len(tasks.swaps_ms) > 3
-
-
 @pytest.mark.parametrize(
     ("wrong", "status", "text"),
     [
         ({"task": "moot", "texts": ["a"]}, 404, "there is no task 'moot'; there are: mood, topic, same"),
         ({"task": "mood"}, 422, "give either texts or pairs"),
-        ({"task": "mood", "texts": ["a"], "pairs": PAIRS}, 422, "give either texts or pairs"),
         ({"task": "mood", "texts": ["a"] * 65}, 422, "at most 64"),
-        ({"task": "mood", "text": ["a"]}, 422, "Extra inputs are not permitted"),
-        ({"task": "same", "pairs": [["a", "b", "c"]]}, 422, "pairs"),
     ],
 )
 def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, status, text):
@@ -181,14 +146,6 @@ def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, stat
     assert tasks.switch.active is None
 
 
-def test_a_delta_of_another_base_is_refused_when_the_server_starts(examples, base, paths, tokenizer, tmp_path):
-    torch.manual_seed(5)
-    BertModel(BertConfig.from_pretrained(base)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match="does not hold the values that the delta was trained on"):
-        examples[0].main(["--base", str(tmp_path), "--delta", f"mood={paths['mood']}"])
-
-
 @pytest.mark.parametrize(
     ("head", "text"),
     [
@@ -196,15 +153,14 @@ def test_a_delta_of_another_base_is_refused_when_the_server_starts(examples, bas
             {"classifier.weight": (2, 5), "classifier.bias": (2,)},
             r"no place for the delta's `classifier\.weight` of sh",
         ),
-        ({"classifier.bias": (2,), "classifier.weight": (2, 16), "score.weight": (2, 16)}, "delta's `score.weight` of"),
-        ({"classifier.weight": (2, 16)}, r"neither the base nor .* has a trained `classifier\.bias`"),
+        ({"classifier.weight": (2, 384)}, r"neither the base nor .* has a trained `classifier\.bias`"),
     ],
 )
-def test_a_head_that_fits_nowhere_is_refused(examples, base, paths, tmp_path, head, text):
+def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, base, paths, tmp_path, head, text):
     whole = {name: torch.ones(shape) for name, shape in head.items()}
     SparseDelta(SparseDelta.load(paths["mood"]).tensors, whole).save(tmp_path)
-    with pytest.raises(SparsifyError, match=text):
-        examples[0].load(str(base), {"mood": tmp_path})
+    with pytest.raises(SystemExit, match=text):
+        examples[0].main(["--base", base, "--delta", f"mood={tmp_path}"])
 
 
 @pytest.mark.parametrize("deltas", [["mood"], ["=mood"], ["mood=a", "mood=b"]])
@@ -216,7 +172,7 @@ def test_deltas_are_named_once_each(examples, deltas, capsys):
 
 def test_the_command_serves_until_it_is_interrupted_and_says_how_long_swaps_took(examples, base, paths, expected):
     options = [word for name, path in paths.items() for word in ("--delta", f"{name}={path}")]
-    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", str(base), *options, "--port", "0"]
+    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", base, *options, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = (re.search(r"running on (http://[\d.:]+)", line) for line in process.stderr)

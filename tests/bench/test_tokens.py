@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsify.bench.settings import Settings
-from sparsify.bench.tokens import Batches, find_texts, make_rows
+from sparsify.bench.tokens import find_texts, make_batches, make_rows
 from sparsify.errors import SparsifyError
 
 
@@ -36,23 +36,21 @@ def test_too_little_text_says_so(length):
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
-def test_mrpc_is_read_from_a_folder_or_the_one_in_the_environment(tmp_path, monkeypatch, name):
+def test_mrpc_is_read_from_the_folder_in_the_environment(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPARSIFY_DATA", str(tmp_path))
-    assert find_texts(None)[0] == "docstrings"
+    assert find_texts()[0] == "docstrings"
     (tmp_path / "mrpc").mkdir()
     row = json.dumps({"sentence1": "One.", "sentence2": "Two.", "label": 1}) + "\n"
     with (gzip.open if name.endswith("gz") else open)(tmp_path / "mrpc" / name, "wt") as file:
         file.write(row * 2)
-    assert find_texts(None) == find_texts(tmp_path) == ("mrpc", [("One. Two.", 1)] * 2)
+    assert find_texts() == ("mrpc", [("One. Two.", 1)] * 2)
 
 
 def test_batches_are_the_same_for_all_methods_and_of_real_text_where_there_is_some(tmp_path):
     save_file({"tokens": torch.arange(20).view(5, 4), "labels": torch.arange(5)}, tmp_path / "tokens.safetensors")
-    model = torch.nn.Module()
-    model.config = type("Config", (), {"vocab_size": 9})
     for tokens in ("", "mrpc"):
         settings = Settings("id3", shape="tiny", batch=3, length=4, tokens=tokens, folder=str(tmp_path))
-        first, second = (Batches(settings, model, seed=1).next() for _ in range(2))
+        first, second = (next(make_batches(settings, 9, seed=1)) for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert first["input_ids"].shape == (3, 4)
     assert torch.equal(first["input_ids"][:, 0], 4 * first["labels"])

@@ -1,15 +1,8 @@
 """Optional dependencies: imported in one place, with an error that names the extra."""
 
-import sys
-
 import pytest
 
-from sparsify import cli
 from sparsify.common.extras import MissingExtraError, require
-
-
-def test_an_installed_module_is_imported():
-    assert require("json.decoder", extra="demo") is sys.modules["json.decoder"]
 
 
 def test_a_missing_module_is_an_error_that_names_the_extra():
@@ -26,17 +19,3 @@ def test_what_a_module_itself_lacks_is_not_blamed_on_the_extra(tmp_path, monkeyp
     with pytest.raises(ModuleNotFoundError, match="no_such_thing") as error:
         require("module_with_a_broken_import", extra="demo")
     assert not isinstance(error.value, MissingExtraError)
-
-
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_the_command_line_without_the_extra_is_one_line(missing, monkeypatch):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as error:
-        cli.main()
-    assert str(error.value) == f"sparsify: `{missing}` is not installed; it comes with: pip install 'sparsify-ft[cli]'"
-
-
-def test_an_error_of_ours_on_the_command_line_is_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sparsify", "demo", "--strategy", "full"])
-    with pytest.raises(SystemExit, match=r"^sparsify: the demo ends with a sparse delta, and strategy 'full' has none"):
-        cli.main()

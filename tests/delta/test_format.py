@@ -1,12 +1,9 @@
 """The delta file: encodings, bytes, and that a damaged file is always an error that says what is wrong."""
 
-import hashlib
 import json
 import math
 import os
-import struct
 import sys
-import tracemalloc
 
 import pytest
 import torch
@@ -75,27 +72,9 @@ def test_indices_survive_the_round_trip_in_the_smallest_encoding(gaps):
         assert stored.dtype == torch.uint16
 
 
-@pytest.mark.parametrize(
-    ("indices", "stored", "dtype"),
-    [
-        ([0], [0], torch.uint16),
-        ([5, 6, 8], [5, 0, 1], torch.uint16),
-        ([65_534], [65_534], torch.uint16),
-        ([65_535], [ESCAPE, 0], torch.uint16),  # as large as U32: U16 wins the tie
-        ([65_536], [ESCAPE, 1], torch.uint16),
-        ([0, 65_536], [0, ESCAPE, 0], torch.uint16),
-        ([131_070], [131_070], torch.uint32),
-        ([2**32 - 1], [2**32 - 1], torch.uint32),
-        ([2**32], [2**32], torch.uint64),
-        ([2**62], [2**62], torch.uint64),  # the gap stream would take 2^46 numbers
-        ([2**62, 2**63 - 1], [2**62, 2**63 - 1], torch.uint64),
-    ],
-)
-def test_encodings_are_the_documented_ones(indices, stored, dtype):
-    encoded = encode_indices(torch.tensor(indices))
-    assert encoded.dtype == dtype
-    assert encoded.tolist() == stored
-    assert decode_indices(encoded, len(indices)).tolist() == indices
+@pytest.mark.parametrize("indices", [[2**62], [2**62, 2**63 - 1]])
+def test_positions_whose_gap_stream_would_fill_the_memory_are_encoded(indices):
+    assert encode_indices(torch.tensor(indices)).tolist() == indices
 
 
 @PROPERTY
@@ -105,37 +84,6 @@ def test_a_gap_stream_is_decoded_alike_whatever_the_chunks(gaps, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparsify_entries, "_CHUNK", chunk)
         assert torch.equal(decode_indices(stored, len(gaps)), positions_from(gaps))
-
-
-@pytest.mark.parametrize(
-    ("stored", "count", "message"),
-    [
-        (torch.tensor([3, ESCAPE]).to(torch.uint16), 1, "end in the escape 0xFFFF"),
-        (torch.tensor([ESCAPE]).to(torch.uint16), 0, "end in the escape 0xFFFF"),
-        (torch.tensor([3, ESCAPE, 4]).to(torch.uint16), 3, "hold 2 entries, expected 3"),
-        (torch.tensor([3, 4]).to(torch.uint32), 3, "hold 2 entries, expected 3"),
-        (torch.tensor([3, 4]), 2, "stored as torch.int64, expected uint16, uint32 or uint64"),
-    ],
-)
-def test_streams_that_do_not_add_up_are_refused(stored, count, message):
-    with pytest.raises(DeltaFormatError, match=message):
-        decode_indices(stored, count)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "as_hex"),
-    [
-        (torch.float32, "0000803f000000c0"),
-        (torch.float64, "000000000000f03f00000000000000c0"),
-        (torch.bfloat16, "803f00c0"),
-        (torch.float16, "003c00c0"),
-    ],
-)
-def test_the_digest_is_that_of_the_little_endian_bytes(dtype, as_hex):
-    values = torch.tensor([1.0, -2.0], dtype=dtype)
-    assert digest(values) == hashlib.sha256(bytes.fromhex(as_hex)).hexdigest()
-    assert digest(values.repeat_interleave(2)[::2]) == digest(values)
-    assert digest(values[0]) == digest(values[:1])
 
 
 # Valid files
@@ -166,14 +114,6 @@ def test_whole_tensors_come_back_bit_for_bit_whatever_their_layout(path):
         assert digest(tensor) == digest(whole[name])
 
 
-def test_entries_that_are_slices_of_one_vector_are_written(path):
-    values = torch.arange(1.0, 5.0)
-    slices = {"a": values[:2], "b": values[1:3]}
-    parts = {n: TensorDelta(torch.tensor([0, 1]), v, (2,), torch.float32, "replace", SHA) for n, v in slices.items()}
-    write(path, parts, {}, {})
-    assert read(path).tensors["b"].values.tolist() == [2.0, 3.0]
-
-
 def test_what_was_read_does_not_depend_on_the_file(path, good):
     result = read(path)
     with path.open("r+b") as file:
@@ -200,20 +140,6 @@ def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
         damaged[at] ^= 1 << at % 8
         with pytest.raises(DeltaFormatError, match=r"its payload does not have the SHA-256 that its metadata records"):
             read_bytes(path, bytes(damaged))
-
-
-def test_the_hash_is_that_of_every_byte_after_the_header(path, good):
-    assert delta_format.payload_hash(path) == hashlib.sha256(split(good)[1]).hexdigest()
-
-
-def test_the_payload_is_hashed_in_little_memory_also_of_a_tensor_stored_whole(path):
-    write(path, {}, {"big": torch.arange(2**20)}, {})  # 8 MiB
-    start, expected = path.stat().st_size - 2**23, delta_format.payload_hash(path)
-    tracemalloc.start()
-    delta_format._check_payload(str(path), start, expected)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 3 * 2**20
 
 
 # Writing
@@ -250,11 +176,6 @@ def test_a_config_that_could_not_be_read_is_not_written(path, config, message):
     assert not path.exists()
 
 
-def test_a_name_that_is_both_sparse_and_whole_is_not_written(path):
-    with pytest.raises(SparsifyError, match="tensor `a` is there twice"):
-        write(path, {"a": entries()}, {"a": torch.zeros(1)}, {})
-
-
 def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
     monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 500)
     with pytest.raises(SparsifyError, match=r"header takes 1,.* bytes, more than the 500 that a reader accepts"):
@@ -281,30 +202,20 @@ def test_entries_that_make_no_sense_cannot_be_built(change, message):
         entries(**change)
 
 
-def test_replacements_have_the_bases_dtype_and_differences_need_not():
-    parts = (torch.tensor([0]), torch.tensor([1.0]), (2,), torch.bfloat16)
-    assert TensorDelta(*parts, "add", SHA).values.dtype == torch.float32
-    with pytest.raises(SparsifyError, match=r"values are torch.float32, expected the base's torch.bfloat16"):
-        TensorDelta(*parts, "replace", SHA)
-
-
 # Damaged files
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "cut short within its header"),
-        (b"abc", "its header claims|cut short"),
-        (b"PK\x03\x04 and so on, as a pickled checkpoint starts", "its header claims"),
+        (b"", "Expecting value"),
         (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
-        (struct.pack("<Q", 2**63) + b"{}", "its header claims"),
         (join({}, b""), "no metadata `sparse_delta`"),
         (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
-        (join({"__metadata__": {"sparse_delta": 3}}, b""), "header"),
+        (join({"__metadata__": {"sparse_delta": 3}}, b""), "no metadata `sparse_delta`"),
+        (join(b"[]", b""), "no metadata `sparse_delta`"),
         (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
         (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "recursion"),
-        (join({"__metadata__": {"sparse_delta": "[" * 100_000}}, b""), "opens 100,002 objects and lists, more than"),
         (join({"__metadata__": {"sparse_delta": "[]"}}, b""), "format version is None"),
         (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
     ],
@@ -316,7 +227,7 @@ def test_files_that_are_something_else_are_refused(path, data, message):
 
 def test_a_header_beyond_the_bound_is_refused_before_it_is_parsed(path, good, monkeypatch):
     monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 200)
-    monkeypatch.setattr(delta_format, "safe_open", lambda *_, **__: pytest.fail("parsed"))
+    monkeypatch.setattr(delta_format, "parse_json", lambda *_: pytest.fail("parsed"))
     with pytest.raises(DeltaFormatError, match=r"its header claims .* bytes, more than 200"):
         read(path)
 
@@ -331,81 +242,59 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
                 refuses(path)
 
 
-def test_a_missing_file_is_the_systems_own_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read(tmp_path / "nothing")
-
-
-def nested(depth, leaf=()):
-    """Lists in lists, the innermost of which is ``leaf``."""
-    return list(leaf) if depth == 1 else [nested(depth - 1, leaf)]
+def nested(depth):
+    return [nested(depth - 1)] if depth > 1 else []
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
-        (set_in("format_version", to=0), "format version is 0"),
-        (set_in("format_version", to=1), "metadata: expected a JSON object with exactly the keys config, format_ver"),
+        (set_in("format_version", to=True), "format version is True"),
+        (set_in("format_version", to=2.0), "format version is 2.0"),
+        (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*, this sparsify reads 1 to 2"),
         (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
         (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
-        (set_in("payload_sha256", to="A" * 64), "`payload_sha256` is 'AAA.*, expected 64 lower-case hex digits"),
-        (set_in("payload_sha256", to=None), "`payload_sha256` is None"),
-        (set_in("format_version", to="1"), "format version is '1'"),
-        (set_in("format_version", to=True), "format version is True"),
-        (set_in("format_version", to=1.0), "format version is 1.0"),
-        (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*\.\.\., this sparsify reads 1"),
+        (set_in("payload_sha256", to=None), "none of which is null"),
         (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
         (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
-        (set_in("config", "steps", to=10**1000), "a number has 1,001 characters, at most 1,000"),
-        (set_in("config", "steps", to=-(10**309)), "the number -1000.* is beyond what a float holds"),
-        (
-            set_in("whole", to=["a\x1b[31m"]),
-            r"name is 'a\\x1b\[31m' \(6 characters\), expected at most 1,000, and no con",
-        ),
-        (set_in("whole", to=["a\nb"]), r"name is 'a\\nb'"),
-        (set_in("whole", to=["a\0"]), r"name is 'a\\x00'"),
+        (set_in("config", "steps", to=10**1000), "the number 1000.* is not finite as a float"),
+        (set_in("config", "steps", to=-(10**309)), "the number -1000.* is not finite as a float"),
+        (set_in("config", "steps", to=math.nan), "the number NaN is not finite"),
+        (set_in("whole", to=["a\x1b[31m"]), r"name is 'a\\x1b\[31m', expected a string of 1 to 1,000 ch"),
         (set_in("whole", to=["a\u202eb"]), r"name is 'a\\u202eb'"),
         (set_in("whole", to=["\udc80"]), "surrogates not allowed"),
-        (set_in("whole", to=["n" * 1001]), r"name is 'nnn.*\.\.\. \(1,001 characters\)"),
-        (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
-        (lambda d: d.pop("whole") and None, "metadata: expected a JSON object with exactly the keys"),
-        (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
-        (set_in("config", "steps", to=math.nan), "NaN is not JSON"),
-        (set_in("tensors", to=[]), "`tensors` and `config` have to be objects"),
-        (set_in("whole", to={}), "`whole` a list"),
+        (set_in("whole", to=["n" * 1001]), "name is 'nnn"),
         (set_in("whole", to=[7]), "name is 7"),
         (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
         (set_in("whole", to=["a", "head.weight"]), "tensor `a` is there twice"),
-        (set_in("whole", to=[]), "`head.weight.whole` is in it .* does not name it"),
+        (set_in("whole", to=[]), "`head.weight.whole` is there, contrary to its metadata"),
         (set_in("whole", to=["head.weight", "other"]), "`other.whole` is missing"),
-        (lambda d: d["tensors"].pop("a") and None, "`a.indices` is in it"),
+        (set_in("whole", to={}), "`whole` a list"),
+        (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
+        (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
+        (set_in("tensors", to=[]), "`tensors` and `config` have to be objects"),
+        (lambda d: d["tensors"].pop("a") and None, "`a.indices` is there"),
         (set_in("tensors", "", to={}), "name is ''"),
-        (set_in("tensors", "a", to=None), "tensor `a`: expected a JSON object"),
-        (set_in("tensors", "a", "more", to=1), "tensor `a`: expected a JSON object with exactly the keys base_sha256"),
+        (set_in("tensors", "a", to=None), "tensor `a`: its record: expected a JSON object"),
+        (set_in("tensors", "a", "more", to=1), "tensor `a`: .* with exactly the keys base_sha256"),
         (set_in("tensors", "a", "shape", to="80000"), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[2, -1]), "tensor `a`: `shape`"),
-        (set_in("tensors", "a", "shape", to=[2, 4e4]), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[True, 80_000]), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[1] * 65), "tensor `a`: `shape`"),
-        (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "more than 2.63 entries"),
+        (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "fewer than 2.63 entries"),
         (set_in("tensors", "a", "shape", to=[2, 35_000]), "tensor `a`: indices are out of range"),
-        (set_in("tensors", "a", "dtype", to="I8"), "tensor `a`: `dtype` is 'I8'"),
         (set_in("tensors", "a", "dtype", to=[]), "tensor `a`: `dtype` is "),
-        (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are BF16, expected F16"),
-        (set_in("tensors", "a", "kind", to="scale"), "tensor `a`: `kind` is 'scale'"),
-        (set_in("tensors", "a", "kind", to={}), "tensor `a`: `kind`"),
-        (set_in("tensors", "a", "count", to=0), "tensor `a`: `count` is 0, expected a number from 1 to"),
-        (set_in("tensors", "a", "count", to=80_001), "tensor `a`: `count` is 80001"),
+        (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are torch.bfloat16, expected .* torch.float16"),
+        (set_in("tensors", "a", "kind", to={}), "tensor `a`: kind is {}"),
         (set_in("tensors", "a", "count", to=3.0), "tensor `a`: `count` is 3.0"),
-        (set_in("tensors", "a", "count", to=2), r"tensor `a`: values have shape \[3\], expected \[2\]"),
-        (set_in("tensors", "a", "base_sha256", to="0" * 63), "tensor `a`: base_sha256 is"),
-        (set_in("tensors", "a", "quantization", to=""), "tensor `a`: `quantization` is '', expected a short string"),
-        (set_in("tensors", "a", "quantization", to="x" * 101), "tensor `a`: `quantization` is"),
-        (set_in("tensors", "a", "quantization", to="nf4\n"), "tensor `a`: `quantization` is 'nf4"),
-        (set_in("tensors", "a", "quantization", to=None), "tensor `a`: `quantization` is None"),
+        (set_in("tensors", "a", "count", to=2), "tensor `a`: indices hold 3 entries, expected 2"),
+        (set_in("tensors", "a", "base_sha256", to="G" * 64), "tensor `a`: base_sha256 is 'GGG.*, expected 64 lower"),
         (set_in("tensors", "a", "base_sha256", to=0), "tensor `a`: base_sha256 is 0"),
-        (set_in("tensors", "b.values", "base_sha256", to="G" * 64), "tensor `b.values`: base_sha256"),
+        (set_in("tensors", "a", "quantization", to="x" * 101), "tensor `a`: quantization is 'xxx"),
+        (set_in("tensors", "a", "quantization", to="nf4\n"), "tensor `a`: quantization is 'nf4"),
+        (set_in("tensors", "a", "quantization", to=None), "tensor `a`: .*none of which is null"),
+        (set_in("tensors", "a", "drawn", to={"seed": 1}), "tensor `a`: `drawn`: expected a JSON object with exactly"),
     ],
 )
 def test_metadata_that_is_wrong_is_refused_by_name(path, good, change, message):
@@ -413,33 +302,10 @@ def test_metadata_that_is_wrong_is_refused_by_name(path, good, change, message):
         read_bytes(path, edited(good, change))
 
 
-def test_a_number_beyond_floats_is_refused(path, good):
-    text = good.replace(b'\\"steps\\":3', b'\\"s\\":1e999')
-    assert len(text) == len(good)
-    with pytest.raises(DeltaFormatError, match="the number 1e999 is beyond what a float holds"):
-        read_bytes(path, text)
-
-
 def test_the_largest_integer_that_a_float_holds_is_read_exactly(path):
     largest = int(sys.float_info.max)
     write(path, {}, {}, {"a": largest, "b": 2**53 + 1})
     assert read(path).config == {"a": largest, "b": 2**53 + 1}
-
-
-@pytest.mark.parametrize(("before", "after"), [(b" ", b""), (b"\n", b""), (b"\t\r", b""), (b"", b"\n"), (b"", b" \t")])
-def test_a_header_is_an_object_with_nothing_but_spaces_after_it(path, good, before, after):
-    header, payload = split(good)
-    text = json.dumps(header).encode()
-    assert read_bytes(path, join(text + b"   ", payload))
-    with pytest.raises(DeltaFormatError, match="its header is more than a JSON object with spaces after it"):
-        read_bytes(path, join(before + text + after, payload))
-
-
-@pytest.mark.parametrize("string", ['a":0,"b', "\\", '\\"', '\\\\":', "a:b", "é:\\é"])
-def test_what_looks_like_a_key_within_a_string_is_none(path, string):
-    config = {string: [string, {string: string}], "twice": [{string: 1}, {string: 2}]}
-    write(path, {}, {}, config)
-    assert read(path).config == config
 
 
 def test_a_key_twice_in_the_header_or_in_the_metadata_is_refused(path, good):
@@ -462,32 +328,27 @@ def test_nothing_unprintable_from_a_file_gets_into_a_message(path, good):
         assert caught.value.__suppress_context__  # a traceback does not show the library's own words
 
 
-@pytest.mark.parametrize("leaf", [[], [3], ["a"], [{}]])
-def test_a_config_is_as_deep_as_is_allowed_whatever_is_in_it(path, leaf):
-    depth = 61 if leaf == [{}] else 62
-    write(path, {}, {}, {"a": nested(depth, leaf)})
-    assert read(path).config == {"a": nested(depth, leaf)}
+def test_a_config_is_as_deep_as_is_allowed(path):
+    write(path, {}, {}, {"a": nested(62)})
+    assert read(path).config == {"a": nested(62)}
     endless = {}
     endless["a"] = endless
-    too_deep = {"a": nested(depth + 1, leaf)}
-    for config, message in ((too_deep, "more than 64 deep in each other"), (endless, "into JSON")):
+    for config, message in (({"a": nested(63)}, "more than 64 deep in each other"), (endless, "into JSON")):
         with pytest.raises(SparsifyError, match=message):
             write(path, {}, {}, config)
 
 
 def test_a_config_of_very_many_lists_is_refused_both_ways(path, good):
-    write(path, {}, {}, {"log": [[0, 1]] * 4000})
-    with pytest.raises(SparsifyError, match=r"opens 50,\d+ objects and lists, more than the .* shorten `config`"):
+    with pytest.raises(SparsifyError, match="open more objects and lists than a reader accepts"):
         write(path, {}, {}, {"log": [[]] * 50_000})
-    assert len(read(path).config["log"]) == 4000
-    with pytest.raises(DeltaFormatError, match=r"opens 50,\d+ objects and lists"):
+    with pytest.raises(DeltaFormatError, match="open more objects and lists than a reader accepts"):
         read_bytes(path, edited(good, set_in("config", "log", to=[[]] * 50_000)))
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b"])
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b", "a"])
 def test_names_that_a_reader_refuses_are_not_written(path, name):
-    with pytest.raises(SparsifyError, match=r"a tensor's name is|surrogates not allowed"):
-        write(path, {}, {name: torch.zeros(1)}, {})
+    with pytest.raises(SparsifyError, match=r"a tensor's name is|tensor `a` is there twice"):
+        write(path, {"a": entries()}, {name: torch.zeros(1)}, {})
     assert not path.exists()
 
 
@@ -515,25 +376,18 @@ def u16(*numbers):
     ("tensors", "message"),
     [
         ({"a__values": None}, "`a.values` is missing"),
-        ({"other": torch.zeros(1)}, "`other` is in it"),
-        ({"a__values": torch.ones(4, dtype=torch.bfloat16)}, r"tensor `a`: values have shape \[4\], expected \[3\]"),
-        ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: values have shape \[3, 1\]"),
-        ({"a__values": torch.ones(3)}, "tensor `a`: values are F32, expected BF16"),
+        ({"other": torch.zeros(1)}, "`other` is there"),
+        ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: indices .* and values \(3, 1\)"),
+        ({"a__values": torch.ones(3)}, "tensor `a`: values are torch.float32, expected the base's torch.bfloat16"),
         ({"a__values": torch.tensor([1, math.inf, 2]).bfloat16()}, "tensor `a`: 1 of 3 values are not finite"),
-        ({"b__values__values": torch.ones(2).long()}, "tensor `b.values`: values are I64, expected F64 or F32"),
-        ({"b__values__values": torch.tensor([1, math.nan])}, "tensor `b.values`: 1 of 2 values are not finite"),
-        ({"a__indices": torch.tensor([1, 2, 3])}, "tensor `a`: indices are I64, expected U16, U32 or U64"),
-        ({"a__indices": u16(1, 2)}, r"tensor `a`: indices have shape \[2\], expected one dimension of 3 to 4"),
-        ({"a__indices": u16(1, 2, 3, 4, 5)}, r"tensor `a`: indices have shape \[5\]"),
-        ({"a__indices": u16(1, 2, 3, 4)}, "tensor `a`: indices hold 4 entries, expected 3"),
-        ({"a__indices": u16(1, 2, ESCAPE)}, "tensor `a`: indices end in the escape 0xFFFF"),
-        ({"a__indices": u16(1, ESCAPE, 9, 0)[:, None]}, r"tensor `a`: indices have shape \[4, 1\]"),
+        ({"b__values__values": torch.ones(2).long()}, "tensor `b.values`: values are torch.int64, expected"),
+        ({"a__indices": torch.tensor([1, 2, 3])}, "tensor `a`: indices are torch.int64 .*, expected one dimension"),
+        ({"a__indices": u16(1, 2)}, "tensor `a`: indices hold 2 entries, expected 3"),
+        ({"a__indices": u16(1, 2, 3, ESCAPE)}, "tensor `a`: indices end in the escape 0xFFFF"),
+        ({"a__indices": u16(1, ESCAPE, 9, 0)[:, None]}, r"tensor `a`: indices are torch.uint16 of shape \(4, 1\)"),
         ({"a__indices": u16(1, 20_000, ESCAPE, 0)}, "tensor `a`: indices are out of range: they go from 1 to 85538"),
-        ({"a__indices": u16(60_000, 20_000, 0)}, "tensor `a`: indices are out of range: they go from 60000 to 80002"),
+        ({"a__indices": torch.tensor([1, 4]).to(torch.uint32)}, "tensor `a`: indices hold 2 entries, expected 3"),
         ({"a__indices": torch.tensor([1, 4, 4]).to(torch.uint32)}, "tensor `a`: indices are not strictly increasing"),
-        ({"a__indices": torch.tensor([4, 1, 7]).to(torch.uint64)}, "tensor `a`: indices are not strictly increasing"),
-        ({"a__indices": torch.tensor([1, 4, 80_000]).to(torch.uint32)}, "tensor `a`: indices are out of range"),
-        ({"a__indices": torch.tensor([1, 4]).to(torch.uint32)}, r"tensor `a`: indices have shape \[2\]"),
         ({"a__indices": torch.tensor([-3, -2, -1]).to(torch.uint64)}, "tensor `a`: indices are out of range"),
     ],
 )
@@ -547,12 +401,6 @@ def test_any_encoding_is_read_not_only_the_smallest(path, good, indices):
     assert read_bytes(path, rewritten(good, a__indices=indices)).tensors["a"].indices.tolist() == [1, 65_546, 65_547]
 
 
-def test_sizes_are_checked_before_any_tensor_is_loaded(path, good, monkeypatch):
-    monkeypatch.setattr(delta_format, "_load_tensor", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(DeltaFormatError, match=r"tensor `b.values`: values have shape"):
-        read_bytes(path, rewritten(good, b__values__values=torch.ones(3)))
-
-
 def test_a_file_cut_short_anywhere_or_with_more_at_its_end_is_refused(path, good):
     payload_bytes = len(split(good)[1])
     for length in [*range(0, len(good) - payload_bytes, 5), *range(len(good) - payload_bytes - 9, len(good))]:
@@ -560,17 +408,3 @@ def test_a_file_cut_short_anywhere_or_with_more_at_its_end_is_refused(path, good
             read_bytes(path, good[:length])
     with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
         read_bytes(path, good + b"\0")
-
-
-def test_a_flipped_bit_anywhere_in_the_header_gives_an_error_or_a_valid_delta(path):
-    write(path, {"a": entries()}, {}, {})
-    good = path.read_bytes()
-    header_end = len(good) - len(split(good)[1])
-    for at in range(header_end):
-        damaged = bytearray(good)
-        damaged[at] ^= 1 << at % 7
-        try:
-            result = read_bytes(path, bytes(damaged))
-        except DeltaFormatError:
-            continue
-        assert [tensor.count for tensor in result.tensors.values()] == [3]

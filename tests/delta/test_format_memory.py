@@ -4,6 +4,7 @@ Each file is one that costs much for its size. It is read under an address-space
 and where the C library gives freed memory back: how much of it glibc keeps otherwise differs from run to run.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -22,44 +23,33 @@ ROOT = Path(__file__).parents[2]
 MEGABYTE = 2**20
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
 READ = """
-import os, resource, sys
+import sys
 from pathlib import Path
 import torch
+from limits import within_limits
 from sparsify.delta.entries import TensorDelta
 from sparsify.errors import DeltaFormatError
 from sparsify.delta.format import read, write
 
-torch.set_num_threads(1)
-
-
-def read_within_bounds(path):
-    data = Path(path).stat().st_size
-    header = 8 + int.from_bytes(open(path, "rb").read(8), "little")
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most = taken + 16 * 2**20 + 32 * header + 6 * max(data - header, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    try:
-        read(path)
-        return "valid"
-    except DeltaFormatError as error:
-        print(Path(path).name, "is refused:", error, file=sys.stderr, flush=True)
-        return "refused"
-
-
 small = Path(sys.argv[1]) / "small"
 write(small, {"a": TensorDelta(torch.tensor([1, 2]), torch.ones(2), (9,), torch.float32, "add", "0" * 64)}, {}, {})
 read(small)  # whatever is set up on first use is no part of a file's cost
-for path in sys.argv[2:]:
-    if (child := os.fork()) == 0:
-        print(Path(path).name, "is", read_within_bounds(path), flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, path
+for path in map(Path, sys.argv[2:]):
+    size, outcome = path.stat().st_size, "valid"
+    header = 8 + int.from_bytes(path.open("rb").read(8), "little")
+    try:
+        within_limits(lambda: read(path), 16 + (32 * header + 6 * max(size - header, 0)) / 2**20, seconds=200)
+    except DeltaFormatError as error:
+        outcome = "refused"
+        print(path.name, "is refused:", error, file=sys.stderr)  # for the report of a test that fails
+    print(path.name, "is", outcome)
 """
 
 
 def with_metadata(config="{}", tensors="{}", whole="[]"):
     """A file with such texts in its metadata, and no tensors."""
-    text = f'{{"format_version":1,"config":{config},"tensors":{tensors},"whole":{whole}}}'
+    sha256 = hashlib.sha256().hexdigest()
+    text = f'{{"format_version":2,"config":{config},"tensors":{tensors},"whole":{whole},"payload_sha256":"{sha256}"}}'
     return join(json.dumps({"__metadata__": {"sparse_delta": text}}, ensure_ascii=False).encode(), b"")
 
 
@@ -87,16 +77,16 @@ def keys(count):
 
 
 def empty_whole_tensors(count=30_000):
-    header = {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
-    text = f'{{"format_version":1,"config":{{}},"tensors":{{}},"whole":{numbered(count)}}}'
-    return join({**header, "__metadata__": {"sparse_delta": text}}, b"")
+    header, _ = split(with_metadata(whole=numbered(count)))
+    return join(
+        header | {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}, b""
+    )
 
 
 def long_shape():
     return join({"x": {"dtype": "U8", "shape": [0] * MEGABYTE, "data_offsets": [0, 0]}}, b"")
 
 
-LONG_DTYPE = '{"a":{"shape":[1],"dtype":"' + "\\u0001" * (MEGABYTE // 2) + '","count":1,"base_sha256":""}}'
 HOSTILE_HEADERS = {
     "lists as many as are allowed": lambda: with_config(repeated('[],"aaaaaaaaaaaaa"', 4 * MEGABYTE)),
     "objects as many as are allowed": lambda: with_config(repeated('{"a":0},"aaaaaaaa"', 4 * MEGABYTE)),
@@ -109,10 +99,8 @@ HOSTILE_HEADERS = {
     "an object of very many keys": lambda: with_config("{" + keys(699_053) + "}"),
     "very many keys outside the metadata": lambda: join(f'{{"x":{{{keys(1_398_105)}}}}}'.encode(), b""),
     "a number of a million digits": lambda: with_config("1" * MEGABYTE),
-    "names of tensors that are not there": lambda: with_metadata(whole=numbered(200_000)),
     "very many empty tensors": empty_whole_tensors,
     "a shape of a million sizes": long_shape,
-    "a dtype that is a long text": lambda: with_metadata(tensors=LONG_DTYPE),
 }
 
 
@@ -135,12 +123,10 @@ def write_storm_of_escapes(path, count=4_000_000):
 
 def outcomes(folder, paths):
     """Reads files within the promised bounds, each in a process of its own, and says what became of them."""
-    run = subprocess.run(
-        [sys.executable, "-c", READ, folder, *paths], capture_output=True, text=True, timeout=400, cwd=ROOT,
-        env={**os.environ, **GIVE_BACK},
-    )  # fmt: skip
+    environment = {**os.environ, **GIVE_BACK, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}"}
+    run = subprocess.run([sys.executable, "-c", READ, folder, *paths], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, f"{run.stdout[-300:]}: {run.stderr[-1000:]}"
-    sys.stderr.write(run.stderr)  # why files were refused, for the report of a test that fails
+    sys.stderr.write(run.stderr)
     return dict(line.rsplit(" is ", 1) for line in run.stdout.splitlines())
 
 

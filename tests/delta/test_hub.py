@@ -14,7 +14,7 @@ from transformers import BertForSequenceClassification
 from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import TensorDelta
-from sparsify.delta.hub import is_repo_id
+from sparsify.delta.hub import is_repo_id, public_config
 
 ROOT = Path(__file__).parents[2]
 REPO = f"{OWNER}/my-delta"
@@ -84,7 +84,6 @@ print(SparseDelta.load("{REPO}", revision=one.oid, local_files_only=True))
     assert repo.private
     assert repo.messages == ["initial commit", "Upload a sparse delta", "Trained longer"]
     assert set(repo.files()) == FILES
-    assert sum(request.startswith("PUT /lfs/") for request in hub.requests) == 2
     card = repo.files()["README.md"].decode()
     assert f"base_model: {BASE}" in card
     assert f'load_model("{BASE}", "{REPO}")' in card
@@ -101,22 +100,16 @@ SparseDelta.load("{REPO}")
     assert printed.startswith("refs/pr/1 SparseDelta(1 entry")
     assert set(hub.repos[REPO].files("longer")) == set(hub.repos[REPO].files("refs/pr/1")) == FILES
     assert hub.repos[REPO].files() == {}
-    assert "there is no `sparse_delta.safetensors` of" in printed
+    assert "there is no `sparse_delta.safetensors` at" in printed
 
 
 def test_a_second_push_renews_the_generated_part_only_and_keeps_a_hand_written_card(hub, client):
     client(f'first.push_to_hub("{REPO}")')
     repo = hub.repos[REPO]
-    card = repo.files()["README.md"].decode()
-    assert "the next push" in card
-    card = card.replace("---\n", "---\nlicense: mit\n", 1).replace("1 changed entries", "no entries")
-    repo.commit("main", {"README.md": f"{card}\n## Limits\n\nSmall.\n".encode()}, "by hand")
+    edited = repo.files()["README.md"].decode().replace("1 changed entries", "no entries") + "\n## Limits\n\nSmall.\n"
+    repo.commit("main", {"README.md": edited.encode()}, "by hand")
     client(f'second.push_to_hub("{REPO}")')
-    card = repo.files()["README.md"].decode()
-    assert "license: mit" in card
-    assert card.endswith("## Limits\n\nSmall.\n")
-    assert "1 changed entries" in card
-    assert "no entries" not in card
+    assert repo.files()["README.md"].decode() == edited.replace("no entries", "1 changed entries")
     repo.commit("main", {"README.md": b"# Mine\n\nBy hand.\n"}, "another card")
     client(f'second.push_to_hub("{REPO}")')
     assert repo.files()["README.md"] == b"# Mine\n\nBy hand.\n"
@@ -129,6 +122,14 @@ def test_the_path_of_a_base_is_not_published(hub, client, tmp_path):
     card = hub.repos[REPO].files()["README.md"].decode()
     assert "base_model:" not in card
     assert f'load_model("path/to/the/base", "{REPO}")' in card
+
+
+@pytest.mark.parametrize("path", ["/home/me/bert", "../a/b", "C:\\models\\bert", "a/b/bert", "out/bert", "", None])
+def test_a_base_that_is_no_id_is_not_public(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "bert").mkdir(parents=True)
+    config = {"base_model_name_or_path": path, "base_model_revision": "abc", "budget": 5}
+    assert public_config(config) == {**config, "base_model_name_or_path": None, "base_model_revision": None}
 
 
 def test_base_and_delta_from_the_hub_make_the_trained_model(hub, client, tmp_path):
@@ -166,15 +167,6 @@ def load(repo, arguments=""):
     return f'print("loaded", SparseDelta.load("{repo}"{arguments}))'
 
 
-def test_a_damaged_file_from_the_hub_is_refused(hub, client, tmp_path):
-    whole = (tmp_path / "first" / "sparse_delta.safetensors").read_bytes()
-    hub.repos[REPO] = Repo()
-    hub.repos[REPO].commit("main", {"sparse_delta.safetensors": whole[:-3]}, "cut")
-    printed = client(load(REPO))
-    assert printed.startswith("DeltaFormatError")
-    assert "is no delta that can be used" in printed
-
-
 def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
     hub.repos |= {"a/private": Repo(private=True), "a/gated": Repo(gated=True), "a/empty": Repo()}
     printed = client(
@@ -186,12 +178,12 @@ def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
         load("a/cached", ", local_files_only=True"),
     ).splitlines()
     expected = [
-        r"RepositoryNotFoundError - `a/nothing` is neither a path here nor a repository at http\S+ that you may see",
-        r"RepositoryNotFoundError - `a/private` is .*if it is private, log in with `hf auth login` or pass `token=",
-        r"GatedRepoError - `a/gated` is gated: ask for access on its page at http\S+/a/gated, then log in",
-        r"RevisionNotFoundError - `a/empty` has no revision 'v9': give one of its branches or tags",
-        r"EntryNotFoundError - there is no `sparse_delta.safetensors` of `a/empty` at revision 'main': give a",
-        r"LocalEntryNotFoundError - .* of `a/cached` is not in the local cache, and http\S+ was not asked or is",
+        r"RepositoryNotFoundError - `a/nothing` of the hub at http\S+: it is neither a path here nor a repository that",
+        r"RepositoryNotFoundError - `a/private` .*if it is private, log in with `hf auth login` or pass `token=",
+        r"GatedRepoError - `a/gated` .*: it is gated: ask for access on its page, then log in",
+        r"RevisionNotFoundError - `a/empty` .*: it has no revision 'v9': give one of its branches or tags",
+        r"EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main': give a",
+        r"LocalEntryNotFoundError - `a/cached` .*: it is not in the local cache, and .*: get online and try again",
     ]
     assert len(printed) == len(expected)
     for line, pattern in zip(printed, expected, strict=True):
@@ -199,14 +191,14 @@ def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
 
 
 def test_offline_mode_is_said_to_be_the_reason(hub, client):
-    assert "not in the local cache, and HF_HUB_OFFLINE is set: get online" in client(load(REPO), HF_HUB_OFFLINE="1")
+    assert "unset HF_HUB_OFFLINE and try again" in client(load(REPO), HF_HUB_OFFLINE="1")
     assert hub.requests == []
 
 
 def test_a_push_that_may_not_be_says_so_and_changes_nothing(hub, client):
     hub.repos["a/theirs"] = Repo()
     printed = client('first.push_to_hub("a/theirs", token="hf_reader")')
-    assert "did not serve a delta in `a/theirs` (" in printed
+    assert "if it is a matter of rights, log in with" in printed
     assert hub.repos["a/theirs"].messages == ["initial commit"]
 
 
@@ -228,7 +220,8 @@ def test_a_push_to_no_repository_is_refused_before_any_request(hub, client):
 def test_a_push_to_a_hub_that_is_not_there_says_so(client):
     printed = client(f'first.push_to_hub("{REPO}")', HF_ENDPOINT="http://127.0.0.1:9")
     assert printed.startswith("SparsifyError from Connect")
-    assert "the hub at http://127.0.0.1:9 did not serve" in printed
+    assert f"`{REPO}` of the hub at http://127.0.0.1:9: " in printed
+    assert "check the network" in printed
 
 
 def test_a_path_that_exists_is_not_asked_for_on_the_hub(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_deltas_of_different_models_are_refused():
         overlap(task(base, 1), task(other, 1, 0.9))
     with pytest.raises(BaseMismatchError, match="does not hold the values"):
         overlap(task(base, 1), task(base, 2), make_base(seed=3))
-    with pytest.raises(BaseMismatchError, match=r"the base has no tensor `0.weight`"):
+    with pytest.raises(BaseMismatchError, match=r"the model has no tensor `0.weight`"):
         overlap(task(base, 1), task(base, 1), torch.nn.Linear(1, 1))
 
 

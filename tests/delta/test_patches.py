@@ -42,15 +42,6 @@ def test_a_patched_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, arch
     assert bits(loaded) == bits(delta.apply(model))
 
 
-@fuses_at_load
-def test_experts_are_patched_one_by_one(tmp_path):
-    delta = make_delta(mixtral())
-    names = {patch.name for patch in delta.patches(save(mixtral(), tmp_path))}
-    assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in names
-    assert "model.layers.0.mlp.experts.gate_up_proj" not in names
-    assert "model.layers.0.mlp.experts.gate_up_proj" in {patch.name for patch in delta.patches()}
-
-
 def test_the_fields_are_those_of_vllm():
     """CheckpointWeightPatch(name, shape, dtype, values, indices=None); positions are int64, values one-dimensional."""
     assert WeightPatch._fields == ("name", "shape", "dtype", "values", "indices")
@@ -89,12 +80,13 @@ def test_tensors_stored_whole_are_patched_whole(tmp_path):
 
 
 @fuses_at_load
-def test_a_part_of_a_stored_tensor_cannot_be_replaced_whole(tmp_path):
+def test_a_part_of_a_stored_tensor_is_patched_at_its_entries(tmp_path):
     model = dinov2()
     name = next(key for key in model.state_dict() if key.endswith("mlp.up_proj.weight"))
-    delta = SparseDelta({}, {name: torch.zeros_like(model.state_dict()[name])})
-    with pytest.raises(BaseMismatchError, match=rf"`{name}` is stored whole in the delta and is a part .*use `merge`"):
-        list(delta.patches(save(model, tmp_path)))
+    delta = SparseDelta({}, {name: torch.randn_like(model.state_dict()[name])})
+    (patch,) = delta.patches(save(model, tmp_path))
+    assert patch.indices.numel() == delta.whole[name].numel() < torch.Size(patch.shape).numel()
+    assert bits(type(model).from_pretrained(patched(tmp_path, [patch]))) == bits(delta.apply(model))
 
 
 def test_differences_need_the_base(tmp_path):
@@ -115,8 +107,10 @@ def test_everything_is_checked_before_the_first_patch(tmp_path):
         delta.patches(save(other, tmp_path))
 
 
-def test_a_drawn_tensor_is_no_patch_of_a_base():
+@pytest.mark.parametrize("verb", ["merge", "patches"])
+def test_a_drawn_tensor_is_no_change_of_the_bases_files(tmp_path, verb):
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
     drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0))
-    with pytest.raises(SparsifyError, match=r"a stream of patches is about changes of a base, and tensor `lora_A`"):
-        SparseDelta({"lora_A": drawn}).patches()
+    arguments = {"merge": [save(bert(), tmp_path / "base"), tmp_path / "out"], "patches": []}
+    with pytest.raises(SparsifyError, match="is about changes of a base, and tensor `lora_A`"):
+        getattr(SparseDelta({"lora_A": drawn}), verb)(*arguments[verb])

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -149,9 +150,7 @@ def test_a_trained_delta_goes_to_peft_and_back(method, tmp_path):
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in loaded.parameters())
     delta.to_peft(tmp_path, method, base)  # replaces the first
     assert_same(base, delta, tmp_path)
-    back = SparseDelta.from_peft(tmp_path, base).apply(copy.deepcopy(base))
-    for name, tensor in delta.apply(base).state_dict().items():
-        assert torch.equal(back.state_dict()[name], tensor), name
+    assert SparseDelta.from_peft(tmp_path, base) == delta, "without the padding"
 
 
 # What is in the folder
@@ -219,19 +218,6 @@ def test_the_base_may_be_a_checkpoint_and_is_read_in_the_deltas_dtype(base, meth
         assert torch.equal(outputs(back), outputs(delta.apply(copy.deepcopy(base))))
 
 
-def test_a_head_that_the_checkpoint_lacks_comes_from_the_delta(base, tmp_path):
-    """Trained from a checkpoint of the pretrained model, which has no classifier."""
-    from transformers import BertForMaskedLM
-
-    pretrained = BertForMaskedLM(base.config)
-    pretrained.bert.load_state_dict(base.bert.state_dict(), strict=False)
-    pretrained.save_pretrained(tmp_path / "base")
-    delta = make_delta(base, head(base))
-    delta.to_peft(tmp_path / "adapter", "shira", tmp_path / "base")
-    assert_same(base, delta, tmp_path / "adapter")
-    assert set(SparseDelta.from_peft(tmp_path / "adapter", tmp_path / "base").whole) == set(delta.whole)
-
-
 def test_differences_are_written_too_and_a_wrapped_base_is_seen_through(base, tmp_path):
     delta = SparseDelta({QUERY: entries(dict(base.named_parameters())[QUERY], 12, name="add")})
     delta.to_peft(tmp_path, "supertuning", nn.ModuleDict({"module": base}))  # as in DDP
@@ -250,25 +236,19 @@ def test_buffers_that_training_changed_are_kept(method, tmp_path):
     assert torch.equal(back.whole["1.num_batches_tracked"], torch.tensor(7))
 
 
-class Nested(nn.Module):
+def nested():
     """Layers one of whose names is another's ending."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-        self.block = nn.ModuleDict({"fc": nn.Linear(6, 6)})
-
-    def forward(self, x):
-        return self.fc(torch.tanh(self.block["fc"](x)))
+    inner = nn.Sequential(OrderedDict(fc=nn.Linear(6, 6)))
+    return nn.Sequential(OrderedDict(block=inner, fc=nn.Linear(6, 6)))
 
 
 @BOTH
 def test_a_layer_whose_name_ends_anothers_is_the_only_one_that_matches(method, tmp_path):
-    base = Nested()
+    base = nested()
     delta = SparseDelta({"fc.weight": entries(base.fc.weight, 5)})
     delta.to_peft(tmp_path, method, base)
     loaded = load(base, tmp_path)
-    assert type(loaded.base_model.model.block["fc"]) is nn.Linear
+    assert type(loaded.base_model.model.block.fc) is nn.Linear
     x = torch.randn(3, 6)
     torch.testing.assert_close(loaded(x), delta.apply(base)(x), rtol=0, atol=1e-6)
 
@@ -292,13 +272,6 @@ def misnamed(base):
     return delta, base
 
 
-def moved(base):
-    delta = make_delta(base)
-    with torch.no_grad():
-        base.get_parameter(QUERY).add_(1)
-    return delta, base
-
-
 def not_linear(base):
     names = (
         "embeddings.word_embeddings.weight",
@@ -315,6 +288,12 @@ def tied_and_whole(base):
     return SparseDelta({"extra.weight": entries(base.extra.weight, 1)}, whole), base
 
 
+def tied(base):
+    base = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+    base["two"].weight = base["one"].weight
+    return of_one(base, "one.weight")
+
+
 def overflowing(base):
     base = nn.Sequential(nn.Linear(2, 2)).half()
     nn.init.constant_(base[0].weight, 60000.0)
@@ -327,16 +306,13 @@ def overflowing(base):
     ("make", "match"),
     [
         (lambda base: (make_delta(base), None), r"PEFT's adapters hold differences .*give the base, as in `to_peft\("),
-        (moved, f"tensor `{QUERY}` does not hold the values"),
-        (misnamed, f"no tensor `.*qeury.weight` .*near: `{QUERY}`.*Give the base"),
-        (lambda base: (make_delta(base), base.to("meta")), f"`{QUERY}` is on the meta device and has no values"),
+        (misnamed, f"no tensor `.*qeury.weight` .*near: `{QUERY}`.*: give the base"),
         (
             not_linear,
             r"3 of the delta's 5 tensors are not: .*word_embeddings.weight` \(Embedding's weight\), .*bias` "
             r"\(Linear's bias\), .*\(LayerNorm's weight\). Nothing was written: freeze them before",
         ),
         (lambda base: of_one(gpt2()[0], "transformer.h.0.mlp.c_fc.weight"), r"c_fc.weight` \(Conv1D's weight\)"),
-        (lambda base: of_one(gpt2()[0], "transformer.wte.weight"), r"wte.weight` \(Embedding's weight\)"),
         (
             lambda base: of_one(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)}), "attention.out_proj.weight"),
             "NonDynamicallyQuantizableLinear's weight",
@@ -345,15 +321,16 @@ def overflowing(base):
         (lambda base: (SparseDelta({}, {"bias": torch.zeros(4)}), nn.Linear(4, 4)), "`bias` .of the model itself. can"),
         (lambda base: (SparseDelta({}, head(base)), base), "has no entries in a linear layer's weight"),
         (
-            lambda base: (SparseDelta({}, {"fc.weight": torch.zeros(6, 6), "fc.bias": torch.zeros(6)}), Nested()),
+            lambda base: (SparseDelta({}, {"fc.weight": torch.zeros(6, 6), "fc.bias": torch.zeros(6)}), nested()),
             "`fc` is stored whole, and PEFT would take `block.fc` for it, too",
         ),
+        (tied, r"`one.weight` \(tied to `two.weight`\)"),
         (tied_and_whole, "`lm_head` is stored whole and holds `lm_head.weight`, which is tied to"),
         (overflowing, "`0.weight`: 1 of 1 values are too far"),
     ],
     ids=[
-        "no base", "another base", "missing", "meta", "not linear", "Conv1D", "embedding", "attention", "root",
-        "root's whole", "no entries", "ambiguous", "tied", "overflow",
+        "no base", "missing", "not linear", "Conv1D", "attention", "root", "root's whole", "no entries", "ambiguous",
+        "tied", "tied and whole", "overflow",
     ],
 )  # fmt: skip
 def test_a_delta_that_pefts_format_cannot_hold_is_refused(base, tmp_path, make, match):
@@ -361,14 +338,6 @@ def test_a_delta_that_pefts_format_cannot_hold_is_refused(base, tmp_path, make, 
     with pytest.raises(SparsifyError, match=match):
         delta.to_peft(tmp_path / "adapter", "supertuning", base)
     assert not (tmp_path / "adapter").exists()
-
-
-def test_a_weight_that_is_tied_to_another_is_refused(tmp_path):
-    base = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
-    base["two"].weight = base["one"].weight
-    delta = SparseDelta({"one.weight": entries(base["one"].weight, 3)})
-    with pytest.raises(SparsifyError, match=r"`one.weight` \(tied to `two.weight`\)"):
-        delta.to_peft(tmp_path, "shira", base)
 
 
 def test_a_peft_without_the_method_is_refused(base, delta, tmp_path, monkeypatch):
@@ -379,14 +348,12 @@ def test_a_peft_without_the_method_is_refused(base, delta, tmp_path, monkeypatch
 
 def test_messages_name_the_first_few_of_many(base, tmp_path):
     many = SparseDelta({}, {f"x{i}": torch.zeros(1) for i in range(3_000)})
-    with pytest.raises(SparsifyError, match=r"`x0` .*`x4` \(of the model itself\) and 2,995 more cannot be") as raised:
+    with pytest.raises(SparsifyError, match=r"^`x0` .{,200} `x4` \(of the model itself\) and 2,995 more cannot be"):
         many.to_peft(tmp_path / "adapter", "shira", base)
-    assert len(str(raised.value)) < 500
+    with pytest.raises(SparsifyError, match=r"method='x{99}; expected one of 'shira', 'supertuning'"):
+        many.to_peft(tmp_path / "adapter", "x" * 40_000, base)
     written = PeftAdapter(tmp_path, "shira", {"r": 1}, 1, 1, 0, 0, tuple(f"layer.{i}" for i in range(3_000)), 9)
     assert str(written).endswith("layer.4 and 2,995 more")
-    with pytest.raises(SparsifyError, match=r"method='x+; expected one of 'shira', 'supertuning'") as raised:
-        many.to_peft(tmp_path / "adapter", "x" * 40_000, base)
-    assert len(str(raised.value)) < 200
 
 
 def test_a_layer_too_small_for_shira_is_named(base, delta, tmp_path):
@@ -409,13 +376,11 @@ def test_a_checkpoint_without_the_head_is_named_as_the_class_that_was_trained(ba
     delta.config["architecture"] = type(base).__name__
     delta.to_peft(tmp_path / "adapter", method, tmp_path / "base")
     assert_same(base, delta, tmp_path / "adapter")
+    assert set(SparseDelta.from_peft(tmp_path / "adapter", tmp_path / "base").whole) == set(delta.whole)
 
 
-@pytest.mark.parametrize("config", [None, "", '{"model_type": "none"}', '{"model_type": "bert", "hidden_size": "x"}'])
-def test_a_checkpoint_whose_model_cannot_be_built_is_refused(base, delta, tmp_path, config):
+def test_a_checkpoint_whose_model_cannot_be_built_is_refused(base, delta, tmp_path):
     save_file({QUERY: torch.zeros(16, 16)}, tmp_path / "model.safetensors")
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
     with pytest.raises(SparsifyError, match=r"nn.Linear layers only, and which .* not known, .*give the base as a"):
         delta.to_peft(tmp_path, "supertuning", tmp_path)
 
@@ -452,21 +417,6 @@ def test_an_adapter_that_peft_trained_is_read(method, dtype, tmp_path):
     assert torch.equal(outputs(SparseDelta.load(tmp_path / "delta").apply(copy.deepcopy(base))), outputs(trained))
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_delta_comes_back_as_it_was_and_without_padding(method, dtype, tmp_path):
-    base = make_base(dtype)
-    delta = make_delta(base, head(base))
-    delta.to_peft(tmp_path, method, base)
-    back = SparseDelta.from_peft(tmp_path, base)
-    assert set(back.tensors) == set(delta.tensors)
-    for name, part in delta.tensors.items():
-        assert torch.equal(back.tensors[name].indices, part.indices)
-        assert torch.equal(back.tensors[name].values, part.values)
-        assert back.tensors[name].base_sha256 == part.base_sha256
-    assert all(torch.equal(back.whole[name], tensor) for name, tensor in delta.whole.items())
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
 @BOTH
@@ -500,11 +450,6 @@ def edit_tensors(folder, change):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, file)
 
 
-def edit_config(folder, **changes):
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 def unreadable(folder, base, match, error=DeltaFormatError):
     with pytest.raises(error, match=match):
         SparseDelta.from_peft(folder, base)
@@ -535,18 +480,13 @@ def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (None, "no `adapter_config.json`: give the folder"),
-        ("{", "adapter_config.json` is no JSON"),
+        (None, "adapter_config.json` is no JSON .*there is no such file"),
         ("[" * 100_000, "adapter_config.json` is no JSON"),
-        (" " * (2**20 + 1), "longer than 1,048,576 bytes"),
-        ("[]", "holds a list, expected a JSON object"),
         ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
-        ('{"peft_type": "SHIRA", "modules_to_save": "classifier"}', "`modules_to_save` is 'classifier'"),
-        ('{"peft_type": "SHIRA"}', "`r` is None, expected a positive int"),
-        ('{"peft_type": "SHIRA", "r": true}', "`r` is True, expected a positive int"),
+        ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
+        ('{"peft_type": "SHIRA", "r": "x"}', "its `adapter_config.json` gives no number of entries"),
+        ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
         ('{"peft_type": "SHIRA", "r": 1, "scaling": 2.0}', "it has a `scaling`"),
-        ('{"peft_type": "SUPERTUNING", "sparsity": NaN}', r"`sparsity` is nan, expected a number in \[0, 1\)"),
-        ('{"peft_type": "SUPERTUNING", "sparsity": 1.0}', "`sparsity` is 1.0, expected"),
     ],
 )
 def test_a_broken_config_is_refused(base, delta, tmp_path, content, match):
@@ -564,9 +504,7 @@ def test_a_folder_without_weights_or_with_others_is_refused(folder, base):
     file.write_bytes(b"nothing")
     unreadable(folder, base, "is no adapter that can become a delta")
     file.rename(folder / "adapter_model.bin")
-    unreadable(folder, base, "only a `adapter_model.bin`, a pickle, which can run code when it is loaded")
-    (folder / "adapter_model.bin").unlink()
-    unreadable(folder, base, "it has no `adapter_model.safetensors`: give the folder")
+    unreadable(folder, base, "no `adapter_model.safetensors`: give the folder .* `adapter_model.bin` can run code")
 
 
 @pytest.mark.parametrize(

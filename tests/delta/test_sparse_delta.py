@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,27 +31,20 @@ class Tied(nn.Module):
 
 
 class FakeEngine:
-    """What training leaves behind: some entries of some tensors, in order of unmasking."""
+    """What training leaves behind: a delta's parts."""
 
-    def __init__(self, tensors, whole=None, config=CONFIG):
-        self.tensors, self.whole, self.config = tensors, whole or {}, config
+    def __init__(self, tensors, whole=None):
+        self.tensors, self.whole = tensors, whole or {}
 
     def export(self, budget, model):
-        kept = [self._first(item, budget) for item in self.tensors]
-        return SimpleNamespace(tensors=kept, whole=self.whole, config=self.config)
-
-    @staticmethod
-    def _first(item, budget):
-        parts = {key: getattr(item, key)[:budget] for key in ("indices", "values", "base_values")}
-        return SimpleNamespace(name=item.name, shape=item.shape, drawn=None, quantization=None, **parts)
+        return self.tensors, self.whole, {**CONFIG, "budget": budget}
 
 
-def trained_entries(name, tensor, indices):
-    """Entries of a tensor, each moved by 1, as an engine exports them."""
+def trained_entries(tensor, indices):
+    """Entries of a tensor, each moved by 1."""
     indices = torch.tensor(indices)
     base = tensor.detach().take(indices)
-    parts = {"indices": indices, "values": base + 1, "base_values": base}
-    return SimpleNamespace(name=name, shape=tensor.shape, drawn=None, quantization=None, **parts)
+    return TensorDelta(indices, base + 1, tuple(tensor.shape), tensor.dtype, "replace", digest(base))
 
 
 def make_model(dtype=torch.float32):
@@ -63,11 +55,11 @@ def make_model(dtype=torch.float32):
 def make_delta(model, whole=None):
     """A delta of three entries in two tensors of ``make_model``."""
     trained = copy.deepcopy(model)
-    entries = [
-        trained_entries("0.weight", model[0].weight, [0, 7, 19]),
-        trained_entries("2.bias", model[2].bias, [1]),
-        trained_entries("2.weight", model[2].weight, [11]),
-    ]
+    entries = {
+        "0.weight": trained_entries(model[0].weight, [0, 7, 19]),
+        "2.bias": trained_entries(model[2].bias, [1]),
+        "2.weight": trained_entries(model[2].weight, [11]),
+    }
     trained._sparsify_engine = FakeEngine(entries, whole)
     return SparseDelta.from_model(trained)
 
@@ -107,56 +99,20 @@ def unchanged(model):
 
 def test_a_delta_holds_what_the_engine_exports(model, delta):
     assert list(delta.tensors) == ["0.weight", "2.bias", "2.weight"]
-    part = delta.tensors["0.weight"]
-    base = model[0].weight.detach().take(torch.tensor([0, 7, 19]))
-    assert part.indices.tolist() == [0, 7, 19]
-    assert torch.equal(part.values, base + 1)
-    assert (part.shape, part.dtype, part.kind, part.base_sha256) == ((4, 5), torch.float32, "replace", digest(base))
     assert delta.num_entries == 5
     assert repr(delta) == "SparseDelta(5 entries in 3 tensors, 0 tensors stored whole)"
-    assert CONFIG.items() <= delta.config.items()
-    assert delta.config["versions"]["torch"] == torch.__version__
-
-
-def test_the_budget_goes_to_the_engine(model):
-    model._sparsify_engine = FakeEngine([trained_entries("0.weight", model[0].weight, [3, 4, 5])])
-    assert SparseDelta.from_model(model, budget=2).tensors["0.weight"].indices.tolist() == [3, 4]
-    assert SparseDelta.from_model(model, budget=0).tensors == {}, "tensors without entries are not stored"
-
-
-def test_training_on_does_not_change_a_delta(model):
-    entries = trained_entries("0.bias", model[0].bias, [2])
-    model._sparsify_engine = FakeEngine([entries], {"2.bias": model[2].bias}, config := {"nested": {"a": 1}})
-    delta = SparseDelta.from_model(model)
-    value, whole = delta.tensors["0.bias"].values.item(), delta.whole["2.bias"].clone()
-    entries.values.add_(1)
-    config["nested"]["a"] = 2
-    with torch.no_grad():
-        model[2].bias.add_(1)
-    assert delta.tensors["0.bias"].values.item() == value
-    assert torch.equal(delta.whole["2.bias"], whole)
-    assert not delta.whole["2.bias"].requires_grad
-    assert delta.config["nested"] == {"a": 1}
+    model._sparsify_engine = FakeEngine({})
+    assert SparseDelta.from_model(model, budget=2).config == {**CONFIG, "budget": 2}
 
 
 @pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile, lambda m: as_in_ddp(as_in_ddp(torch.compile(m)))])
 def test_the_engine_is_found_within_wrappers(model, wrap):
-    model._sparsify_engine = FakeEngine([trained_entries("0.bias", model[0].bias, [2])])
+    model._sparsify_engine = FakeEngine({"0.bias": trained_entries(model[0].bias, [2])})
     assert SparseDelta.from_model(wrap(model)).num_entries == 1
 
 
 def test_a_model_that_is_not_sparsified_has_no_delta(model):
     with pytest.raises(SparsifyError, match=r"this Sequential is not sparsified.*pass the model that `sparsify\(model"):
-        SparseDelta.from_model(model)
-
-
-def test_what_an_engine_must_not_export_is_refused_by_name(model):
-    entries = [trained_entries("0.bias", model[0].bias, [i, i + 1]) for i in (1, 2)]
-    model._sparsify_engine = FakeEngine(entries)
-    with pytest.raises(SparsifyError, match=r"two trained tensors are called `0.bias`"):
-        SparseDelta.from_model(model)
-    entries[0].values[1] = torch.nan
-    with pytest.raises(SparsifyError, match=r"tensor `0.bias` cannot go into a delta: 1 of 2 values are not finite"):
         SparseDelta.from_model(model)
 
 
@@ -217,26 +173,19 @@ def test_loading_what_is_not_there_says_so(tmp_path, name):
 
 
 @pytest.mark.parametrize(("dtype", "bytes_per_value"), [(torch.bfloat16, 2), (torch.float32, 4)])
-@pytest.mark.parametrize(("shape", "more"), [((768, 3072), 0.2), ((2048, 2048), 0.102), ((4096, 4096), 0.03)], ids=str)
-def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_path, shape, more, dtype, bytes_per_value):
-    generator, numel, layers = torch.Generator().manual_seed(0), shape[0] * shape[1], 12
-    n_entries = numel // 1000
-    tensors = {}
-    for layer in range(layers):
-        drawn = torch.randint(numel, (2 * n_entries,), generator=generator).unique()
-        indices = drawn[torch.randperm(drawn.numel(), generator=generator)[:n_entries]].sort().values
-        values = torch.randn(n_entries, generator=generator).to(dtype)
+def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_path, dtype, bytes_per_value):
+    shape, count, tensors = (4096, 4096), 4096**2 // 1000, {}
+    for layer in range(12):
+        indices = torch.arange(count) * 1000 + torch.randint(1000, (count,))
+        values = torch.randn(count).to(dtype)
         name = f"model.layers.{layer}.mlp.up_proj.weight"
         tensors[name] = TensorDelta(indices, values, shape, dtype, "replace", digest(values))
     versions = {"sparsify": "0.1.0", "torch": "2.13.0+cpu", "safetensors": "0.8.0", "transformers": "5.23.0"}
-    # Header and metadata are some 400 bytes per tensor; a longer config and the payload's hash count once per file.
     SparseDelta(tensors, config={**CONFIG, "versions": versions}).save(tmp_path)
-    size = (tmp_path / "sparse_delta.safetensors").stat().st_size
-    assert size / SparseDelta.load(tmp_path).num_entries <= 2 + bytes_per_value + more
+    assert (tmp_path / FILE_NAME).stat().st_size / (12 * count) <= 2 + bytes_per_value + 0.03
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_the_default_device_does_not_matter(tmp_path, device):
+def test_the_default_device_does_not_matter(tmp_path):
     model = make_model()
     delta = make_delta(model, {"1.running_mean": torch.ones(4)})
     draw = InitializerRecipe("normal", 0.5, seed=1)
@@ -244,9 +193,8 @@ def test_the_default_device_does_not_matter(tmp_path, device):
     parts = torch.tensor([1]), initial[1:2] + 1, (4,), torch.float32, "replace", digest(initial), draw
     delta.tensors["0.bias"] = TensorDelta(*parts)
     delta.save(tmp_path / "one")
-    with delta.applied(copy.deepcopy(model)) as expected:
-        pass
-    torch.set_default_device(device)
+    before = bits(model)
+    torch.set_default_device("meta")
     try:
         loaded = SparseDelta.load(tmp_path / "one")
         assert loaded == delta
@@ -259,7 +207,7 @@ def test_the_default_device_does_not_matter(tmp_path, device):
         torch.set_default_device(None)
     assert (tmp_path / "one" / FILE_NAME).read_bytes() == (tmp_path / "two" / FILE_NAME).read_bytes()
     assert applied.flatten()[[0, 7, 19]].tolist() == delta.tensors["0.weight"].values.tolist()
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert bits(model) == before
 
 
 # Comparing, and leaving out what is stored whole
@@ -276,6 +224,8 @@ def test_deltas_are_equal_where_they_do_the_same_to_the_same_base(tmp_path):
     assert loaded == delta
     assert copy.deepcopy(delta) == pickle.loads(pickle.dumps(delta)) == delta
     assert delta != "a delta"
+    with pytest.raises(TypeError, match="unhashable type: 'SparseDelta'"):  # since it may change
+        hash(delta)
 
 
 @pytest.mark.parametrize(
@@ -307,11 +257,6 @@ def rename(tensors, old, new):
 
 def with_changed(delta, name, **fields):
     delta.tensors[name] = replace(delta.tensors[name], **fields)
-
-
-def test_a_delta_that_may_change_has_no_hash():
-    with pytest.raises(TypeError, match="unhashable type: 'SparseDelta'"):
-        {make_delta(make_model())}
 
 
 def test_entries_alone_leave_out_what_is_stored_whole():
@@ -427,15 +372,6 @@ def test_writing_is_seen_by_autograd(model, delta):
     delta.apply(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-def test_a_models_gradients_and_flags_stay(model, delta):
-    model[2].weight.requires_grad_(False)
-    model[0].weight.grad = torch.ones(4, 5)
-    delta.apply(model)
-    assert [model[i].weight.requires_grad for i in (0, 2)] == [True, False]
-    assert model[0].weight.is_leaf
-    assert torch.equal(model[0].weight.grad, torch.ones(4, 5))
 
 
 def test_applied_reverts_after_an_exception(model, delta, unchanged):

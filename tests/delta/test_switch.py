@@ -80,7 +80,7 @@ def test_a_detached_delta_is_off_and_gone(base, switch):
     assert switch.active is None
     assert bits(base) == before
     assert len(switch) == 3
-    with pytest.raises(SparsifyError, match=r"no delta called '1' is attached \(there are: 'head', '2', '3'\)"):
+    with pytest.raises(SparsifyError, match=r"no delta called '1' is attached"):
         switch.activate("1")
 
 
@@ -91,27 +91,14 @@ def test_names_are_taken_once_and_one_of_another_type_is_named(switch, deltas):
         switch.attach("1", deltas["2"])
 
 
-def test_a_model_that_was_changed_meanwhile_is_left_alone(base, deltas, switch):
+@pytest.mark.parametrize(("own", "other", "held"), [("1", "2", "the delta's"), ("2", "1", "the base's")])
+def test_a_model_that_was_changed_meanwhile_is_left_alone(base, deltas, switch, own, other, held):
+    changed = {name: set(deltas[name].tensors["0.weight"].indices.tolist()) for name in (own, other)}
     switch.activate("1")
     with torch.no_grad():
-        base[0].weight.add_(1)
+        base[0].weight.view(-1)[min(changed[own] - changed[other])] += 1
     before = bits(base)
-    with pytest.raises(SparsifyError, match=r"tensor `0.weight` no longer holds the delta's values"):
-        switch.activate("2")
-    assert switch.active == "1"
-    assert bits(base) == before
-
-
-def test_a_base_that_was_changed_meanwhile_is_noticed_and_the_active_delta_stays(base, deltas, switch):
-    only_there = next(
-        i for i in deltas["2"].tensors["0.weight"].indices.tolist()
-        if i not in deltas["1"].tensors["0.weight"].indices.tolist()
-    )  # fmt: skip
-    switch.activate("1")
-    with torch.no_grad():
-        base[0].weight.view(-1)[only_there] += 1
-    before = bits(base)
-    with pytest.raises(SparsifyError, match=r"tensor `0.weight` no longer holds the base's values"):
+    with pytest.raises(SparsifyError, match=f"tensor `0.weight` no longer holds {held} values"):
         switch.activate("2")
     assert switch.active == "1"
     assert bits(base) == before

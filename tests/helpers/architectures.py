@@ -136,14 +136,8 @@ ARCHITECTURES = {
     "albert": classifier("Albert", embedding_size=8, classifier_dropout_prob=0.0),
     "electra": classifier("Electra", embedding_size=8, classifier_dropout=0.0),
     "mpnet": classifier("MPNet"),
-    "distilbert": (
-        "DistilBertForSequenceClassification", "DistilBertConfig",
-        {
-            "vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 20, "pad_token_id": 0,
-            "max_position_embeddings": 12, "num_labels": CLASSES, "dropout": 0.0, "attention_dropout": 0.0,
-            "seq_classif_dropout": 0.0,
-        },
-        labelled_text,
+    "distilbert": classifier(
+        "DistilBert", hidden_dim=20, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0
     ),
     "longformer": classifier("Longformer", attention_window=4),  # writes into what its linear layers return
     "mobilebert-masked-lm": masked_lm(  # its head reads the table, transposed, past its module
@@ -153,11 +147,7 @@ ARCHITECTURES = {
     # ---- decoders
     "gpt2": (
         "GPT2LMHeadModel", "GPT2Config",
-        {
-            "vocab_size": VOCABULARY, "n_positions": 12, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_inner": 20,
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-        },
-        next_tokens,
+        {**SIZES, "n_inner": 20, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, next_tokens,
     ),
     "bloom": causal_lm("Bloom", {**TEXT, **NO_DROPOUT}, n_head=2, n_layer=2),
     "falcon": causal_lm("Falcon", {**TEXT, **NO_DROPOUT}, num_attention_heads=2),

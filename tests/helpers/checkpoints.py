@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import transformers
 
 from sparsify.common.names import named_tensors
 from sparsify.common.raw_bits import digest
@@ -12,45 +13,35 @@ _SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_atte
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def bert(head="ForSequenceClassification", **options):
-    import transformers
-
+def _build(model, **config):
     torch.manual_seed(0)
-    config = transformers.BertConfig(**_SIZES, intermediate_size=24, max_position_embeddings=12, **options)
-    return getattr(transformers, f"Bert{head}")(config)
+    model_class = getattr(transformers, model)
+    return model_class(model_class.config_class(**config))
+
+
+def bert(head="ForSequenceClassification", **options):
+    return _build(f"Bert{head}", **_SIZES, intermediate_size=24, max_position_embeddings=12, **options)
 
 
 def dinov2():
     """Its gated MLP is stored as one tensor, of which the two projections are parts."""
-    from transformers import Dinov2Config, Dinov2Model
-
-    torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    return Dinov2Model(Dinov2Config(**sizes, use_swiglu_ffn=True))
+    return _build("Dinov2Model", **sizes, use_swiglu_ffn=True)
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, **_TOKENS))
+    return _build("GPT2LMHeadModel", vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, **_TOKENS)
 
 
 def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 24}
-    return MixtralForCausalLM(MixtralConfig(**_SIZES, **_TOKENS, **experts, num_key_value_heads=1))
+    return _build("MixtralForCausalLM", **_SIZES, **_TOKENS, **experts, num_key_value_heads=1)
 
 
 def qwen2_moe():
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    torch.manual_seed(0)
     experts = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 8}  # 10 comes after 9, not after 1
     shared = {"shared_expert_intermediate_size": 8, "intermediate_size": 24, "num_key_value_heads": 1}
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_TOKENS, **experts, **shared))
+    return _build("Qwen2MoeForCausalLM", **_SIZES, **_TOKENS, **experts, **shared)
 
 
 MODELS = {"bert": bert, "gpt2": gpt2, "mixtral": mixtral, "qwen2_moe": qwen2_moe}

@@ -50,13 +50,3 @@ def set_in(*keys, to):
         document[keys[-1]] = to
 
     return change
-
-
-def as_version_1(data):
-    """The file as format version 1 had it, without a hash of the payload."""
-
-    def change(document):
-        document["format_version"] = 1
-        del document["payload_sha256"]
-
-    return edited(data, change)

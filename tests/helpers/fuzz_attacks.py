@@ -34,25 +34,37 @@ ARCHITECTURES = """BertForSequenceClassification BertModel BertForMaskedLM BertF
     RobertaForSequenceClassification MixtralForCausalLM __class__ modeling_utils Trainer""".split()  # noqa: SIM905
 ARCHITECTURES += ["x" * 100_000, "a b", "", None, 3, [], {}]
 TEXTS = ["", "x", "\x1b[2J", "\u202e", "a\nb", "é" * 3000, "../..", "/etc/passwd", "~", "user/name", "http://x/y", "\0"]
+SHAPES = [[], [0], [1], [3], [16, 16], [3, 16], [0, 3], [10**6, 0], [10**9, 0], [0, 2**62], [2**31, 2**31], [1] * 64]
+SHAPES += [[1] * 65, *([number] for number in INTEGERS), *([number, 3] for number in NUMBERS)]
 HOSTILE = [*NUMBERS, *DTYPES, *TEXTS, "replace", "add", "uniform", "0" * 64, "G" * 64, "\ud800", "x" * 100_000]
 HOSTILE += [[[]], [0], [1, 1], [2**62, 4], [0, 2**62, 2**62], [-2, -3], [True, 2], [1] * 65, [8, 0], [0, 2**64], "a"]
 RAW_JSON = ["NaN", "-Infinity", "1e999", "0." + "1" * 2000, "1" * 5000, "1" + "0" * 200_000, "[" * 900 + "]" * 900]
 RAW_JSON += ["[" * 200_000, '{"a":' * 100_000, "[" + "[]," * 100_000 + "[]]", "[" + "0," * 200_000 + "0]"]
-RAW_JSON += [
-    '{"a":1,"a":2}',
-    "\\ud800",
-    '"\\ud800"',
-    '"\\u0000"',
-    "tru",
-    "",
-    '"',
-    "01",
-    "+1",
-    "0x10",
-    "[1,]",
-    "\ufeff1",
-]
-RAW_JSON += ["9" * 999, "1e-999"]
+RAW_JSON += ["9" * 999, "1e-999", '{"a":1,"a":2}', "\\ud800", '"\\ud800"', '"\\u0000"', "tru", "", '"', "01", "[1,]"]
+LABELS = [None, [], "x", {}, {"0": "a"}, {"0": "a", "1": "a", "2": "a"}, {"-1": "a", "x": 3, "²": "b"}]
+LABELS += [{str(i): TEXTS[i % len(TEXTS)] for i in range(count)} for count in (2, 3, 1000)]
+VALUES = {  # of some fields; others get any of ANYTHING
+    "kind": ["add", "replace", "ADD", None, 1],
+    "dtype": [*DTYPES, "f32", None],
+    "count": [0, *NUMBERS],
+    "shape": SHAPES,
+    "base_sha256": ["0" * 64, "F" * 64, "", None, 0],
+    "quantization": ["nf4", "x (transposed)", "é", "", "x" * 101, None, 1],
+    "drawn": [{"distribution": how, "scale": scale, "seed": seed} for how in ("constant", "normal", "Uniform", None)
+              for scale in NUMBERS for seed in (0, 2**63 - 1, 2**63, 0.5)],
+    "architecture": ARCHITECTURES,
+    "num_labels": NUMBERS,
+    "id2label": LABELS,
+    "problem_type": [None, "x", 3, "regression"],
+    "rank_pattern": [{pattern: number} for pattern in PATTERNS[:8] for number in NUMBERS],
+}  # fmt: skip
+ANYTHING = [*NUMBERS, *PATTERNS, *TEXTS, [[0, 10**9]], [[]], {"a": {"b": [None]}}, ["float8_e4m3fn"], "LOHA", "houlsby"]
+RECORD_KEYS = ["kind", "dtype", "count", "shape", "base_sha256", "quantization", "drawn"]
+HEAD_KEYS = ["num_labels", "id2label", "problem_type"]
+CONFIG_KEYS = """architecture base_model_name_or_path base_model_revision base_dtypes versions strategy budget schedule
+    steps diff sum entries_in_whole model_config peft adapters""".split()  # noqa: SIM905
+PEFT_KEYS = """target_modules exclude_modules rank_pattern r layers_pattern layers_to_transform layer_replication
+    target_parameters modules_to_save peft_type""".split()  # noqa: SIM905
 
 
 class Parts:
@@ -61,7 +73,7 @@ class Parts:
     def __init__(self, data):
         self.header, self.payload = split(data)
         self.document = json.loads(self.header["__metadata__"]["sparse_delta"])
-        self.stated = self.document.get("payload_sha256")
+        self.stated = self.document["payload_sha256"]
 
     @property
     def keys(self):
@@ -69,7 +81,7 @@ class Parts:
 
     def join(self, rehash=True):
         """The file; the payload's hash is made to fit, unless it was itself attacked."""
-        if rehash and self.stated is not None and self.document.get("payload_sha256") == self.stated:
+        if rehash and self.document.get("payload_sha256") == self.stated:
             self.document["payload_sha256"] = hashlib.sha256(self.payload).hexdigest()
         if isinstance(self.header.get("__metadata__"), dict):
             self.header["__metadata__"]["sparse_delta"] = json.dumps(self.document)
@@ -90,13 +102,6 @@ class Parts:
         begin = len(self.payload)
         self.header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
         self.payload += data
-
-
-def some_shape(rng):
-    return rng.choice([
-        [], [0], [1], [3], [16, 16], [3, 16], [0, 3], [10**6, 0], [10**9, 0], [0, 2**62], [2**31, 2**31], [2**62],
-        [1] * 64, [1] * 65, [rng.choice(INTEGERS)], [rng.choice(NUMBERS), 3],
-    ])  # fmt: skip
 
 
 def some_record(rng, parts):
@@ -230,26 +235,27 @@ def attack_indices(rng, parts, other):
     parts.replace_tensor(f"{name}.indices", dtype, [len(numbers)], struct.pack(f"<{len(numbers)}{code}", *numbers))
 
 
-def attack_records(rng, parts, other):
-    """Kinds, dtypes, counts, shapes, recipes and quantizations that are each legal, or nearly, and may not fit."""
+def attack_fields(rng, parts, other):
+    """Values of a record's, the config's or an adapter's fields that are legal, or nearly, and may not fit."""
+    config = parts.document["config"]
+    groups = [(RECORD_KEYS, [*parts.document["tensors"].values()]), (CONFIG_KEYS, [config])]
+    groups += [(PEFT_KEYS, [*config.get("peft", {}).values()]), (HEAD_KEYS, [config.get("model_config")])]
+    groups += [([], [config.get("adapters")])]
+    keys, holders = rng.choice([(keys, holders) for keys, holders in groups if any(holders)])
+    holder = rng.choice(holders)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        key = rng.choice([*keys, *holder, "more"])
+        holder[key] = copy.deepcopy(rng.choice(VALUES.get(key, ANYTHING)))
+
+
+def attack_values(rng, parts, other):
+    """Values of another dtype, some of which are no numbers or very large ones."""
     name, record = some_record(rng, parts)
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        field, value = rng.choice([
-            ("kind", rng.choice(["add", "replace", "ADD", None, 1])), ("dtype", rng.choice([*DTYPES, "f32", None])),
-            ("count", rng.choice([0, record["count"], *NUMBERS])), ("shape", some_shape(rng)),
-            ("base_sha256", rng.choice(["0" * 64, "F" * 64, "", None, 0])),
-            ("quantization", rng.choice(["nf4", "x (transposed)", "é", "", "x" * 101, None, 1])),
-            ("drawn", {"distribution": rng.choice(["constant", "uniform", "normal", "Uniform", None, []]),
-                       "scale": rng.choice(NUMBERS), "seed": rng.choice(NUMBERS)}),
-        ])  # fmt: skip
-        record[field] = value
-    if rng.random() < 0.5:
-        dtype = rng.choice(list(DTYPES))
-        count = record["count"] if type(record["count"]) is int and 0 <= record["count"] < 5000 else 3
-        fill = rng.choice([None, b"\xff", b"\x7f\x80", b"\x80\x7f", b"\x01\xfc", b"\x3f"])
-        size = DTYPES[dtype] * count
-        data = rng.randbytes(size) if fill is None else (fill * size)[:size]
-        parts.replace_tensor(f"{name}.values", dtype, [count], data)
+    dtype, fill = rng.choice(list(DTYPES)), rng.choice([None, b"\xff", b"\x7f\x80", b"\x80\x7f", b"\x01\xfc", b"\x3f"])
+    size = DTYPES[dtype] * min(record["count"], 5000)  # which may be attacked, too
+    data = rng.randbytes(size) if fill is None else (fill * size)[:size]
+    record["dtype"] = rng.choice([record["dtype"], dtype])
+    parts.replace_tensor(f"{name}.values", dtype, [record["count"]], data)
 
 
 def attack_names(rng, parts, other):
@@ -272,7 +278,7 @@ def attack_names(rng, parts, other):
 def attack_dense(rng, parts, other):
     """More dense tensors, of any dtype and shape, under the base's names and others."""
     for name in rng.sample(NAMES, rng.choice([1, 1, 2])):
-        add_dense(rng, parts, name, rng.choice(list(DTYPES)), some_shape(rng))
+        add_dense(rng, parts, name, rng.choice(list(DTYPES)), rng.choice(SHAPES))
 
 
 def add_dense(rng, parts, name, dtype, shape):
@@ -280,18 +286,6 @@ def add_dense(rng, parts, name, dtype, shape):
     count = math.prod(sizes)
     parts.document["whole"].append(name)
     parts.add_tensor(f"{name}.whole", dtype, shape, rng.randbytes(count * DTYPES[dtype]) if count < 5000 else b"")
-
-
-def attack_recipes(rng, parts, other):
-    """Tensors to be drawn that are large, strange or not there."""
-    recipe = {"distribution": rng.choice(["constant", "uniform", "normal"]), "scale": rng.choice([0, 0.5, 1e308])}
-    recipe["seed"] = rng.choice([0, 1, 2**63 - 1])
-    record = {"shape": some_shape(rng), "dtype": rng.choice(["F32", "F64", "BF16", "F16"]), "count": 0}
-    name = rng.choice(NAMES)
-    if name not in parts.document["tensors"]:
-        parts.document["tensors"][name] = {**record, "base_sha256": "0" * 64, "drawn": recipe}
-        parts.add_tensor(f"{name}.indices", "U16", [0])
-        parts.add_tensor(f"{name}.values", record["dtype"], [0])
 
 
 def attack_limits(rng, parts, other):
@@ -316,65 +310,27 @@ def attack_limits(rng, parts, other):
         ])  # fmt: skip
 
 
-def attack_config(rng, parts, other):
-    """A head's labels that no head bears out, an architecture, and what a config says of base and training."""
-    config, action = parts.document["config"], rng.randrange(3)
-    if action == 0:
-        config["architecture"] = rng.choice(ARCHITECTURES)
-    elif action == 1:
-        keys = "base_model_name_or_path base_model_revision base_dtypes versions strategy budget steps diff sum"
-        key = rng.choice([*keys.split(), "schedule", "entries_in_whole", "model_config", "peft", "adapters"])
-        dtypes = [["float8_e4m3fn"], ["Tensor", "float32"], [[]]]
-        config[key] = rng.choice([*TEXTS, *NUMBERS, *dtypes, {"a": {"b": [None]}}])
-    else:
-        names = [None, [], "x", {}, {"0": "a"}, {"0": "a", "1": "a", "2": "a"}, {"-1": "a", "x": 3, "²": "b"}]
-        names += [{str(i): TEXTS[i % len(TEXTS)] for i in range(count)} for count in (2, 3, 1000)]
-        head = {"num_labels": rng.choice(NUMBERS), "id2label": rng.choice(names)}
-        head["problem_type"] = rng.choice([None, "x", 3, "regression"])
-        config["model_config"] = {key: value for key, value in head.items() if rng.random() < 0.8}
-        size = rng.choice([head["num_labels"], 3, 10**6, 10**9])
-        shape = rng.choice([[size, 0], [0, size], [size, 16], [size]]) if type(size) is int else [3]
-        add_dense(rng, parts, rng.choice(["classifier.weight", "new.weight", "a"]), "F32", shape)
-
-
-def attack_peft(rng, parts, other):
-    """Fields of the recorded adapter's config: patterns, ranks and whatever else PEFT takes."""
-    configs = parts.document["config"]["peft"]
-    settings = configs[rng.choice(list(configs))]
-    for _ in range(rng.choice([1, 1, 2, 4])):
-        keys = "target_modules target_modules exclude_modules rank_pattern alpha_pattern r layers_pattern"
-        keys += " layers_to_transform layer_replication target_parameters modules_to_save"
-        key = rng.choice([*settings, *keys.split()])
-        types = ["LOHA", "IA3", "LOKR", "PREFIX_TUNING", "olora"]
-        value = rng.choice([*PATTERNS, *PATTERNS, *NUMBERS, *TEXTS, [[0, 10**9]], *types])
-        if key.endswith("_pattern") and rng.random() < 0.7:
-            value = {pattern: rng.choice(NUMBERS) for pattern in PATTERNS[:8]}
-        settings[key] = value
-    if rng.random() < 0.2:
-        configs[rng.choice([*TEXTS, "default.x", "a" * 1000, "__class__"])] = copy.deepcopy(settings)
-
-
-def attack_adapters(rng, parts, other):
-    """Settings of our own adapters."""
-    settings = parts.document["config"]["adapters"]
-    settings[rng.choice([*settings, "reduction_factor", "more"])] = rng.choice([*NUMBERS, *PATTERNS, *TEXTS, "houlsby"])
-    if rng.random() < 0.1:
-        del settings[rng.choice(list(settings))]
+def attack_head(rng, parts, other):
+    """A head's labels, and a dense tensor that may bear them out."""
+    head = {key: rng.choice(VALUES[key]) for key in HEAD_KEYS if rng.random() < 0.8}
+    parts.document["config"]["model_config"] = head
+    size = rng.choice([head.get("num_labels"), 3, 10**6, 10**9])
+    shape = rng.choice([[size, 0], [0, size], [size, 16], [size]]) if type(size) is int else [3]
+    add_dense(rng, parts, rng.choice(["classifier.weight", "new.weight", "a"]), "F32", shape)
 
 
 ATTACKS = [
-    attack_bytes, attack_payload, attack_json, attack_text, attack_layout, attack_indices, attack_records, attack_names,
-    attack_dense, attack_recipes, attack_limits, attack_config, attack_peft, attack_adapters,
+    attack_bytes, attack_payload, attack_json, attack_text, attack_layout, attack_indices, attack_fields, attack_values,
+    attack_names, attack_dense, attack_limits, attack_head,
 ]  # fmt: skip
-NEEDS = {attack_peft: b'\\"peft\\":{', attack_adapters: b'\\"adapters\\":{'}  # in the valid file
-NEEDS |= dict.fromkeys([attack_indices, attack_records], b".indices")
+NEEDS_ENTRIES = (attack_indices, attack_values)
 
 
 def attacked(number, seed, valid):
     """The kind and the bytes of one file; the same for the same number and seed."""
     rng = random.Random(f"{seed}/{number}")
     attack = ATTACKS[number % len(ATTACKS)]
-    parts = Parts(rng.choice([data for data in valid if NEEDS.get(attack, b"") in data]))
+    parts = Parts(rng.choice([data for data in valid if b".indices" in data or attack not in NEEDS_ENTRIES]))
     other = Parts(rng.choice(valid))
     data = attack(rng, parts, other)
     if data is None and rng.random() < 0.2:

@@ -12,9 +12,7 @@ numbers of the files that break it otherwise; ``--first NUMBER --files 1`` tries
 import argparse
 import contextlib
 import io
-import multiprocessing
 import os
-import resource
 import shutil
 import sys
 import tempfile
@@ -26,9 +24,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from delta_bytes import as_version_1
 from deltas import bits
 from fuzz_attacks import ATTACKS, attacked
+from limits import within_limits
 from models import bert
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -37,10 +35,8 @@ from sparsify import SparseDelta, SparsifyError, load_model, sparsify
 from sparsify.adapters import add_adapters
 from sparsify.cli.commands import info, verify
 
-MEGABYTE = 2**20
-ALLOWANCE = 48 * MEGABYTE  # of address space besides 32 x the file: 16 MiB are promised, the rest is malloc's
-SECONDS = 20  # per file; far more than one takes, so that a busy machine is no failure
-BATCH = 1000  # files of one worker
+MEGABYTES = 48  # of address space apart from 32 x the file: 16 are promised, the rest is malloc's
+SECONDS = 20  # per target; far more than one takes, so that a busy machine is no failure
 
 
 @dataclass
@@ -149,66 +145,30 @@ def valid_files(folder):
         delta.config.pop("base_model_name_or_path", None)
         delta.save(folder / "valid.safetensors")
         files.append((folder / "valid.safetensors").read_bytes())
-    return [*files, as_version_1(files[0])]
+    return files
 
 
-# Workers
+# Files through targets
 
 
-def address_space():
-    """Bytes of address space that this process takes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def limit_address_space(most):
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-
-
-def examine(path, target, world, allowance):
+def examine(path, target, world, megabytes=MEGABYTES):
     """Sends a file through a target; returns None if that ends well, an error of ours, or how the promise is broken."""
-    limit_address_space(address_space() + allowance + 32 * path.stat().st_size)
-    try:
+
+    def attack():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         target(path, world)
+
+    try:
+        within_limits(attack, megabytes + 32 * path.stat().st_size / 2**20, SECONDS)
     except SparsifyError as error:
         text = str(error)
-    except BaseException as error:
-        limit_address_space(resource.RLIM_INFINITY)
-        return f"BROKEN: {type(error).__name__}: {str(error)[:300]!a}"
+    except Exception as error:
+        return f"BROKEN: {error!a:.300}"
     else:
         return None
-    finally:
-        limit_address_space(resource.RLIM_INFINITY)
     return text if len(text) <= 4000 and text.isprintable() else f"BROKEN: an unchecked message: {text[:100]!a}"
-
-
-def work(numbers, seed, folder, results):
-    """One worker: sends files through the targets, and says before each which one, should it not live to say more."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    world = make_world(Path(folder))
-    valid, path = valid_files(world.folder), world.folder / "attack.safetensors"
-    for data in valid:  # whatever is set up on first use is no part of a file's cost
-        path.write_bytes(data)
-        for target in TARGETS.values():
-            with contextlib.suppress(SparsifyError):
-                target(path, world)
-    for number in numbers:
-        kind, data = attacked(number, seed, valid)
-        path.write_bytes(data)
-        passed = []
-        for name in targets_of(number):
-            results.send((number, "started", f"{name} after {kind}"))
-            outcome = examine(path, TARGETS[name], world, 400 * MEGABYTE if name in SLOW else ALLOWANCE)
-            if outcome is None:
-                passed.append(name)
-            elif outcome.startswith("BROKEN"):
-                results.send((number, f"{outcome} ({name})", kind))
-                break
-            elif name == "load":  # then the others do not load it, either
-                break
-        results.send((number, " ".join(passed) or "refused", kind))
 
 
 def targets_of(number):
@@ -216,50 +176,38 @@ def targets_of(number):
     return TARGETS if number // len(ATTACKS) % 5 == 0 else QUICK
 
 
-def run_batch(numbers, seed, counts, worker_main=work, method="spawn"):
-    """Tries some files in a worker of their own; the number of the first that breaks the promise, and how, or None."""
-    context = multiprocessing.get_context(method)
-    results, worker_end = context.Pipe(duplex=False)  # not a queue, whose thread would take address space of its own
-    with tempfile.TemporaryDirectory() as folder:
-        worker = context.Process(target=worker_main, args=(numbers, seed, folder, worker_end))
-        worker.start()
-        worker_end.close()
-        try:
-            return watch(results, numbers, counts)
-        finally:
-            worker.kill()
-            worker.join()
-
-
-def watch(results, numbers, counts):
-    """Follows a worker until its last file, its death, or a file that takes too long."""
-    current, done, patience, kind = numbers[0], 0, SECONDS + 100, ""  # for the imports
-    while done < len(numbers):
-        if not results.poll(patience):
-            return current, f"BROKEN: it takes more than {SECONDS} seconds ({kind})"
-        try:
-            current, outcome, kind = results.recv()
-        except EOFError:
-            return current, "BROKEN: the worker died" + (f" ({kind})" if kind else "")
-        patience = SECONDS
-        if outcome.startswith("BROKEN"):
-            return current, outcome
-        if outcome != "started":
-            counts.setdefault(kind, Counter())[outcome] += 1
-            done += 1
-    return None
+def try_file(path, number, world):
+    """The names of the targets that end well, or how one of them breaks the promise."""
+    passed = []
+    for name, target in targets_of(number).items():
+        outcome = examine(path, target, world, 400 if name in SLOW else MEGABYTES)
+        if outcome is None:
+            passed.append(name)
+        elif outcome.startswith("BROKEN"):
+            return f"{outcome} ({name})"
+        elif name == "load":  # then the others do not load it, either
+            break
+    return " ".join(passed) or "refused"
 
 
 def fuzz(files, seed, first=0):
     """Tries that many files: how often which targets ended well, by kind of attack, and the failures."""
-    os.environ |= {"MALLOC_ARENA_MAX": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}  # a thread's arena is address space, too
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread's arena is address space, too
     counts, failures = {}, []
-    numbers = list(range(first, first + files))
-    while numbers:
-        failure = run_batch(numbers[:BATCH], seed, counts)
-        if failure:
-            failures.append(failure)
-        numbers = [number for number in numbers if number > (failure[0] if failure else numbers[:BATCH][-1])]
+    with tempfile.TemporaryDirectory() as folder:
+        world = make_world(Path(folder))
+        valid, path = valid_files(world.folder), world.folder / "attack.safetensors"
+        path.write_bytes(valid[0])
+        for target in TARGETS.values():  # whatever is set up on first use is no part of a file's cost
+            target(path, world)
+        for number in range(first, first + files):
+            kind, data = attacked(number, seed, valid)
+            path.write_bytes(data)
+            outcome = try_file(path, number, world)
+            if outcome.startswith("BROKEN"):
+                failures.append((number, f"{outcome} after {kind}"))
+            counts.setdefault(kind, Counter())[outcome] += 1
+            shutil.rmtree(world.folder / "merged", ignore_errors=True)  # of one that was killed
     return counts, failures
 
 

@@ -1,8 +1,7 @@
 """A small hub on loopback: those endpoints of the Hugging Face Hub that its client uses to push and to load.
 
-Repositories are kept in memory: commits are dicts of files, branches are names of commits. Large files (safetensors) go
-through the LFS endpoints, the others within the commit, as on the hub. The client is huggingface_hub itself, in a
-process of its own with ``HF_ENDPOINT`` set.
+Repositories are kept in memory: commits are dicts of files, branches are names of commits. All files are sent within
+the commit. The client is huggingface_hub itself, in a process of its own with ``HF_ENDPOINT`` set.
 """
 
 import base64
@@ -32,7 +31,7 @@ class Repo:
         self.commit("main", {}, "initial commit")
 
     def commit(self, branch, files, message):
-        """A commit of files beside those already there; its id."""
+        """A commit of files in addition to those already there; its id."""
         tree = {**self.files(branch), **files} if branch in self.branches else files
         oid = hashlib.sha1(f"{len(self.commits)}{sorted(tree)}{message}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = tree, oid
@@ -71,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         except RefusalError as refusal:
             self.send(refusal.status, b'{"error": "refused"}', **refusal.headers)
 
-    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
+    do_GET = do_HEAD = do_POST = answer  # noqa: N815
 
     def send(self, status, content=b"", **headers):
         self.send_response(status)
@@ -126,24 +125,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo_id, revision):
         self.repo(repo_id, revision, write=True)
-        files = [
-            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-            for f in json.loads(self.body)["files"]
-        ]
-        self.send_json({"files": [{**file, "shouldIgnore": False} for file in files]})
-
-    def lfs_batch(self, repo_id):
-        self.repo(repo_id, write=True)
-        objects = json.loads(self.body)["objects"]
-        for wanted in objects:
-            wanted["actions"] = {"upload": {"href": f"{self.server.hub.endpoint}/lfs/{wanted['oid']}"}}
-        self.send_json({"transfer": "basic", "objects": objects})
-
-    def lfs_put(self, oid):
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise RefusalError(400)
-        self.server.hub.large_files[oid] = self.body
-        self.send(200)
+        kept = {"uploadMode": "regular", "shouldIgnore": False}
+        self.send_json({"files": [{"path": file["path"], **kept} for file in json.loads(self.body)["files"]]})
 
     def commit(self, repo_id, revision):
         repo, _ = self.repo(repo_id, revision, write=True)
@@ -152,8 +135,6 @@ class Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "header":
                 message = value["summary"]
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.server.hub.large_files[value["oid"]]
             elif line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
         branch, endpoint = revision, self.server.hub.endpoint
@@ -181,18 +162,16 @@ ROUTES = [
     ("POST", f"/api/models/{NAME}/branch/{PART}", Handler.branch),
     ("POST", f"/api/models/{NAME}/preupload/{PART}", Handler.preupload),
     ("POST", f"/api/models/{NAME}/commit/{PART}", Handler.commit),
-    ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", Handler.lfs_batch),
-    ("PUT", f"/lfs/{PART}", Handler.lfs_put),
     ("HEAD", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
     ("GET", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
 ]
 
 
 class Hub:
-    """What the server keeps: repositories by id, large files by hash, and what was asked."""
+    """What the server keeps: repositories by id, and what was asked."""
 
     def __init__(self, endpoint):
-        self.endpoint, self.repos, self.large_files, self.requests = endpoint, {}, {}, []
+        self.endpoint, self.repos, self.requests = endpoint, {}, []
 
 
 def client_environment(hub, home, token=TOKEN):

@@ -47,7 +47,7 @@ def _outcome(function, megabytes):
         torch.set_num_threads(1)  # the threads of a pool are not there in a fork
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + megabytes * 2**20,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (taken + int(megabytes * 2**20),) * 2)
         function()
     except BaseException as error:
         return type(error)(str(error)[:5_000]) if isinstance(error, ValueError) else RuntimeError(repr(error)[:5_000])

@@ -1,5 +1,7 @@
 """Small real architectures with random weights and no dropout, and a batch for each."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -23,41 +25,43 @@ def mlp():
     return MLP(), lambda: {"x": torch.randn(12, 6), "labels": torch.randint(CLASSES, (12,))}
 
 
+def tokens():
+    return {"input_ids": torch.randint(3, VOCABULARY, (4, 10)), "attention_mask": torch.ones(4, 10, dtype=torch.long)}
+
+
+def labelled_text():
+    return {**tokens(), "labels": torch.randint(CLASSES, (4,))}
+
+
+def next_tokens():
+    batch = tokens()
+    return {**batch, "labels": batch["input_ids"].roll(1, 1)}
+
+
 def transformer(model, config_class, batch, **config):
     import transformers  # here, since the MLP needs none
 
     return getattr(transformers, model)(getattr(transformers, config_class)(vocab_size=VOCABULARY, **config)), batch
 
 
-def bert():
-    return transformer(
-        "BertForSequenceClassification", "BertConfig", lambda: {**_tokens(), "labels": torch.randint(CLASSES, (4,))},
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=12,
-        num_labels=CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-
-
-def gpt2():
-    return transformer(
-        "GPT2LMHeadModel", "GPT2Config", _language_batch, n_positions=12, n_embd=16, n_layer=2, n_head=2, n_inner=24,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-
-def t5():
-    return transformer(
-        "T5ForConditionalGeneration", "T5Config", _language_batch, d_model=16, d_kv=8, d_ff=24, num_layers=2,
-        num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
-    )  # fmt: skip
-
-
-def llama():
-    return transformer(
-        "LlamaForCausalLM", "LlamaConfig", _language_batch, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=12, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-
+bert = partial(
+    transformer, "BertForSequenceClassification", "BertConfig", labelled_text, hidden_size=16, num_hidden_layers=2,
+    num_attention_heads=2, intermediate_size=24, max_position_embeddings=12, num_labels=CLASSES,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+gpt2 = partial(
+    transformer, "GPT2LMHeadModel", "GPT2Config", next_tokens, n_positions=12, n_embd=16, n_layer=2, n_head=2,
+    n_inner=24, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+t5 = partial(
+    transformer, "T5ForConditionalGeneration", "T5Config", next_tokens, d_model=16, d_kv=8, d_ff=24, num_layers=2,
+    num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
+)  # fmt: skip
+llama = partial(
+    transformer, "LlamaForCausalLM", "LlamaConfig", next_tokens, hidden_size=16, intermediate_size=24,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=12, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
 ARCHITECTURES = {"mlp": mlp, "bert": bert, "gpt2": gpt2, "t5": t5, "llama": llama}
 
 
@@ -76,11 +80,7 @@ def loss_of(model, batch):
 
 def train(model, batches, lr=0.01, optimizer=None):
     """One step of AdamW, or of a given optimizer, for each batch; the model itself."""
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    run_steps(model, batches, optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr))
     return model
 
 
@@ -106,12 +106,3 @@ def descend(model, inputs, lr=0.1):
         model(x).float().square().mean().backward()
         optimizer.step()
     return model
-
-
-def _tokens():
-    return {"input_ids": torch.randint(3, VOCABULARY, (4, 10)), "attention_mask": torch.ones(4, 10, dtype=torch.long)}
-
-
-def _language_batch():
-    tokens = _tokens()
-    return {**tokens, "labels": tokens["input_ids"].roll(1, 1)}

@@ -70,14 +70,14 @@ ADAPTERS = {
     "LoRA with a bias": ("bert", lambda: lora(target_modules=ATTENTION, lora_bias=True)),
     "LoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"])),
     "DoRA on an embedding": ("bert", lambda: lora(target_modules=["word_embeddings", "query"], use_dora=True)),
-    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True)),
+    "LoRA on Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "LoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"])),
     "DoRA on convolutions": ("shapes", lambda: lora(target_modules=["conv1d", "conv3d"], use_dora=True)),
     "LoRA on attention": ("attention", lambda: lora(target_modules=["attention"])),
     "LoRA on experts": ("mixtral", lambda: lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])),
     "LoRA and modules to save": ("bert", lambda: lora(target_modules=ATTENTION, modules_to_save=["classifier"])),
     "LoHa": on("bert", "LoHaConfig", r=2),
-    "IA3": on("llama", "IA3Config", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3": on("llama", "IA3Config", target_modules=LLAMA, feedforward_modules=["down_proj"]),
     "VeRA": on("bert", "VeraConfig", r=4),
 }
 
@@ -99,8 +99,7 @@ def base_of(name, dtype=torch.float64):
 def adapted(name, *others, dtype=torch.float64, random=True):
     """A model with an adapter and as many others as are named, all trainable and, if ``random``, drawn at random.
 
-    Args:
-        name: of ``ADAPTERS``, or a pair such as its values: the name of the base model, a function that gives a config.
+    The name is one of ``ADAPTERS``, or a pair such as its values: the name of a base model, and what gives a config.
     """
     model, batches = base_of(name, torch.float32)  # some adapters' first values are computed in no other dtype
     _, config = ADAPTERS.get(name) or name
@@ -130,15 +129,9 @@ def assert_close(found, expected, tolerance=1e-9):
 
 
 class AdapterTwins(Twins):
-    """Two models with the same adapters: one is trained densely by the oracle, the other is sparsified.
+    """Two models with an adapter, and ``others`` of its kind: the oracle trains one densely, the library the other.
 
-    Args:
-        name: of ``ADAPTERS``, or a pair such as its values.
-        others: further adapters of the same kind.
-        strategy: the sparse model's, a preset; static but for ``"id3"``.
-        make_optimizer: gives the optimizer of a list of parameters.
-        steps: planned optimizer steps.
-        random: whether all that is trainable is drawn at random first.
+    A strategy but ``"id3"`` is static. With ``random`` all that is trainable is drawn at random first.
     """
 
     def __init__(self, name, *others, strategy="id3", make_optimizer=None, steps=STEPS, random=True):

@@ -47,13 +47,7 @@ class InterruptedPassError(Exception):
 
 
 class Run:
-    """Both sides of a program; each method is an action, done by both and compared.
-
-    Attributes:
-        sparse: the sparsified model.
-        dense: the oracle.
-        short: whether each action is compared from equal states.
-    """
+    """Both sides of a program; each method is an action, done by both and compared, from equal states if ``short``."""
 
     def __init__(self, program):
         self.program, self.batches = program, program.batches()
@@ -83,22 +77,13 @@ class Run:
         self.compare_weights()
 
     def backward(self, kind, first, second, overflow):
-        """One or two passes, over one batch or two.
+        """One or two passes over one batch or two; the gradient of the first may turn infinite at a place.
 
-        Args:
-            kind: "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one
-                graph used twice ("retained"); or once, and again together with a newer one ("kept"); or after it was
-                asked for the gradient of a hidden state alone ("looked at").
-            first: number of a batch.
-            second: number of another one.
-            overflow: where the gradient of the first pass turns infinite, or ``None``.
+        "one" batch; two "summed" in one pass; two forward passes and then two backward ones ("pending"); one graph used
+        twice ("retained"); or once, and again together with a newer one ("kept").
         """
         one = self.losses(first, overflow)
-        if kind == "looked at" and all(hidden.requires_grad for hidden in self.hidden):
-            looks = [torch.autograd.grad(*pair, retain_graph=True)[0] for pair in zip(one, self.hidden, strict=True)]
-            if overflow is None:
-                self.compare("the gradient of the last hidden state", *looks)
-        if kind in ("one", "looked at", "retained"):
+        if kind in ("one", "retained"):
             self.passes(one, retain=kind == "retained")
             if kind == "retained":
                 self.passes(one)
@@ -113,12 +98,9 @@ class Run:
             self.passes([a + 2 * b for a, b in zip(one, two, strict=True)])
 
     def losses(self, batch, overflow=None):
-        """The losses of both sides, equal, and scaled; their last hidden states are kept until the next ones."""
-        self.hidden = []
+        """The losses of both sides, equal, and scaled."""
 
         def probe(place, hidden):
-            if place == len(self.program.parts):
-                self.hidden.append(hidden)
             if place == overflow and hidden.requires_grad:
                 hidden.register_hook(lambda grad: grad * torch.inf)
             return hidden
@@ -142,10 +124,8 @@ class Run:
     def fail(self, where, place, batch):
         """An error leaves everything as it was.
 
-        Args:
-            where: in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed".
-            place: what hidden state has been reached; if nothing is recomputed, the first.
-            batch: number of a batch.
+        It is raised in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed",
+        once the hidden state of a place is reached; if it is recomputed, the first.
         """
         recomputed = where == "recomputed"
 
@@ -188,16 +168,6 @@ class Run:
                 self.compare("the loss", *(model(*self.batches[batch]) for model in models))
             for model in models:
                 model.train()
-
-    def saliency(self, place, batch):
-        """The gradient of a hidden state alone is no step of training."""
-        found = []
-        for model in (self.sparse, self.dense.model):
-            shift = torch.zeros((), dtype=self.program.dtype, requires_grad=True)
-            loss = model(*self.batches[batch], lambda at, hidden, shift=shift: hidden + shift * (at == place))
-            found += torch.autograd.grad(loss, shift)
-        self.compare("the gradient of a hidden state", *found)
-        self.compare_choice()
 
     def step(self):
         """An optimizer step, or none after an overflow."""
@@ -341,11 +311,7 @@ def interrupt_in_backward(*_):
 
 
 def run(program):
-    """Runs both sides of a program.
-
-    Raises:
-        AssertionError: with the program, the action and what was found there.
-    """
+    """Runs both sides of a program; an error has the program, the action and what was found there."""
     both = Run(program)
     with ExitStack() as limits:
         for name, limit in TINY.items() if program.tiny else ():

@@ -11,7 +11,14 @@ import torch
 from program_models import HEADS, PARTS, TOKENS, VOCABULARY, Network
 from program_oracle import IMPORTANCES, OPTIMIZERS
 
-BACKWARDS = ("one", "one", "one", "summed", "looked at", "pending", "retained", "kept")
+# of actions, those named often more often
+KINDS = {
+    "backward": ("one", "one", "one", "summed", "pending", "retained", "kept"),
+    "fail": ("forward", "backward", "recomputed"),
+    "evaluate": ("no grad", "inference", "eval", "dropped", "base"),
+    "resume": ("state_dict", "trained_state"),
+    "copy": ("deepcopy", "pickle"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +122,14 @@ def _script(rng, steps, parts):
         overflowing = rng.random() < 0.12
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if rng.random() < 0.12:
-                yield "fail", rng.choice(["forward", "backward", "recomputed"]), place(), batch()
+                yield "fail", rng.choice(KINDS["fail"]), place(), batch()
             if rng.random() < 0.12:
-                yield "evaluate", rng.choice(["no grad", "inference", "eval", "dropped", "base"]), batch()
-            if rng.random() < 0.06:
-                yield "saliency", place(), batch()
-            kind, overflow = rng.choice(BACKWARDS), place() if overflowing and rng.random() < 0.6 else None
+                yield "evaluate", rng.choice(KINDS["evaluate"]), batch()
+            kind, overflow = rng.choice(KINDS["backward"]), place() if overflowing and rng.random() < 0.6 else None
             yield "backward", kind, batch(), batch(), overflow
         yield ("step",)
         if rng.random() < 0.12:
-            yield "resume", rng.choice(["state_dict", "trained_state"])
+            yield "resume", rng.choice(KINDS["resume"])
         if rng.random() < 0.1:
-            yield "copy", rng.choice(["deepcopy", "pickle"])
+            yield "copy", rng.choice(KINDS["copy"])
     yield ("export",)

@@ -25,16 +25,18 @@ class Words(nn.Module):
         self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.out.weight = self.table.weight
 
-    def forward(self, x, labels):
-        hidden = self.table(x)
+    def between(self, hidden):
         hidden = hidden + self.narrow(torch.relu(self.wide(hidden)))
-        hidden = self.again(torch.tanh(self.again(hidden)))
-        return nn.functional.cross_entropy(self.out(self.norm(hidden)).flatten(0, 1), labels.flatten())
+        return self.norm(self.again(torch.tanh(self.again(hidden))))
+
+    def forward(self, x, labels):
+        logits = self.out(self.between(self.table(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def words(dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    model = Words().to(dtype)
+def words(dtype=torch.float64, model_class=Words):
+    torch.manual_seed(0)
+    model = model_class().to(dtype)
     batches = [torch.randint(1, VOCABULARY, (BATCH, 5)) for _ in range(STEPS)]
     return model, [{"x": batch, "labels": batch.roll(1, 1)} for batch in batches]
 

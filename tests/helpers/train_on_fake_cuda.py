@@ -1,6 +1,6 @@
 """Trains small BERTs on fake CUDA devices and on the CPU, and prints a line of JSON for each run.
 
-    PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_fake_cuda.py plain|other
+    PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_fake_cuda.py
 
 It needs a process of its own: the folder's ``fake_cuda.py`` takes the place of torch's CUDA for good.
 """
@@ -12,12 +12,12 @@ import gc
 import json
 import logging
 import os
-import sys
 import traceback
 import warnings
 
 import fake_cuda
 import torch
+from accelerate.utils import send_to_device
 from models import build, loss_of
 from oracle import unmasked_sets
 
@@ -26,15 +26,6 @@ from sparsify import base_weights, sparsify
 BUDGET, STEPS, LR = 60, 3, 1e-2
 SIDE, OTHER = 7, 5  # streams that are not the default ones
 CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
-
-
-def to(device, value):
-    """Moves all tensors of a nested value to a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(to(device, item) for item in value)
-    return {key: to(device, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +48,7 @@ class Place:
         return model
 
     def bring(self, module, args, kwargs):
-        return to(self.devices[1], args), to(self.devices[1], kwargs)
+        return send_to_device(args, self.devices[1]), send_to_device(kwargs, self.devices[1])
 
     def move_to_stream(self, layer):
         before = []
@@ -76,7 +67,7 @@ class Place:
     def batch(self, batch):
         if not self.devices:
             return batch
-        return {**to(self.devices[0], batch), "labels": batch["labels"].to(self.devices[-1])}
+        return {**send_to_device(batch, self.devices[0]), "labels": batch["labels"].to(self.devices[-1])}
 
     @contextlib.contextmanager
     def current(self):
@@ -110,14 +101,8 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
 
 
-def copied(model, optimizer, place):
-    copy_of_model = copy.deepcopy(model)
-    copy_of_optimizer = optimizer_of(copy_of_model)
-    copy_of_optimizer.load_state_dict(optimizer.state_dict())
-    return copy_of_model, copy_of_optimizer
-
-
 def resumed(model, optimizer, place):
+    """A copy, and an optimizer, that go on where these are."""
     fresh, _ = prepared("id3", place, seed=1)
     fresh.load_state_dict(model.state_dict())
     fresh_optimizer = optimizer_of(fresh)
@@ -125,22 +110,20 @@ def resumed(model, optimizer, place):
     return fresh, fresh_optimizer
 
 
-CHANGES = {"deepcopy": copied, "state dict": resumed}  # of model and optimizer, half way
-
-
-def run(strategy, place, way):
+def run(strategy, place, everything):
+    """Plain training; or ``everything``: accumulation, checkpointing, the base's losses, a state that goes on."""
     model, batches = prepared(strategy, place)
     optimizer, losses = optimizer_of(model), []
-    if way == "checkpointing":
+    if everything:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    per_step = 2 if way == "accumulation" else 1
+    per_step = 2 if everything else 1
     with place.current(), fake_cuda.Counted() as seen:
         for step in range(STEPS):
-            if step == STEPS // 2 and way in CHANGES:
-                model, optimizer = CHANGES[way](model, optimizer, place)
-            if way == "base weights":
+            if everything:
                 with base_weights(model), torch.no_grad():
                     losses.append(loss_of(model, batches[step]))
+            if everything and step == STEPS // 2:
+                model, optimizer = resumed(copy.deepcopy(model), optimizer, place)
             optimizer.zero_grad()
             for batch in batches[step * per_step : (step + 1) * per_step]:
                 loss = loss_of(model, batch)
@@ -149,21 +132,16 @@ def run(strategy, place, way):
             optimizer.step()
     for device in place.devices:
         torch.accelerator.synchronize(device)
-    sets = {} if strategy == "full" else unmasked_sets(model)
     return {
         "losses": [loss.item() for loss in losses],
-        "sets": sets,
+        "sets": {} if strategy == "full" else unmasked_sets(model),
         "races": seen.races,
         "waits": sum(seen.waits.values()),
     }
 
 
-WAYS = ("accumulation", "checkpointing", "base weights", *CHANGES)
-RUNS = {
-    "plain": [(strategy, place, "plain") for place in PLACES for strategy in ("full", "id3", "pafi")],
-    "other": [("id3", place, way) for place in ("cpu", "side", "two devices") for way in WAYS]
-    + [("full", place, "plain") for place in ("cpu", "side", "two devices")],
-}
+RUNS = [(strategy, place, False) for place in PLACES for strategy in ("full", "id3", "pafi")]
+RUNS += [("id3", place, True) for place in ("cpu", "side", "two devices")]
 
 
 def bytes_on_devices():
@@ -174,17 +152,18 @@ def main():
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     fake_cuda.install()
-    for strategy, place, way in RUNS[sys.argv[1]]:
+    for strategy, place, everything in RUNS:
         before = bytes_on_devices()
-        try:
-            result = run(strategy, PLACES[place], way)
-        except Exception:
-            result = {"error": traceback.format_exc()}
+        result = run(strategy, PLACES[place], everything)
         gc.collect()
         result["left"] = bytes_on_devices() - before
-        print(json.dumps({"run": [strategy, place, way], **result}), flush=True)
+        print(json.dumps({"run": [strategy, place, everything], **result}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # autograd's threads for the fake devices cannot be joined

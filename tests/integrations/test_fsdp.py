@@ -7,7 +7,6 @@ import torch
 from oracle import unmasked_sets
 from rank_models import BUDGET, STEPS, error_of, mean_over_ranks, mlp, own_part, words
 from rank_processes import on_ranks
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsify import SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.common.ranks import num_ranks
-from sparsify.integrations.distributed import check_ranks, keep_whole
+from sparsify.integrations.distributed import check_ranks
 
 
 def shard(model, **options):
@@ -44,7 +43,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS):
             losses.append(mean_over_ranks(loss))
         optimizer.step()
     engine = get_unmasker(model)
-    delta, base = engine.values.detach().clone(), engine.buffers.all_base.clone()
+    delta, base = engine.values.detach().clone(), engine.buffers.base().clone()
     return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base}
 
 
@@ -233,10 +232,3 @@ def test_states_and_deltas_leave_the_shards_and_come_back(two):
 def test_what_cannot_work_is_refused_by_name(two, what, text):
     for messages in on_each(two, refused):
         assert re.search(text, messages[what]), messages[what]
-
-
-def test_accelerates_plugin_is_given_the_flat_delta_to_leave_alone():
-    model = sparsify(nn.Linear(4, 4), 3, steps=1)
-    (holder,) = keep_whole(model)
-    assert [id(parameter) for parameter in holder.parameters()] == [id(model.sparse_values)]
-    assert not dist.is_initialized()

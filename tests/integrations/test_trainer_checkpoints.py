@@ -1,11 +1,9 @@
 """Incomplete checkpoint folders of an interrupted run: found, set aside, and never resumed from."""
 
-import json
 import shutil
 import warnings
 
 import pytest
-from safetensors import safe_open
 from trainers import assert_same, make_model, make_trainer, outcome
 
 from sparsify import SparsifyCallback, SparsifyError
@@ -100,11 +98,3 @@ def test_a_checkpoint_that_was_written_without_the_callback_is_complete(tmp_path
     assert problem_with(tmp_path / "checkpoint-2") is None
     (tmp_path / "checkpoint-2" / "model.safetensors").rename(tmp_path / "checkpoint-2" / "pytorch_model.bin")
     assert problem_with(tmp_path / "checkpoint-2") is None
-
-
-def test_a_checkpoint_says_what_has_to_be_beside_it(run):
-    with safe_open(run[0] / "checkpoint-8" / "model.safetensors", framework="pt") as file:
-        metadata = file.metadata()
-    assert metadata["sparsify"] == "trained state"
-    assert metadata["files"].split() == ["optimizer.pt", "scheduler.pt", "rng_state.pth"]
-    assert json.loads((run[0] / "checkpoint-8" / "trainer_state.json").read_text())["global_step"] == 8

@@ -1,15 +1,11 @@
 """The rule that chooses the path to a product's entries: by shapes, dtype, threads and matrix units alone."""
 
-import math
-
 import pytest
 import torch
 
 from sparsify.kernels import costs
 from sparsify.kernels.costs import Costs, costs_of
 from sparsify.kernels.norm_bound import Limits
-from sparsify.masked import gradients as products
-from sparsify.masked.gradients import Product
 
 SOME = Costs(dense=1.0, norms=0.5, tile=0.002, base=0.2, entry=0.001)
 
@@ -31,25 +27,12 @@ def of(rows, cols, tokens=1024, dtype=torch.float32):
     return costs_of(torch.empty(tokens, rows, dtype=dtype), torch.empty(tokens, cols, dtype=dtype))
 
 
-def test_entries_are_sampled_as_long_as_that_costs_no_more():
+def test_sampling_and_screening_may_cost_what_the_dense_product_costs():
     assert SOME.samples(800)
     assert not SOME.samples(801)
-
-
-def test_screening_may_compute_what_the_dense_product_costs_beyond_the_norms():
     assert SOME.limits() == Limits(candidates=250, multiplied=250)  # (1 - 0.5) / (2 x 0.001), / 0.002
     assert SOME.limits(200) == Limits(150, 150)
     assert SOME.limits(500) is None
-    assert SOME._replace(norms=math.inf).limits() is None
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_product_is_sampled_or_computed_densely_by_its_costs(monkeypatch, sampled):
-    monkeypatch.setattr(products, "costs_of", lambda *_: SOME._replace(base=0.0 if sampled else 2.0))
-    dense = []
-    monkeypatch.setattr(Product, "dense", lambda self: dense.append(True) or products.DenseGradient(torch.ones(4, 4)))
-    Product(torch.ones(5, 4), torch.ones(5, 4)).take(torch.tensor([3]))
-    assert bool(dense) is not sampled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

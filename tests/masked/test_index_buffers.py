@@ -36,12 +36,12 @@ def filled(additions):
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3).map(list), max_size=5))
 def test_each_tensor_keeps_its_entries_in_the_order_in_which_they_came(additions):
     _, buffers, expected = filled(additions)
-    assert buffers.total == sum(map(sum, additions)) == buffers.all_slots.numel()
+    assert buffers.total == sum(map(sum, additions)) == buffers.slots().numel()
     for number, own in enumerate(expected):
         assert buffers.count(number) == len(own)
         parts = (buffers.indices(number), buffers.slots(number), buffers.base(number))
         assert list(zip(*(part.tolist() for part in parts), strict=True)) == own
-    assert [part.numel() for part in buffers.split(buffers.all_base)] == [len(own) for own in expected]
+    assert [part.numel() for part in buffers.split(buffers.base())] == [len(own) for own in expected]
 
 
 def test_the_buffers_are_the_roots_and_go_where_it_goes():
@@ -84,42 +84,44 @@ def test_buffers_that_were_copied_into_are_noticed():
     assert [buffers.count(number) for number in range(3)] == [1, 0, 2]
 
 
+def check(state, sizes=(100, 100, 100), capacity=9):
+    return problem_with(state, sizes, capacity)
+
+
 def test_an_index_is_checked_against_its_own_tensor():
     root, buffers, _ = filled([[1, 1, 0]])
     buffers.indices(0).fill_(50)
     buffers.indices(1).fill_(3)
-    assert problem_with(root.state_dict(), [51, 4, 1], capacity=2) is None
-    assert "point beyond their tensors" in problem_with(root.state_dict(), [51, 3, 1], capacity=2)
-    assert "point beyond their tensors" in problem_with(root.state_dict(), [50, 4, 1], capacity=2)
+    assert check(root.state_dict(), [51, 4, 1]) is None
+    for sizes in ([51, 3, 1], [50, 4, 1]):
+        assert "point beyond their tensors" in check(root.state_dict(), sizes)
 
 
 def test_counts_that_do_not_fit_the_entries_are_refused():
+    state = filled([[1, 1, 0]])[0].state_dict()
     for counts in ([-1, 1, 0], [CAPACITY, 1, 0], [2**62, 2**62, 2**63 - 1], [2**62, 2**62, 3]):
-        state = filled([[1, 1, 0]])[0].state_dict()
-        state["sparse_counts"] = torch.tensor(counts)
-        assert "do not agree" in problem_with(state, [100] * 3, capacity=CAPACITY)
-    state["sparse_counts"] = torch.tensor([1.0, 1.0, 1.0])
-    assert "are not all of whole numbers" in problem_with(state, [100] * 3, capacity=CAPACITY)
+        assert "do not agree" in check(state | {"sparse_counts": torch.tensor(counts)})
+    assert "are not all of whole numbers" in check(state | {"sparse_counts": torch.tensor([1.0, 1.0, 1.0])})
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 2], [0, 1, 2, 4], [-1, 0, 1, 2], [0, 0, 0, 0], [1, 2, 3, 4]])
 def test_each_entry_is_there_once_and_has_a_slot_of_its_own_and_none_is_left_for_a_later_one(slots):
     root, buffers, _ = filled([[2, 2, 0]])
-    buffers.all_indices.copy_(torch.tensor([7, 3, 3, 7]))
-    buffers.all_slots.copy_(torch.tensor([3, 0, 2, 1]))
-    assert problem_with(root.state_dict(), [100] * 3, capacity=9) is None
-    assert "has room for" in problem_with(root.state_dict(), [100] * 3, capacity=3)
-    buffers.all_slots.copy_(torch.tensor(slots))
-    assert "sparse_slots is not every slot from 0 to 3 once" in problem_with(root.state_dict(), [100] * 3, capacity=9)
+    buffers.indices().copy_(torch.tensor([7, 3, 3, 7]))
+    buffers.slots().copy_(torch.tensor([3, 0, 2, 1]))
+    assert check(root.state_dict()) is None
+    assert "has room for" in check(root.state_dict(), capacity=3)
+    buffers.slots().copy_(torch.tensor(slots))
+    assert "hold one slot of the flat delta twice, or leave one out" in check(root.state_dict())
     buffers.indices(1).fill_(3)
-    assert "the same entry of a tensor twice" in problem_with(root.state_dict(), [100] * 3, capacity=4)
+    assert "the same entry of a tensor twice" in check(root.state_dict())
 
 
 @pytest.mark.parametrize("name", BUFFERS)
 def test_all_buffers_or_none(name):
     state = filled([[1, 1, 0]])[0].state_dict()
     del state[name]
-    assert problem_with(state, [100] * 3, capacity=2).startswith(f"index buffers are missing: {name}; expected")
+    assert check(state).startswith(f"index buffers are missing: {name}; expected")
 
 
 @pytest.mark.parametrize("name", ["sparse_slots", "sparse_indices"])

@@ -65,33 +65,6 @@ def test_double_backward_is_refused_and_the_model_trains_on(kind, differentiate)
     assert train_a_step(model, x) == expected
 
 
-@pytest.mark.parametrize("kind", ["linear", "transposed", "quantized"])
-def test_a_penalty_on_the_gradient_of_the_input_is_refused_as_it_is_asked_for(kind):
-    model, x = build(kind)
-    x.requires_grad_()
-    with pytest.raises(SparsifyError, match=TWICE):
-        torch.autograd.grad(loss_of(model, x), x, create_graph=True)
-
-
-def test_a_penalty_works_where_torchs_own_functions_use_the_weights():
-    """The generic form's nodes are passed once, in the second backward pass."""
-    x, gradients = torch.randn(3, 4, dtype=torch.float64), []
-    for is_sparse in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.Conv1d(3, 3, 2)).double()
-        if is_sparse:
-            sparsify(model, 20, "pafi")
-        own = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss_of(model, own), own, create_graph=True)
-        gradient.square().sum().backward()
-        gradients.append(model)
-    sparse, dense = gradients
-    for module, plain in zip(sparse, dense, strict=True):
-        for name, tensor in vars(module).get("_masked_tensors", {}).items():
-            expected = plain.get_parameter(name).grad.take(tensor.indices)
-            torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected)
-
-
 @REFERENCE_CYCLE
 def test_double_backward_through_a_compiled_model_is_refused():
     model, x = build("linear")

@@ -1,15 +1,14 @@
 """Linear layers over quantized weights: the oracle on the dequantized weights, and a base that is never written."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 from models import build, loss_of, train
-from oracle import DenseOracle, unmasked_sets
+from oracle import unmasked_sets
 from quantized_models import SCHEMES, dequantized, quantize, quantized_build
 from torch import nn
+from twins import Twins
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.api import print_trainable_parameters
@@ -19,7 +18,7 @@ from sparsify.strategies.strategy import Increment, Prune, Strategy
 
 STEPS, BUDGET = 10, 97
 ALL = ".*"  # every module's parameters, so that the oracle's candidates and ours are the same
-TOLERANCE = 2e-6  # of losses and weights in float32, where the oracle's steps differ in rounding only
+TOLERANCE = 1e-5  # of losses and weights in float32, where the oracle's steps differ in rounding only
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0),
@@ -54,20 +53,9 @@ def masked_quantized(model):
 def test_a_quantized_base_trains_as_the_dense_oracle_does_on_the_dequantized_weights(scheme, name, optimizer):
     sparse, batches = quantized_build(name, scheme)
     dense = dequantized(sparse)
-    oracle = DenseOracle(dense, OPTIMIZERS[optimizer](dense.parameters()), BUDGET, STEPS, exp=1)
     sparsify(sparse, BUDGET, Strategy(D3(exp=1), Increment()), steps=STEPS, target_modules=ALL)
-    own = OPTIMIZERS[optimizer]([sparse.sparse_values])
-    for batch in batches[:STEPS]:
-        losses = loss_of(dense, batch), loss_of(sparse, batch)
-        torch.testing.assert_close(losses[1], losses[0], rtol=TOLERANCE, atol=TOLERANCE)
-        oracle.step(losses[0])
-        own.zero_grad()
-        losses[1].backward()
-        own.step()
-    assert unmasked_sets(sparse) == oracle.unmasked_sets()
-    weights = dict(dense.named_parameters())
-    for tensor in get_unmasker(sparse).tensors:
-        torch.testing.assert_close(tensor.weight, weights[tensor.name].detach(), rtol=TOLERANCE, atol=10 * TOLERANCE)
+    make_optimizer = OPTIMIZERS[optimizer]
+    Twins(dense, sparse, BUDGET, STEPS, make_optimizer, tolerance=TOLERANCE, exp=1).train(batches[:STEPS])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -184,18 +172,6 @@ def test_shapes_and_counts_are_those_of_the_weight_that_is_meant(capsys):
     assert result.num_candidates == sum(tensor.numel for tensor in masked_quantized(model))
     print_trainable_parameters(model)
     assert f"all params: {result.num_parameters:,}" in capsys.readouterr().out
-    layer = model.model.layers[0].mlp.up_proj
-    assert layer.density == layer.indices.numel() / (layer.in_features * layer.out_features)
-    assert layer.base_values.shape == layer.delta.shape == layer.indices.shape
-
-
-def test_pafi_takes_the_smallest_dequantized_weights():
-    model, _ = quantized_build("mlp", "int8")
-    values = torch.cat([p.detach().flatten() for n, p in dequantized(model).named_parameters() if n == "second.weight"])
-    sparsify(model, 9, "pafi", target_modules=["second"])
-    (tensor,) = masked_quantized(model)
-    expected = values.abs().argsort(stable=True)[: tensor.count]
-    assert sorted(tensor.indices.tolist()) == sorted(expected.tolist())
 
 
 def test_values_are_rounded_to_the_dtype_that_the_base_dequantizes_to():
@@ -316,12 +292,3 @@ def test_what_cannot_be_masked_is_refused_by_name(scheme, spoil, match):
     spoil(model)
     with pytest.raises(SparsifyError, match=rf"(?s)`first\.weight` cannot be masked: the module .*{match}"):
         sparsify(model, 5, steps=1, target_modules=["first"])
-
-
-def test_nothing_is_imported_for_a_model_without_quantized_weights():
-    code = (
-        "import sys, torch, sparsify; sparsify.sparsify(torch.nn.Linear(4, 4), 3, steps=1); "
-        "print(sorted({'bitsandbytes', 'torchao'} & set(sys.modules)))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert run.stdout.strip() == "[]"

@@ -26,20 +26,6 @@ def tensor():
     return tensor
 
 
-def test_a_frozen_row_is_excluded():
-    tensor = MaskedTensor(0, nn.Embedding(ROWS, COLS, padding_idx=2), "weight", "weight", 0, None, frozen_row=2)
-    assert tensor.never_candidates.tolist() == list(range(2 * COLS, 3 * COLS))
-    assert tensor.num_candidates == (ROWS - 1) * COLS
-
-
-def test_a_tensor_sees_its_part_of_the_buffers_in_its_own_dtype(tensor):
-    assert tensor.count == 2
-    assert tensor.indices.tolist() == [7, 2]
-    assert tensor.delta.tolist() == [-0.25, 0.5]
-    tensor.owner.to(torch.float64)
-    assert torch.equal(tensor.base, tensor.owner.weight.take(tensor.indices))
-
-
 def test_values_are_written_at_the_indices_and_nowhere_else(tensor):
     expected = tensor.owner.to(torch.bfloat16).weight.detach().clone()
     tensor.write(torch.tensor([1 + 2.0**-8 + 2.0**-12, 3.0]))  # rounded once: 1 + 2^-8 alone would be a tie

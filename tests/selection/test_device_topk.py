@@ -6,20 +6,17 @@ from functools import partial
 import pytest
 import torch
 from device_waits import HostWaits
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, build, loss_of
+from models import ARCHITECTURES, build, loss_of, train
 from oracle import unmasked_sets
-from recorder import mask
 from torch import nn
 from twins import Twins
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
-from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import device_topk
-from sparsify.selection.context import Work
-from sparsify.selection.device_topk import DeviceSelector, DeviceTopK
-from sparsify.selection.topk import TopK, offer_gradient
+from sparsify.selection.device_topk import DeviceTopK
+from sparsify.selection.topk import TopK
 
 STEPS, BUDGET = 6, 61
 NUMBERS = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -4.0])  # few, so that there are ties
@@ -46,9 +43,10 @@ def small_parts(monkeypatch):
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.usefixtures("like_a_gpu", "small_parts")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
-def check_winners(shapes, size, seed, random):
+def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
     generator = torch.Generator().manual_seed(seed)
     tensors, offset = [], 0
     for shape in shapes:
@@ -59,58 +57,31 @@ def check_winners(shapes, size, seed, random):
     expected = TopK(size, torch.float32, "cpu")
     topk = DeviceTopK(size, offset, torch.float32, torch.device("cpu"))
     for tensor in tensors:
-        offer_gradient(expected, D3(), *tensor)
+        expected.offer(D3(), *tensor)
         topk.offer(D3(), *tensor)
-    selector = DeviceSelector(size, offset, D3(), torch.zeros(1), Work(), masked_only=True)
-    selector._topks[torch.device("cpu")] = topk
     found = len(expected.winners().ids)
+    weights = torch.cat([weight.view(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
     for _ in range(2):  # asked twice
-        winners = selector.winners()
+        winners = topk.winners()
         assert winners.ids.tolist() == expected.winners().ids.tolist() + [-1] * (size - found)
         assert winners.grads[:found].tolist() == expected.winners().grads.tolist()
-        weights = torch.cat([weight.view(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
         assert winners.weights[:found].tolist() == weights[winners.ids[:found]].tolist()
-
-
-def test_the_winners_are_the_topks_in_any_number_of_parts(like_a_gpu, small_parts):
-    check_winners()
 
 
 def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
     topk = DeviceTopK(10, 1000, torch.float32, torch.device("cpu"))
+    assert topk.winners().ids.shape == topk.winners().grads.shape == (0,), "nothing seen"
     topk.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
-    assert sorted(topk.best()[0].tolist()) == list(range(990, 1000))
+    assert topk.winners().ids.tolist() == list(range(999, 989, -1))
 
 
-def test_the_best_of_several_devices_are_chosen(like_a_gpu):
-    selector = DeviceSelector(3, 40, D3(exp=0), torch.zeros(1), Work(), masked_only=True)
-    for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, 0.0])):
-        topk = selector._topks[torch.device("cuda", number)] = DeviceTopK(3, 40, torch.float32, torch.device("cpu"))
-        topk.offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
-    assert selector.winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
-    assert len(selector.finite()) == 2
-
-
-def test_nothing_seen_is_nothing_chosen():
-    selector = DeviceSelector(3, 40, D3(), torch.zeros(1), Work(), masked_only=True)
-    assert selector.winners().ids.shape == selector.winners().grads.shape == (0,)
-    assert selector.finite() == []
-
-
-def test_what_is_unmasked_is_left_out_where_it_is_to_be_and_a_row_that_is_no_candidate_always(like_a_gpu):
-    for masked_only, expected in ((True, [4]), (False, [7])):
-        _, tensors = mask(nn.Linear(3, 4))
-        weight = tensors["weight"]
-        weight.frozen_row = 0
-        weight.collector.buffers.append([1, 0], torch.tensor([7]), torch.tensor([0]), torch.zeros(1))
-        grad = torch.zeros(4, 3)
-        grad.view(-1)[[2, 4, 7]] = torch.tensor([9.0, 1.0, 2.0])
-        selector = DeviceSelector(1, 16, D3(exp=0), torch.zeros(4), Work(), masked_only=masked_only)
-        assert selector.wants(weight)
-        assert selector.offer(weight, DenseGradient(grad)).tolist() == [2.0], "the unmasked entry's"
-        selector.skip(tensors["bias"])
-        assert selector.winners().ids.tolist() == expected
-        assert all(selector.finite())
+def test_the_best_of_several_devices_are_selected(like_a_gpu):
+    topks = [DeviceTopK(3, 40, torch.float32, torch.device("cpu")) for _ in range(2)]
+    for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, torch.inf])):
+        topks[number].offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
+    topks[0]._held |= {torch.device("cuda"): held for held in topks[1]._held.values()}  # as if of another device
+    assert topks[0].winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
+    assert not topks[0].finite
 
 
 def optimizer_of(model):
@@ -132,16 +103,9 @@ def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, mo
         monkeypatch.setattr("sparsify.common.devices.AHEAD", ahead)
         model, batches = build("mlp", dtype=dtype)
         sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)
-        optimizer = optimizer_of(model)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for batch in batches[2 * step : 2 * step + 2]:
-                loss_of(model, batch).backward()
-            optimizer.step()
-        runs.append(model)
+        runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))
     assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    states = [run.state_dict() for run in runs]  # single entries are summed in another order
-    torch.testing.assert_close(states[0], states[1])
+    torch.testing.assert_close(*(run.state_dict() for run in runs))  # single entries are summed in another order
 
 
 def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
@@ -200,25 +164,25 @@ def waits_of_a_step(layers, micro_batches=1, **options):
 FORWARD, COMMIT = {"equal": 1}, {"_local_scalar_dense": 2, "tolist": 1}
 
 
-@pytest.mark.parametrize("layers", [1, 6])
-def test_a_step_waits_for_the_gpu_four_times_however_many_tensors(layers, like_a_gpu, small_parts):
-    assert waits_of_a_step(layers) == FORWARD | COMMIT
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({"layers": 1}, FORWARD | COMMIT),
+        ({"layers": 6}, FORWARD | COMMIT),
+        ({"layers": 3, "micro_batches": 3}, {"equal": 3} | COMMIT),
+        ({"layers": 3, "strategy": "pafi", "steps": None}, FORWARD),  # selects nothing
+    ],
+)
+def test_a_step_waits_for_the_gpu_four_times_however_many_tensors(options, waits, like_a_gpu, small_parts):
+    assert waits_of_a_step(**options) == waits
 
 
-def test_a_further_micro_batch_waits_once_more(like_a_gpu):
-    assert waits_of_a_step(3, micro_batches=3) == {"equal": 3} | COMMIT
-
-
-def test_a_further_use_of_an_embeddings_table_waits_once_more(like_a_gpu, monkeypatch):
+def test_a_further_use_of_an_embeddings_table_waits_no_more(like_a_gpu, monkeypatch):
     def forward(model, ids):
         return model.layers[0](model.embedding(ids) + model.embedding(19 - ids)).square().mean()
 
     monkeypatch.setattr(Deep, "forward", forward)
-    assert waits_of_a_step(1) == FORWARD | COMMIT | {"_unique2": 1}
-
-
-def test_a_step_that_chooses_nothing_waits_in_its_forward_only(like_a_gpu):
-    assert waits_of_a_step(3, strategy="pafi", steps=None) == FORWARD
+    assert waits_of_a_step(1) == FORWARD | COMMIT
 
 
 def test_the_count_of_waits_sees_those_of_the_cpus_way(monkeypatch):

@@ -11,19 +11,16 @@ from sparsify import D3
 from sparsify.masked.gradients import DenseGradient, Product
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
-from sparsify.selection.topk import TopK, offer_gradient
+from sparsify.selection.topk import TopK
 
 
 def small_tensors(unmasked):
     """A weight (2, 3) with global ids from 100, a bias (5,) from 200 and a table (4, 2) from 300 with a padding row."""
     modules = [nn.Linear(3, 2, bias=False), nn.BatchNorm1d(5), nn.Embedding(4, 2, padding_idx=1)]
     tensors = []
-    for module, attribute, offset, indices in zip(
-        modules, ["weight", "bias", "weight"], [100, 200, 300], unmasked, strict=True
-    ):
-        _, masked = mask(module, attribute)
-        tensor = masked[attribute]
-        tensor.offset = offset
+    for module, attribute, indices in zip(modules, ["weight", "bias", "weight"], unmasked, strict=True):
+        tensor = mask(module, attribute)[1][attribute]
+        tensor.offset = 100 * len(tensors) + 100
         nothing = torch.zeros(len(indices))
         tensor.collector.buffers.append([len(indices)], torch.tensor(indices).long(), nothing.long(), nothing)
         tensors.append(tensor)
@@ -42,15 +39,18 @@ def kept(tensors, grads):
     return small
 
 
-def context_of(size):
-    return SelectionContext(TopK(size, torch.float32, "cpu"), D3(exp=1), Work())
+def context_of(size, masked_only=True):
+    return SelectionContext(TopK(size, torch.float32, "cpu"), D3(exp=1), Work(), masked_only)
 
 
-def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
-    tensors = small_tensors([[5, 0], [], [2]])
+def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking_in_the_longest_dtype():
+    tensors = small_tensors([[5, 0], [4], [2]])
     grads = gradients(tensors)
-    weight, _, table = (gradient.values.reshape(-1) for gradient in grads)
-    assert kept(tensors, grads).take().tolist() == [weight[5], weight[0], table[2]]
+    grads[1] = DenseGradient(grads[1].values.bfloat16())
+    weight, bias, table = (gradient.values.reshape(-1) for gradient in grads)
+    taken = kept(tensors, grads).take()
+    assert taken.tolist() == [weight[5], weight[0], bias[4], table[2]]
+    assert taken.dtype == torch.float32
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,12 +59,12 @@ def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking():
     unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),
 )  # fmt: skip
 def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
-    tensors, alone, together = small_tensors(unmasked), context_of(size).topk, context_of(size)
-    finite = kept(tensors, gradients(tensors, seed)).offer(together, masked_only=masked_only)
+    tensors, alone, together = small_tensors(unmasked), context_of(size).topk, context_of(size, masked_only)
+    kept(tensors, gradients(tensors, seed)).offer(together)
     for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
-        offer_gradient(alone, together.importance, tensor.matrix, gradient.values, None, tensor.offset)
-    assert finite
+        alone.offer(together.importance, tensor.matrix, gradient.values, None, tensor.offset)
+    assert together.topk.finite
     assert together.topk.winners().ids.tolist() == alone.winners().ids.tolist()
     assert torch.equal(together.topk.winners().grads, alone.winners().grads)
 
@@ -74,7 +74,7 @@ def test_gradients_are_kept_when_their_memory_is_used_again_and_are_not_written_
     expected = kept(tensors, gradients(tensors)).take()
     memory = [gradient.values for gradient in gradients(tensors)]
     small = kept(tensors, [DenseGradient(values, owned=False) for values in memory])
-    small.offer(context_of(3), masked_only=True)
+    small.offer(context_of(3))
     for values, before in zip(memory, gradients(tensors), strict=True):
         assert torch.equal(values, before.values)
         values.zero_()
@@ -86,16 +86,9 @@ def test_a_number_that_is_not_finite_is_noticed_unmasked_or_not(entry):
     tensors = small_tensors([[], [3], []])
     grads = gradients(tensors)
     grads[1].values.view(-1)[entry] = torch.nan
-    assert not kept(tensors, grads).offer(context_of(3), masked_only=True)
-
-
-def test_gradients_in_different_dtypes_are_kept_together():
-    tensors = small_tensors([[5], [4], []])
-    grads = gradients(tensors)
-    grads[1] = DenseGradient(grads[1].values.bfloat16())
-    taken = kept(tensors, grads).take()
-    assert taken.dtype == torch.float32
-    assert taken.tolist() == [grads[0].values[1, 2], grads[1].values[0, 4]]
+    context = context_of(3)
+    kept(tensors, grads).offer(context)
+    assert not context.topk.finite
 
 
 def test_what_is_small_is_whole_and_has_few_entries():

@@ -10,19 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import (
-    D3,
-    IMPORTANCES,
-    SNIP,
-    Bias,
-    Fisher,
-    GradientImportance,
-    GraSP,
-    Magnitude,
-    Random,
-    WeightImportance,
-    register_importance,
-)
+from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Random, register_importance
 
 EXPONENTS = [-2, -1, 0, 1, 2]
 ROWS, COLS = 2, 3
@@ -39,18 +27,6 @@ def matrices(dtype):
     width = 32 if dtype == torch.float32 else 64
     numbers = st.floats(allow_nan=False, allow_infinity=False, width=width)
     return arrays(DTYPES[dtype], (ROWS, COLS), elements=numbers).map(torch.from_numpy)
-
-
-@pytest.mark.parametrize("exp", EXPONENTS)
-@pytest.mark.parametrize("eps", [1, 1e-3])
-def test_d3_is_the_papers_formula(exp, eps):
-    weight = [0.0, 0.5, -0.5, 3.0, -1e-4]
-    grad = [2.0, -1.5, 1.5, 0.0, 1e-3]
-    scores = D3(exp=exp, eps=eps).score(
-        torch.tensor(weight, dtype=torch.float64), torch.tensor(grad, dtype=torch.float64)
-    )
-    expected = [abs(g) / (abs(w) + eps) ** exp for w, g in zip(weight, grad, strict=True)]
-    assert scores.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +48,14 @@ def assert_bounded(importance, weight, grad):
         assert grad[row, column].abs() >= least[row], (row, column, least[row].item(), scores[row, column].item())
 
 
+d3 = st.builds(D3, st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), st.sampled_from([1, 0.1, 1e-3, 1e-8]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data(), exp=st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), eps=st.sampled_from([1, 0.1, 1e-3, 1e-8]))
-def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, exp, eps):
-    assert_bounded(D3(exp=exp, eps=eps), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data(), importance=d3 | st.sampled_from([SNIP(), Fisher()]))
+def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, importance):
+    assert_bounded(importance, data.draw(matrices(dtype)), data.draw(matrices(dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,19 +75,6 @@ def test_bounds_hold_where_every_entry_is_as_large_as_can_be(dtype, exp, eps):
 def test_bounds_hold_for_denormal_gradients(units, exp, eps):
     grad = torch.full((1, 1), units * 2.0**-149)
     assert_bounded(D3(exp=exp, eps=eps), torch.zeros(1, 1), grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("exp", EXPONENTS)
-def test_bounds_of_half_precision_weights_hold_for_float32_scores(dtype, exp):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(50, COLS, generator=generator).to(dtype)
-    grad = torch.randn(50, COLS, generator=generator)
-    importance = D3(exp=exp, eps=1e-3)
-    scores = importance.score(weight.float(), grad)
-    least = importance.least_gradient(scores.max(), weight)
-    assert least.dtype == torch.float32
-    assert (grad.abs() >= least[:, None])[scores == scores.max()].all()
 
 
 @pytest.mark.parametrize("exp", [1, 2])
@@ -131,13 +97,6 @@ def test_any_gradient_reaches_no_floor(importance):
     assert (importance.least_gradient(torch.tensor(-torch.inf), torch.randn(ROWS, COLS)) <= 0).all()
 
 
-def test_scores_of_weights():
-    weight, unused = torch.tensor([0.5, -0.25, 0.0, -2.0]), torch.Generator()
-    assert Magnitude().score(weight, unused).tolist() == [-0.5, -0.25, 0, -2]
-    assert Magnitude(largest=True).score(weight, unused).tolist() == [0.5, 0.25, 0, 2]
-    assert Bias().score(weight, unused).unique().numel() == 1
-
-
 def test_random_is_settled_by_the_generator_and_blind_to_the_weights():
     def draw(weight, seed):
         return Random().score(weight, torch.Generator().manual_seed(seed))
@@ -157,39 +116,12 @@ def test_bias_covers_parameters_called_bias_and_nothing_else(name, covered):
     assert Bias().covers(name) is covered
 
 
-def test_every_importance_is_registered_under_its_own_name():
-    assert set(IMPORTANCES) >= {"d3", "fisher", "snip", "grasp", "magnitude", "random", "bias"}
-    for name, kind in IMPORTANCES.items():
-        assert kind().name == name
-
-
-@pytest.mark.parametrize("kind", IMPORTANCES.values())
-def test_every_importance_keeps_its_protocol(kind):
-    importance = kind()
-    assert isinstance(importance, GradientImportance if importance.uses_gradient else WeightImportance)
-    with pytest.raises(AttributeError):  # frozen
+@pytest.mark.parametrize("name", ["d3", "fisher", "snip", "grasp", "magnitude", "random", "bias"])
+def test_every_importance_is_registered_under_its_own_name_and_frozen(name):
+    importance = IMPORTANCES[name]()
+    assert importance.name == name
+    with pytest.raises(AttributeError):
         importance.anything = 1
-
-
-def test_scores_of_fisher_and_snip():
-    weight, grad = torch.tensor([[0.5, -2.0], [0.0, 3.0]]), torch.tensor([[-3.0, -1.0], [5.0, 0.0]])
-    assert Fisher().score(weight, grad).tolist() == [[9, 1], [25, 0]]
-    assert_bounded(Fisher(), weight, grad)
-    assert SNIP().score(weight, grad).tolist() == [[1.5, 2], [0, 0]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_no_entry_is_more_sensitive_than_its_rows_bound(dtype, data):
-    assert_bounded(SNIP(), data.draw(matrices(dtype)), data.draw(matrices(dtype)))
-
-
-def test_grasp_keeps_what_carries_the_gradient():
-    weight, product = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([-3.0, -1.0, 0.0])
-    assert GraSP().score(weight, product).tolist() == [-1.5, 2.0, 0.0]
-    assert not GraSP.monotone
-    assert not GraSP().least_gradient(torch.tensor(1.0), weight[None]).any(), "any gradient may score as much"
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None])
@@ -214,12 +146,3 @@ def test_a_users_function_has_to_score_every_entry():
     total = register_importance("test-importance-total")(lambda weight, grad: grad.abs().sum())
     with pytest.raises(SparsifyError, match=r"'test-importance-total' made .* a score for every entry, in that shape"):
         total.score(torch.ones(3), torch.ones(3))
-
-
-def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
-    from sparsify.selection.topk import TopK, offer_gradient
-
-    generous = register_importance("test-importance-generous")(lambda weight, grad: torch.ones_like(grad))
-    pool = TopK(4, torch.float32, "cpu")
-    offer_gradient(pool, generous, torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), None, 0)
-    assert pool.winners().ids.tolist() == [1, 2]

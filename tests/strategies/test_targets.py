@@ -1,7 +1,5 @@
 """Candidates: patterns in PEFT's words, owners, and error texts that help with a typo."""
 
-import warnings
-
 import pytest
 import torch
 from models import build
@@ -93,16 +91,12 @@ def test_exclusions_are_taken_from_the_targets_with_all_that_they_contain(model)
     assert candidates(model, exclude_modules=["blocks"]) == [name for name in ALL if not name.startswith("blocks")]
 
 
-def test_all_linear_of_a_model_that_knows_no_head():
-    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2, bias=False))
-    assert candidates(plain, "all-linear") == ["0.weight", "0.bias", "2.weight"]
-
-
 def test_all_linear_includes_gpt2s_transposed_layers_and_not_its_tied_head():
     model, _ = build("gpt2")
     found = candidates(model, "all-linear")
     assert len(found) == 2 * 4 * 2  # layers, linear layers in each, weight and bias
     assert all(name.split(".")[-2] in {"c_attn", "c_proj", "c_fc"} for name in found)
+    assert candidates(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "all-linear") == ["0.weight", "0.bias"]
 
 
 def test_a_dense_module_is_saved_whole_with_what_is_inside_it(model):
@@ -112,22 +106,17 @@ def test_a_dense_module_is_saved_whole_with_what_is_inside_it(model):
     assert names(targets) == [name for name in ALL if name not in targets.saved]
 
 
-def test_a_dense_module_is_no_candidate_though_it_is_targeted(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing of the target is frozen
-        targets = find_targets(model, target_modules=["query"], modules_to_save=["1.query"])
-    assert names(targets) == ["blocks.0.query.weight", "blocks.0.query.bias"]
-    assert set(targets.saved) == {"blocks.1.query.weight", "blocks.1.query.bias"}
-
-
-def test_a_frozen_parameter_is_neither_a_candidate_nor_dense_nor_to_be_frozen(model):
+def test_a_frozen_parameter_is_neither_a_candidate_nor_dense_nor_to_be_frozen_and_reported_if_targeted(model):
     model.blocks[0].requires_grad_(False)
     model.head.requires_grad_(False)
-    with pytest.warns(UserWarning, match="1 of them hold none"):
+    message = r"matched 2 modules .*; 1 of them hold none that .*: blocks\.0\.query\.$"
+    with pytest.warns(UserWarning, match=message):
         targets = find_targets(model, target_modules=["query"], modules_to_save=["head"])
     assert names(targets) == ["blocks.1.query.weight", "blocks.1.query.bias"]
     assert targets.saved == {}
     assert not any(name.startswith("blocks.0") for name in targets.frozen)
+    with pytest.raises(SparsifyError, match=r"no parameter of the model requires grad.*requires_grad_\(True\)"):
+        find_targets(model.requires_grad_(False))
 
 
 def test_a_tied_tensor_is_one_candidate_with_all_its_owners():
@@ -185,35 +174,16 @@ def test_patterns_that_match_nothing_or_leave_nothing_are_errors_with_a_hint(mod
         find_targets(model, **options)
 
 
-def test_a_model_without_trainable_parameters_says_what_to_do(model):
-    with pytest.raises(SparsifyError, match=r"no parameter of the model requires grad.*requires_grad_\(True\)"):
-        find_targets(model.requires_grad_(False))
-
-
-def test_a_partial_match_is_reported_by_count(model):
-    model.blocks[0].query.requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"matched 2 modules .*; 1 of them hold none that .*: blocks\.0\.query\.$"):
-        found = candidates(model, target_modules=["query"])
-    assert found == ["blocks.1.query.weight", "blocks.1.query.bias"]
-
-
-def test_a_full_match_gives_no_warning(model):
+@pytest.mark.filterwarnings("error")
+def test_a_full_match_gives_no_warning_and_the_model_is_only_read(model):
     before = {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        find_targets(model)
-        find_targets(model, target_modules=["query", "value"], exclude_modules=["1.query"])
-        find_targets(model, target_modules="all-linear", modules_to_save=["head"])
-    assert {name: (id(p), p.requires_grad) for name, p in model.named_parameters()} == before, "it is only read"
-
-
-def test_pefts_adapters_are_the_candidates_of_a_peft_model():
-    peft = pytest.importorskip("peft")
-    model, _ = build("bert")
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
-    found = candidates(model)
-    assert len(found) == 2 * 2
-    assert all("lora_" in name for name in found)
+    find_targets(model)
+    find_targets(model, target_modules=["query", "value"], exclude_modules=["1.query"])
+    find_targets(model, target_modules="all-linear", modules_to_save=["head"])
+    targets = find_targets(model, target_modules=["query"], modules_to_save=["1.query"])
+    assert names(targets) == ["blocks.0.query.weight", "blocks.0.query.bias"]
+    assert set(targets.saved) == {"blocks.1.query.weight", "blocks.1.query.bias"}
+    assert {name: (id(p), p.requires_grad) for name, p in model.named_parameters()} == before
 
 
 def sharing(arrange):

@@ -1,12 +1,14 @@
-"""Exports: parameters that train and are in no delta are named, and no others."""
+"""Exports: parameters that train and are in no delta are named, and no others; what cannot be a delta is refused."""
 
+import copy
 import warnings
 
 import pytest
+import torch
 from models import build, train
 from torch import nn
 
-from sparsify import SparseDelta, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, sparsify, summary
 
 STEPS = 4
 
@@ -38,8 +40,7 @@ def test_a_part_that_is_made_trainable_afterwards_is_named():
     assert_complete(model)  # frozen by sparsify(), and not changed so far: PEFT sets the flag of such ones too
     train(model, batches[:STEPS])
     found = assert_incomplete(model, "`head.weight`, `head.bias` can train, but no delta holds them.* modules_to_save")
-    assert found.unheld.trainable == ("head.weight", "head.bias")
-    assert found.changed == found.unheld.trainable
+    assert found.changed == ("head.weight", "head.bias")
     assert "`head.weight`, `head.bias` can train" in str(found)
 
 
@@ -58,15 +59,14 @@ def test_a_module_that_is_replaced_afterwards_is_named_with_what_is_lost(outputs
     model, batches = build("mlp")
     sparsify(model, 20, "random")
     model.head = nn.Linear(8, outputs).requires_grad_(False)
-    assert assert_incomplete(model, "^`head.weight`, `head.bias` were replaced").unheld.trainable == ()
+    assert_incomplete(model, "^`head.weight`, `head.bias` were replaced")
     model.head.requires_grad_(True)
     train(model, [{**batch, "labels": batch["labels"] % outputs} for batch in batches[:STEPS]])
-    found = assert_incomplete(
+    assert_incomplete(
         model,
         "`head.weight`, `head.bias` can train, but no delta .*; `head.weight`, `head.bias` were replaced after "
         r"sparsify\(\): what was trained there is lost",
     )
-    assert found.unheld.trainable == found.unheld.replaced == ("head.weight", "head.bias")
 
 
 def test_a_head_outside_of_the_sparsified_module_is_named():
@@ -122,3 +122,24 @@ def test_an_adapter_that_is_deleted_is_passed_over():
     model.delete_adapter("default")
     model.requires_grad_(False)  # of the other, which PEFT has activated
     export_silently(model)
+
+
+def test_training_on_does_not_change_a_delta():
+    model, batches = build("mlp")
+    train(sparsify(model, 20, steps=STEPS, modules_to_save=["head"]), batches[:2])
+    before = copy.deepcopy(delta := SparseDelta.from_model(model))
+    train(model, batches[2:STEPS])
+    assert delta == before != SparseDelta.from_model(model)
+    assert not delta.whole["head.weight"].requires_grad
+    assert delta.config["versions"]["torch"] == torch.__version__
+
+
+def test_what_cannot_go_into_a_delta_is_refused_by_name():
+    model = nn.Linear(2, 2)
+    model.module = nn.Linear(2, 2)  # as DDP's prefix
+    sparsify(model, 12, "pafi")
+    with pytest.raises(SparsifyError, match="two trained tensors are called `weight`: rename one of the modules"):
+        SparseDelta.from_model(model)
+    model.sparse_values.data[:2] = torch.nan
+    with pytest.raises(SparsifyError, match=r"tensor `\w+` cannot go into a delta: \d of \d values are not finite"):
+        SparseDelta.from_model(model)

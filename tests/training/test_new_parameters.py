@@ -7,6 +7,7 @@ import warnings
 import models
 import pytest
 import torch
+from deltas import bits
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel
@@ -71,10 +72,10 @@ def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(exte
     delta = SparseDelta.load(tmp_path)
     assert delta.num_entries + delta.entries_in_whole == get_unmasker(model).unmasked
     base = extend(bert(), seed=2)
-    before = copy.deepcopy(base.state_dict())
+    before = bits(base)
     assert torch.equal(logits(delta.apply(base)), logits(model))
     delta.revert(base)
-    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+    assert bits(base) == before
 
 
 @pytest.mark.parametrize("fresh", ["store", "seed"])
@@ -92,18 +93,18 @@ def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked(fresh, tmp_path)
     assert changed == 100
 
 
-def test_a_parameter_with_a_recipe_is_stored_as_its_entries_alone():
-    stored, drawn = (
-        SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 500, steps=STEPS, fresh=fresh)))
-        for fresh in ("store", "seed")
-    )
-    of_lora = {name for name in drawn.tensors if "lora_" in name}
+@pytest.fixture(scope="module")
+def drawn():
+    """The delta of a LoRA model whose initial values are drawn again."""
+    return SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 500, steps=STEPS, fresh="seed")))
+
+
+def test_a_parameter_with_a_recipe_is_stored_as_its_entries_alone(drawn):
+    of_lora = {name: part for name, part in drawn.tensors.items() if "lora_" in name}
     assert len(of_lora) == 2 * 2 * 2
-    assert of_lora <= set(stored.whole)
-    assert not of_lora & set(stored.tensors)
-    assert not of_lora & set(drawn.whole)
-    assert sum(drawn.tensors[name].count for name in of_lora) == 500
-    assert {drawn.tensors[name].initializer.distribution for name in of_lora} == {"uniform", "constant"}
+    assert not of_lora.keys() & drawn.whole.keys()
+    assert sum(part.count for part in of_lora.values()) == 500
+    assert {part.initializer.distribution for part in of_lora.values()} == {"uniform", "constant"}
 
 
 def test_frozen_new_parameters_are_part_of_the_delta_too():
@@ -135,24 +136,19 @@ def test_other_weights_loaded_after_sparsify_are_stored_whole():
     other = quiet(sparsify, lora(bert(), seed=2), 100, steps=STEPS)
     model.load_state_dict(train(other).state_dict())
     delta = SparseDelta.from_model(model)
-    assert {name for name in delta.whole if "lora_A" in name} == {
-        f"bert.encoder.layer.{layer}.attention.self.{module}.lora_A.default.weight"
-        for layer in (0, 1)
-        for module in ("query", "value")
-    }
+    assert sum("lora_A" in name for name in delta.whole) == 2 * 2
     assert torch.equal(logits(delta.apply(lora(bert(), seed=3))), logits(model))
 
 
-def test_a_wrong_recipe_is_an_error_and_changes_nothing():
-    model = train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed"))
-    delta = SparseDelta.from_model(model)
+def test_a_wrong_recipe_is_an_error_and_changes_nothing(drawn):
+    delta = copy.deepcopy(drawn)
     name = next(name for name in delta.tensors if "lora_A" in name)
     object.__setattr__(delta.tensors[name], "initializer", InitializerRecipe("uniform", 32**-0.5, seed=1))
     base = lora(bert(), seed=2)
-    before = copy.deepcopy(base.state_dict())
+    before = bits(base)
     with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):
         delta.apply(base)
-    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+    assert bits(base) == before
 
 
 def test_a_recipe_beyond_its_dtype_is_refused():
@@ -164,24 +160,23 @@ def test_a_recipe_beyond_its_dtype_is_refused():
         SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
 
 
-def test_a_parameter_with_a_recipe_is_no_change_of_a_base():
-    delta = SparseDelta.from_model(train(quiet(sparsify, lora(bert()), 100, steps=STEPS, fresh="seed")))
+def test_a_parameter_with_a_recipe_is_no_change_of_a_base(drawn):
     with pytest.raises(SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"):
-        (delta + delta).apply(lora(bert()))
+        (drawn + drawn).apply(lora(bert()))
     with pytest.raises(SparsifyError, match="a comparison is about changes of a base"):
-        overlap(delta, delta)
+        overlap(drawn, drawn)
 
 
 def test_a_failed_call_leaves_the_initial_values():
     model = lora(bert())
-    before = copy.deepcopy(model.state_dict())
+    before = bits(model)
 
     def fails(model):
         raise RuntimeError("no data")
 
     with pytest.raises(RuntimeError, match="no data"):
         quiet(sparsify, model, 100, "fish", calibration=fails, fresh="seed")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert bits(model) == before
 
 
 def initialised(how, shape=(24, 384), dtype=torch.float32):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from deltas import bits
 from models import build, loss_of
 from models import run_steps as run
 from oracle import unmasked_sets
@@ -24,25 +25,11 @@ def made(budget=BUDGET, strategy="id3", steps=STEPS, **options):
     return sparsify(copy.deepcopy(PLAIN), budget, strategy, steps=steps, **options)
 
 
-def snapshot(model):
-    return copy.deepcopy(dict(model.state_dict()))
-
-
-def assert_unchanged(model, before):
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in after.items())
-
-
 OTHERS = {
     "strategy": ({}, {"strategy": "pafi"}, r"=d3\(exp=2, eps=1\), selection=increment, and .* importance=mag"),
-    "exponent": ({}, {"strategy": Strategy(D3(exp=1), Increment())}, r"d3\(exp=2, eps=1\), and .*d3\(exp=1, eps=1.0\)"),
     "schedule": ({}, {"schedule": Schedule(every=2)}, r"uniform\(every=1, until=1.0\), and .*uniform\(every=2"),
-    "more steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(steps=16\)\.$"),
-    "fewer steps": ({}, {"steps": 4}, r"steps=8, and .* steps=4; nothing was loaded. Call .* of the saved run\.$"),
-    "larger": ({}, {"budget": 50, "steps": 9}, r"budget=40, steps=8, and .*extend\(budget=50, steps=9\)\.$"),
-    "smaller": ({}, {"budget": 30}, r"budget=40, and .* budget=30; .* of the saved run\.$"),
-    "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; .* run\.$"),
+    "steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(\) gives it"),
+    "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; "),
     "candidates": (
         {"target_modules": ["first", "head"]},
         {"target_modules": ["second", "head"]},
@@ -51,13 +38,13 @@ OTHERS = {
     "repeat's room": (
         {"budget": 5, "strategy": "d3-repeat", "steps": 4},
         {"budget": 5, "strategy": "d3-repeat"},
-        r"capacity=20, and .*capacity=40; .*extend\(steps=\.\.\.\)",
+        r"capacity=20, and .*capacity=40",
     ),
     "seed": ({"strategy": RANDOM_STEPS}, {"strategy": RANDOM_STEPS, "seed": 1}, "seed=0, and .* seed=1"),
     "given set": (
         {"budget": None, "strategy": {"head.weight": torch.arange(5)}},
         {"budget": None, "strategy": {"head.weight": torch.arange(1, 6)}},
-        "another given set of entries than this model",
+        r"entries=\(5 given ones, digest \w+\), and",
     ),
 }
 
@@ -69,11 +56,11 @@ def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded(case, kept):
     saved, model = made(**options), made(**others)
     run(saved, BATCHES[:2])
     run(model, BATCHES[2:3])
-    before, weights = snapshot(model), {name: p.clone() for name, p in model.named_parameters()}
+    before, weights = bits(model), {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(SparsifyError, match=message):
         model.load_state_dict(copy.deepcopy(dict(kept(saved))), strict=False)
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
-    assert_unchanged(model, before)
+    assert bits(model) == before
     run(model, BATCHES[3:4])
 
 
@@ -107,20 +94,6 @@ def test_steps_that_are_not_known_are_those_of_the_saved_run():
     assert model.state_dict()[SETTINGS].shape == made(steps=None).state_dict()[SETTINGS].shape  # an EMA copies it
 
 
-def test_a_state_of_an_earlier_version_has_no_settings_and_is_loaded():
-    saved, model = made(), made()
-    run(saved, BATCHES[:2])
-    for kept in (trained_state(saved), saved.state_dict()):
-        state = {name: value.clone() for name, value in kept.items() if name != SETTINGS}
-        model.load_state_dict(state)  # strict
-        assert unmasked_sets(model) == unmasked_sets(saved)
-    other = made(budget=50)
-    before = snapshot(other)
-    with pytest.raises(SparsifyError, match="a flat delta of 40 numbers, and this model one of 50; nothing was loaded"):
-        other.load_state_dict(state)
-    assert_unchanged(other, before)
-
-
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{", b'{"steps": "8"}', b'{"budget": -1}', b"[" * 100_000])
 def test_damaged_settings_are_refused(text):
     model = made()
@@ -129,17 +102,9 @@ def test_damaged_settings_are_refused(text):
         model.load_state_dict(state)
 
 
-def test_the_settings_of_a_part_of_a_model_are_compared_under_its_name():
-    saved, other = nn.ModuleDict({"inner": made()}), nn.ModuleDict({"inner": made(steps=9)})
-    with pytest.raises(SparsifyError, match=r"steps=8, and .* steps=9"):
-        other.load_state_dict(saved.state_dict())
-
-
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
 }
 
 
@@ -181,19 +146,12 @@ def test_a_run_with_more_steps_keeps_what_is_unmasked_and_is_verified_all_along(
     assert counts == [20, 20, 20, 20, 22, 25, 27, 30, 32, 35, 37, 40]
 
 
-@pytest.mark.parametrize(
-    ("options", "extension", "size"),
-    [
-        ({"steps": 2}, {"budget": 60, "steps": 3}, 60),
-        ({"budget": 5, "strategy": "d3-repeat", "steps": 2}, {"steps": 4}, 20),
-    ],
-)
-def test_a_run_whose_room_is_used_up_gets_more(options, extension, size):
-    model = made(**options)
+def test_a_run_whose_room_is_used_up_gets_more():
+    model = made(5, "d3-repeat", steps=2)
     _, optimizer = run(model, BATCHES[:2])
-    get_unmasker(model).extend(**extension, optimizer=optimizer)
-    assert model.sparse_values.numel() == size
-    run(model, BATCHES[2 : extension["steps"]], optimizer)
+    get_unmasker(model).extend(steps=4, optimizer=optimizer)
+    assert model.sparse_values.numel() == 20
+    run(model, BATCHES[2:4], optimizer)
     assert summary(model, verify=True).verification.ok
 
 
@@ -202,9 +160,9 @@ def test_a_run_whose_room_is_used_up_gets_more(options, extension, size):
     [
         ({}, {"budget": 30}, r"extend\(budget=30, steps=None\) of a run with budget=40 and steps=8; expected no less"),
         ({}, {"steps": 7}, "expected no less of either"),
-        ({}, {"steps": 9.5}, r"extend\(steps=9.5\); expected the planned number"),
-        ({}, {"steps": True}, r"extend\(steps=True\)"),
-        ({"steps": None}, {"steps": 0}, r"extend\(steps=0\)"),
+        ({}, {"steps": 9.5}, r"steps=9.5; expected the planned number"),
+        ({}, {"steps": True}, "steps=True; expected"),
+        ({"steps": None}, {"steps": 0}, "steps=0; expected"),
         ({}, {"budget": 10_000}, "the number of candidates"),
         ({"strategy": "pafi"}, {"budget": 50}, r"extend\(budget=50\) with Static.*chosen before training"),
         ({}, {"budget": 50, "optimizer": torch.optim.SGD([nn.Linear(1, 1).weight])}, "does not hold `sparse_values"),
@@ -212,10 +170,10 @@ def test_a_run_whose_room_is_used_up_gets_more(options, extension, size):
 )
 def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension, message):
     model = made(**options)
-    before = snapshot(model)
+    before = bits(model)
     with pytest.raises(SparsifyError, match=message):
         get_unmasker(model).extend(**extension)
-    assert_unchanged(model, before)
+    assert bits(model) == before
 
 
 def test_a_run_is_extended_between_steps_only():

@@ -5,7 +5,7 @@ Symbols: n examples, b examples in a batch, l tokens, d hidden size, c labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,26 +40,21 @@ class DocstringClassifier(nn.Module):
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Examples as token ids."""
+    """Examples as token ids, padded at their end."""
 
-    ids: list[list[int]]  # of each example, without padding
+    ids: Tensor  # (n, l)
+    mask: Tensor  # (n, l), 0 at padding
     labels: Tensor  # (n,)
-    pad_id: int
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens (n,) of each example."""
+        return self.mask.sum(1)
 
-    def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
+    def batch(self, rows: Sequence[int] | Tensor) -> dict[str, Tensor]:
         """The model's inputs for some rows, padded to the longest of them."""
-        tokens = [torch.tensor(self.ids[row]) for row in rows]
-        ids = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
-        lengths = torch.tensor([[len(one)] for one in tokens])
-        return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths).long()}
-
-    def by_length(self, size: int) -> Iterator[list[int]]:
-        """Yields all rows once, in batches of similar length."""
-        rows = sorted(range(len(self)), key=lambda row: len(self.ids[row]))
-        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+        longest = int(self.lengths[rows].max())
+        return {"input_ids": self.ids[rows, :longest], "attention_mask": self.mask[rows, :longest]}
 
 
 def default_model() -> str:
@@ -86,14 +81,15 @@ def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
     return DocstringClassifier(encoder, encoder.config.hidden_size)
 
 
-def tokenize(name_or_path: str, *example_sets: list[Example]) -> list[Tokenized]:
+def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokenized]:
     """Tokenizes each set of examples by the model's tokenizer, cut to ``MAX_TOKENS``."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any id will do
+    tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, padding_side="right")
     tokenized = []
     for examples in example_sets:
-        ids = tokenizer([example.text for example in examples], truncation=True, max_length=MAX_TOKENS)["input_ids"]
-        tokenized.append(Tokenized(ids, torch.tensor([example.label for example in examples]), pad_id))
+        texts = [example.text for example in examples]
+        found = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        labels = torch.tensor([example.label for example in examples])
+        tokenized.append(Tokenized(found["input_ids"], found["attention_mask"], labels))
     return tokenized

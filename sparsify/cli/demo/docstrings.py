@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import math
 import re
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sparsify.errors import SparsifyError
 
 LABELS = ("module", "class", "function")
-MAX_WORDS = 32  # of a docstring, from its start
-MIN_WORDS = 4
+LABEL_OF = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
+MIN_WORDS, MAX_WORDS = 4, 32  # of a docstring, from its start
 MAX_PER_LABEL = 700
-MIN_EXAMPLES = 1_000
 NEARLY_SAME = 0.8  # share of the two texts' words that both have
 HELD_OUT_OF_FILES = 4  # one file in this many is held out
 # Not part of every installation, not written as documentation, or generated.
@@ -46,17 +46,24 @@ class Example:
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
     """Returns training and held-out examples, at most ``MAX_PER_LABEL`` of each label, in a fixed order.
 
-    ``root`` is the folder of the standard library, this interpreter's by default. Too few docstrings in it are an
-    error, as where Python is installed without its sources.
+    ``root`` is the folder of the standard library, this interpreter's by default.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     found = [example for path in source_files(root) for example in read_examples(path, root)]
     found.sort(key=lambda example: _digest(example.file + example.text))
-    examples = _balanced_without_near_copies(found)
-    if len(examples) < MIN_EXAMPLES:
+    examples: list[Example] = []
+    counts: Counter[int] = Counter()
+    seen: list[set[str]] = []
+    for example in found:
+        words = set(re.findall(r"[a-z]+", example.text.lower()))
+        if counts[example.label] < MAX_PER_LABEL and not any(are_nearly_same(words, others) for others in seen):
+            examples.append(example)
+            seen.append(words)
+            counts[example.label] += 1
+    if not examples:
         raise SparsifyError(
-            f"only {len(examples):,} docstrings in {root}; expected {MIN_EXAMPLES:,} or more. The demo reads the "
-            "sources of Python's standard library: use a Python that is installed with them."
+            f"no docstrings in {root}: the demo reads the sources of Python's standard library; use a Python that is "
+            "installed with them."
         )
     training = [example for example in examples if not example.is_held_out]
     return training, [example for example in examples if example.is_held_out]
@@ -78,54 +85,25 @@ def read_examples(path: Path, root: Path) -> Iterator[Example]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
-    for label, node in [("module", tree), *_definitions(tree)]:
+    for node in _documented(tree):
         words = (ast.get_docstring(node) or "").split()[:MAX_WORDS]
         if len(words) >= MIN_WORDS:
-            yield Example(" ".join(words), LABELS.index(label), path.relative_to(root).as_posix())
+            yield Example(" ".join(words), LABEL_OF[type(node)], path.relative_to(root).as_posix())
 
 
-def are_nearly_same(words: frozenset[str], others: frozenset[str]) -> bool:
-    """Whether two texts share ``NEARLY_SAME`` of their words.
-
-    Example:
-        >>> are_nearly_same(words_of("Return the next item, or None."), words_of("return the next item or None"))
-        True
-    """
-    return len(words & others) >= NEARLY_SAME * len(words | others)
+def are_nearly_same(words: set[str], others: set[str]) -> bool:
+    """Whether two texts share ``NEARLY_SAME`` of their words."""
+    shared = len(words & others)
+    return shared >= NEARLY_SAME * (len(words) + len(others) - shared)
 
 
-def words_of(text: str) -> frozenset[str]:
-    """The words of a text, in lower case, without digits and punctuation."""
-    return frozenset(re.findall(r"[a-z]+", text.lower()))
-
-
-def _balanced_without_near_copies(found: list[Example]) -> list[Example]:
-    """The first examples of each label, without those that nearly repeat an earlier one."""
-    kept: list[Example] = []
-    counts = [0] * len(LABELS)
-    seen: dict[int, list[frozenset[str]]] = {}  # by number of words: texts of very different sizes are not the same
-    for example in found:
-        words = words_of(example.text)
-        size = len(words)
-        sizes = range(math.ceil(NEARLY_SAME * size), int(size / NEARLY_SAME) + 1)
-        is_full = counts[example.label] == MAX_PER_LABEL
-        if is_full or any(are_nearly_same(words, others) for near in sizes for others in seen.get(near, ())):
-            continue
-        kept.append(example)
-        counts[example.label] += 1
-        seen.setdefault(size, []).append(words)
-    return kept
-
-
-def _definitions(node: ast.AST) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yields every class and function under a node, with its label."""
+def _documented(node: ast.AST) -> Iterator[Any]:
+    """Yields a module and every class and function in it."""
+    if type(node) in LABEL_OF:
+        yield node
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef):
-            yield "class", child
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield "function", child
-        if not isinstance(child, ast.expr):
-            yield from _definitions(child)
+        if not isinstance(child, ast.expr):  # which is most of a tree, and has no docstrings
+            yield from _documented(child)
 
 
 def _digest(text: str) -> bytes:

@@ -28,52 +28,43 @@ _COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that a
 
 
 class Conversion:
-    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers."""
+    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers.
+
+    Attributes:
+        layouts: by name at run time; in place of one that cannot be followed, the names of transformers' operations.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         """From the stored tensors' shapes by name, and the folder of ``config.json``; raises if that has no model."""
         model = model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
-        self._layouts, self._unmappable = _convert(model, shapes)
+        self.layouts = _convert(model, shapes)
 
-    @property
-    def names(self) -> list[str]:
-        """Names at run time of all the tensors."""
-        return [*self._layouts, *self._unmappable]
-
-    def first_name(self, name: str) -> str:
-        """A tied tensor's first name in the checkpoint; any other tensor's own name."""
-        return next((tied for tied in self._tied.get(name, ()) if tied in self._layouts), name)
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name at run time."""
-        return any(alias in self._layouts or alias in self._unmappable for alias in self._aliases(name))
+    def aliases(self, name: str) -> list[str]:
+        """A tensor's names in ``layouts``, the first of tied ones first, with and without the prefix under the head."""
+        tied = [tied for plain in self._prefixed(name) for tied in self._tied.get(plain, (plain,))]
+        return [alias for plain in tied for alias in self._prefixed(plain) if alias in self.layouts]
 
     def find(self, name: str) -> list[Layout]:
         """Finds a tensor's layouts: several where a tied tensor is stored under several names, none if it is missing.
 
         ``name`` is that at run time, in a model that may have a head that the checkpoint's lacks, or lack its.
         """
-        found = []
-        for alias in self._aliases(name):
-            if alias in self._unmappable:
+        found: dict[tuple[str, ...], Layout] = {}
+        for alias in self.aliases(name):
+            layout = self.layouts[alias]
+            if isinstance(layout, str):
                 raise SparsifyError(
                     f"transformers converts tensor `{name}` at load in a way that single entries cannot be followed "
-                    f"through ({self._unmappable[alias]}), so it has no place of its own in the checkpoint's files: "
-                    "load the model with `from_pretrained`, `apply` the delta, and `save_pretrained`."
+                    f"through ({layout}), so it has no place of its own in the checkpoint's files: load the model with "
+                    "`from_pretrained`, `apply` the delta, and `save_pretrained`."
                 )
-            if alias in self._layouts:
-                found.append(self._layouts[alias])
-        return list({tuple(layout.keys): layout for layout in found}.values())
+            found.setdefault(tuple(layout.keys), layout)
+        return list(found.values())
 
-    def _aliases(self, name: str) -> Iterator[str]:
-        """The name, those that it is tied to, and each with and without the prefix of the model under the head."""
-        for plain in self._with_and_without_prefix(name):
-            for tied in self._tied.get(plain, (plain,)):
-                yield from self._with_and_without_prefix(tied)
-
-    def _with_and_without_prefix(self, name: str) -> tuple[str, ...]:
+    def _prefixed(self, name: str) -> tuple[str, ...]:
+        """The name with and without the prefix of the model under the head."""
         prefix = f"{self._prefix}."
         if not self._prefix:
             return (name,)
@@ -92,14 +83,18 @@ def model_without_weights(folder: Path, num_tensors: int, architecture: object =
     import torch
     import transformers
 
+    most = 50_000 + 10 * num_tensors  # more modules than any model has: experts in one tensor may be modules each
+    damaged = f"for a checkpoint of {num_tensors:,} tensors: it is damaged"
     try:
-        _check_counts(file, num_tensors)
+        _check_counts(json.loads(file.read_text(encoding="utf-8")), most, damaged)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = [name for name in (architecture, *(config.architectures or ())) if isinstance(name, str)]
         classes: Any = [getattr(transformers, name, None) for name in names]
-        with torch.device("meta"), _modules_within(num_tensors):
+        with torch.device("meta"), _at_most_modules(most, damaged):
             for model_class in classes:
-                if _is_class_for(model_class, config):
+                is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+                # a class of another family would be built in its own default size
+                if is_model and isinstance(config, model_class.config_class or ()):
                     return model_class(config)
             return transformers.AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # third parties' code for hundreds of models
@@ -107,34 +102,24 @@ def model_without_weights(folder: Path, num_tensors: int, architecture: object =
         raise SparsifyError(f"transformers cannot build the model of `{file}` ({reason})") from error
 
 
-def _check_counts(config_file: Path, num_tensors: int) -> None:
+def _check_counts(config: object, most: int, damaged: str) -> None:
     """Raises where a config counts far more layers, experts or labels than there are tensors."""
-    level = [json.loads(config_file.read_text(encoding="utf-8"))]
-    while level:
-        pairs = [pair for item in level if isinstance(item, dict) for pair in item.items()]
-        for key, value in pairs:
-            if isinstance(value, int) and _COUNTED.search(key) and value > _most_modules(num_tensors):
-                counted = f"`{brief(key, 100)}` is {brief(value, 30)}"
-                raise SparsifyError(f"{counted} for a checkpoint of {num_tensors:,} tensors: it is damaged")
-        level = [value for _, value in pairs]
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, int) and value > most and _COUNTED.search(key):
+            raise SparsifyError(f"`{brief(key, 100)}` is {brief(value, 30)} {damaged}")
+        _check_counts(value, most, damaged)
 
 
 @contextmanager
-def _modules_within(num_tensors: int) -> Iterator[None]:
-    """Within the block, building a model of far more modules than a checkpoint has tensors is an error.
-
-    The config is not trusted, and a number in it decides how long the model takes to build.
-    """
+def _at_most_modules(most: int, damaged: str) -> Iterator[None]:
+    """Within the block, making more modules is an error: a number in a config decides how long its model takes."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     built, thread = count(1), get_ident()
 
     def check(module: Any, name: str, part: Any) -> None:
-        if get_ident() == thread and next(built) > _most_modules(num_tensors):
-            raise SparsifyError(
-                f"the config asks for more than {_most_modules(num_tensors):,} modules, for a checkpoint of "
-                f"{num_tensors:,} tensors: it is damaged"
-            )
+        if get_ident() == thread and next(built) > most:
+            raise SparsifyError(f"the config asks for more than {most:,} modules, {damaged}")
 
     handle = register_module_module_registration_hook(check)
     try:
@@ -143,21 +128,8 @@ def _modules_within(num_tensors: int) -> Iterator[None]:
         handle.remove()
 
 
-def _most_modules(num_tensors: int) -> int:
-    """More than any model has: experts that are stored as one tensor may be modules each."""
-    return 50_000 + 10 * num_tensors
-
-
-def _is_class_for(model_class: Any, config: Any) -> bool:
-    """Whether it is a model's class for a config; one of another family would be built in its own default size."""
-    import transformers
-
-    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    return is_model and model_class.config_class is not None and isinstance(config, model_class.config_class)
-
-
-def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Layout], dict[str, str]]:
-    """Layouts by name at run time; and for names whose conversion no layout can follow, its operations.
+def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | str]:
+    """Layouts by name at run time; the names of its operations for a conversion that no layout can follow.
 
     Follows ``convert_and_load_state_dict_in_model`` of transformers step by step, dtypes and devices left out.
     """
@@ -166,14 +138,14 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError:  # transformers 4 only renames
         names = _renamed_by_transformers_4(model, shapes)
-        return {names[key]: Layout.stored(key, shape) for key, shape in shapes.items()}, {}
+        return {names[key]: Layout.stored(key, shape) for key, shape in shapes.items()}
 
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     expected = model.state_dict()
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, Layout | str] = {}
     converting: dict[str, Any] = {}
     for key in sorted(shapes, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
@@ -185,17 +157,15 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
         else:
             converter = converting.setdefault(name, deepcopy(converter_of[pattern]))
             converter.add_tensor(name, key, pattern, layout)
-    unmappable: dict[str, str] = {}
     for name, converter in converting.items():
         try:
             converted = converter.convert(name, model=model, config=model.config)
+            layouts |= {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
         except Exception:  # an operation that layouts do not have may raise any error
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             first, *_ = converter.target_patterns
-            unmappable |= {name.replace(first, target): operations for target in converter.target_patterns}
-        else:
-            layouts |= {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
-    return layouts, unmappable
+            layouts |= {name.replace(first, target): operations for target in converter.target_patterns}
+    return layouts
 
 
 def _renamed_by_transformers_4(model: Any, keys: Iterable[str]) -> dict[str, str]:

@@ -6,12 +6,11 @@ place of a tensor, and which gives for any flat index the stored tensor that hol
     Layout.stored("gate.0", (4, 3)), Layout.stored("gate.1", (4, 3))  --torch.stack-->  Layout of shape (2, 4, 3)
 
 A layout is a set of windows: boxes of the tensor that together fill it, each a strided view of one stored tensor.
-All arithmetic is O(entries + windows); nothing of the tensor's own size is allocated.
+Nothing of the tensor's own size is allocated.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,11 +32,6 @@ class Window(NamedTuple):
     place: Tensor
 
     @property
-    def size(self) -> torch.Size:
-        """The box's extent in each dimension."""
-        return self.place.shape
-
-    @property
     def offset(self) -> int:
         """The flat position in the stored tensor of the box's first entry."""
         return int(self.place.storage_offset())
@@ -45,15 +39,15 @@ class Window(NamedTuple):
     @property
     def box(self) -> tuple[slice, ...]:
         """The box as an index into the tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.place.shape, strict=True))
 
     def view(self, stored: Tensor) -> Tensor:
         """The box as a view of the stored tensor, which has to be contiguous."""
-        return stored.as_strided(self.size, self.place.stride(), stored.storage_offset() + self.offset)
+        return stored.as_strided(self.place.shape, self.place.stride(), stored.storage_offset() + self.offset)
 
 
 class Part(NamedTuple):
-    """Those of the located entries that are in one stored tensor.
+    """Those of the located entries that are in one window.
 
     Attributes:
         key: the stored tensor's name.
@@ -111,37 +105,31 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return list(dict.fromkeys(window.key for window in self.windows))
 
     def locate(self, indices: Tensor) -> list[Part]:
-        """Finds the stored tensors that hold some entries, and their positions there.
+        """Finds the stored tensors that hold some entries, and their positions there: a part for each window of any.
 
         Args:
             indices: (count,) int64, flat row-major positions in this tensor, strictly increasing.
-
-        Returns:
-            A part for each window that holds any, in the order of the windows.
         """
         if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
             window = self.windows[0]
             return [Part(window.key, indices + window.offset, torch.arange(indices.numel()))]
-        coordinates = [dim.contiguous() for dim in torch.unravel_index(indices, self.shape)]
-        number = self._window_of(coordinates)
-        order = number.argsort(stable=True)
-        counts = torch.bincount(number, minlength=len(self.windows)).tolist()
         parts = []
-        for window, entries in zip(self.windows, order.split(counts), strict=True):
+        for window in self.windows:
+            begin, end = torch.searchsorted(indices, torch.tensor(self._range(window))).tolist()
+            near = indices[begin:end]
+            inside, flat = torch.ones_like(near, dtype=torch.bool), torch.full_like(near, window.offset)
+            coordinates = torch.unravel_index(near, self.shape)
+            for coordinate, box, stride in zip(coordinates, window.box, window.place.stride(), strict=True):
+                inside &= (coordinate >= box.start) & (coordinate < box.stop)
+                flat += (coordinate - box.start) * stride
+            entries = inside.nonzero().flatten()
             if entries.numel():
-                flat = torch.full_like(entries, window.offset)
-                for coordinate, start, stride in zip(coordinates, window.start, window.place.stride(), strict=True):
-                    flat += (coordinate[entries] - start) * stride
-                flat, by_position = flat.sort()
-                parts.append(Part(window.key, flat, entries[by_position]))
+                flat, order = flat[entries].sort()
+                parts.append(Part(window.key, flat, begin + entries[order]))
         return parts
 
     def assemble(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor itself: a view of the stored one if it is a single box, else a copy of all boxes.
-
-        Args:
-            read: gives a stored tensor by name.
-        """
+        """The tensor itself, from stored ones by name: a view if it is a single box, else a copy of all boxes."""
         if len(self.windows) == 1:
             return self.windows[0].view(read(self.windows[0].key))
         result = torch.empty(self.shape, dtype=read(self.windows[0].key).dtype)
@@ -149,52 +137,34 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
             result[window.box] = window.view(read(window.key))
         return result
 
-    def _window_of(self, coordinates: Sequence[Tensor]) -> Tensor:
-        """The numbers (count,) of the windows that hold the entries at some coordinates."""
-        # the windows' starts cut the tensor into a grid, and a table has the window of each cell
-        edges = [sorted({window.start[dim] for window in self.windows}) for dim in range(self.ndim)]
-        table = torch.zeros([len(starts) for starts in edges], dtype=torch.int64)
-        for number, window in enumerate(self.windows):
-            cells = tuple(
-                slice(bisect_left(starts, box.start), bisect_left(starts, box.stop))
-                for starts, box in zip(edges, window.box, strict=True)
-            )
-            table[cells] = number
-        cell = tuple(
-            torch.searchsorted(torch.tensor(starts), coordinate, right=True) - 1
-            for starts, coordinate in zip(edges, coordinates, strict=True)
-        )
-        return table[cell]
+    def _range(self, window: Window) -> list[int]:
+        """The flat positions from a window's first entry up to after its last one."""
+        first = last = 0
+        for size, box in zip(self.shape, window.box, strict=True):
+            first, last = first * size + box.start, last * size + box.stop - 1
+        return [first, last + 1]
 
 
 def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    shape = list(layouts[0].shape)
-    dim %= len(shape) + 1
-    _check_alike(layout.shape for layout in layouts)
-    shape.insert(dim, len(layouts))
-    windows = [
-        Window(window.key, (*window.start[:dim], number, *window.start[dim:]), window.place.unsqueeze(dim))
-        for number, layout in enumerate(layouts)
-        for window in layout.windows
-    ]
-    return Layout(shape, windows)
+    dim %= layouts[0].ndim + 1
+    rows = []
+    for layout in layouts:
+        windows = [Window(w.key, (*w.start[:dim], 0, *w.start[dim:]), w.place.unsqueeze(dim)) for w in layout.windows]
+        rows.append(Layout((*layout.shape[:dim], 1, *layout.shape[dim:]), windows))
+    return _cat(rows, dim)
 
 
 def _cat(layouts: Sequence[Layout], dim: int = 0) -> Layout:
     shape = list(layouts[0].shape)
     dim %= len(shape)
-    _check_alike((*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts)
+    if len({(*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts}) > 1:
+        raise ValueError("shapes do not go together")
     windows: list[Window] = []
     shape[dim] = 0
     for layout in layouts:
         windows += [window._replace(start=_moved(window.start, dim, shape[dim])) for window in layout.windows]
         shape[dim] += layout.shape[dim]
     return Layout(shape, windows)
-
-
-def _check_alike(shapes: Iterable[tuple[int, ...]]) -> None:
-    if len(set(shapes)) > 1:
-        raise ValueError("shapes do not go together")
 
 
 def _cut(function: Any, layout: Layout, size: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:

@@ -29,7 +29,6 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
 _PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
-_FINGERPRINT_BYTES = 64
 
 
 class Stored(NamedTuple):
@@ -64,21 +63,16 @@ class Checkpoint(Mapping[str, Tensor]):
     Iteration is over the names in the files. Access also takes a name at run time, and gives the tensor that
     ``from_pretrained`` would make from the files; only then is transformers imported.
 
-    Args:
-        path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the shards that it
-            names; or a safetensors file.
-
-    Raises:
-        SparsifyError: when there is no such checkpoint, its index is broken, or a shard is missing.
-
     Attributes:
         path: the folder, or the file.
+        folder: that of the files, and of ``config.json``.
         files: the safetensors files, in the order of their names.
         stored: the place of each tensor, by its name in the files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.folder = self.path if self.path.is_dir() else self.path.parent
         self.files = _weight_files(self.path)
         self.stored: dict[str, Stored] = {}
         for file in self.files:
@@ -114,7 +108,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         if isinstance(self._conversion, SparsifyError):
             return list(self)
-        first = {name: self._conversion.first_name(name) for name in self._conversion.names}
+        first = {name: self._conversion.aliases(name)[0] for name in self._conversion.layouts}
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
@@ -125,7 +119,7 @@ class Checkpoint(Mapping[str, Tensor]):
         others = [name for name in names if name not in self.stored]
         if not others or isinstance(self._conversion, SparsifyError):
             return []
-        return [name for name in others if not self._conversion.has(name)]
+        return [name for name in others if not self._conversion.aliases(name)]
 
     def read(self, name: str) -> Tensor:
         """A stored tensor, mapped from its file, by its name in the files; raises where numbers are packed in bytes."""
@@ -138,12 +132,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return file.get_tensor(name)
 
     def layout(self, name: str) -> Layout:
-        """The places of a tensor's entries, by its name in the files or at run time.
-
-        Raises:
-            BaseMismatchError: when the checkpoint does not have it under any name; near names are listed.
-            SparsifyError: when transformers converts it at load in a way that entries cannot be followed through.
-        """
+        """The places of a tensor's entries, by its name in the files or at run time; raises where it has none."""
         if name in self.stored:
             return Layout.stored(name, self.stored[name].shape)
         layouts = self.converted(name)
@@ -165,12 +154,12 @@ class Checkpoint(Mapping[str, Tensor]):
 
         ``from_pretrained`` ties such tensors only where the stored ones are equal, so they have to change together.
         """
-        key, *others = first.keys
-        alike = self._alike[key] - {key}
-        if others or not alike:
-            return [first]
-        tied = [layout for layout in self.converted(name) if layout.keys[0] in alike and layout.shape == first.shape]
-        return [first, *(layout for layout in tied if same_values(self.read(key), self.read(layout.keys[0])))]
+        try:
+            tied = [layout for layout in self.converted(name) if layout.keys != first.keys]
+        except SparsifyError:  # stored as in the delta, though transformers would convert it
+            tied = []
+        read = self.read
+        return [first, *(layout for layout in tied if same_values(layout.assemble(read), first.assemble(read)))]
 
     def take(self, layout: Layout, indices: Tensor) -> Tensor:
         """The values (count,) at flat positions (count,) int64, strictly increasing; only their pages are read."""
@@ -191,24 +180,10 @@ class Checkpoint(Mapping[str, Tensor]):
     @cached_property
     def _conversion(self) -> Conversion | SparsifyError:
         """The names and layouts at run time, or the reason why they are unknown."""
-        folder = self.path if self.path.is_dir() else self.path.parent
         try:
-            return Conversion({name: stored.shape for name, stored in self.stored.items()}, folder)
+            return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
         except SparsifyError as error:
             return error
-
-    @cached_property
-    def _alike(self) -> dict[str, set[str]]:
-        """For each stored tensor, all of the same shape and dtype that begin with the same values."""
-        groups: dict[object, set[str]] = {}
-        for file in self.files:
-            with file.open("rb") as opened:
-                for name, stored in self.stored.items():
-                    if stored.file == file:
-                        opened.seek(stored.begin)
-                        start = opened.read(min(stored.nbytes, _FINGERPRINT_BYTES))
-                        groups.setdefault((stored.dtype, stored.shape, start), set()).add(name)
-        return {name: group for group in groups.values() for name in group}
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -231,10 +206,15 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file of a checkpoint or adapter; raises where there is none."""
     try:
+        if not path.is_file():  # nor a pipe, which may never end
+            raise FileNotFoundError("there is no such file")
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, indent=2)  # fails at a lower depth than reading
     except (OSError, ValueError, RecursionError) as error:
-        raise SparsifyError(f"`{path}` is no JSON that can be used ({brief(error)}): download it again.") from error
+        raise SparsifyError(
+            f"`{path}` is no JSON that can be used ({brief(error)}): give the folder that was saved, or "
+            "download it again."
+        ) from error
     if not isinstance(document, dict):
         raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
     return document

@@ -23,7 +23,6 @@ from sparsify.delta.patch_plan import check_dense, counted
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, held_dtype
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
-_MAX_CONFIG_BYTES = 2**20
 _PICKLE_NAME = "adapter_model.bin"
 
 
@@ -40,7 +39,8 @@ def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.Path
         entries = {
             f"{layer}.weight": _entries(layer, parts, config, method, tensors) for layer, parts in layers.items()
         }
-        _check_saved(whole, config.get("modules_to_save") or [], tensors)
+        saved = config.get("modules_to_save")
+        _check_saved(whole, saved if isinstance(saved, list) else [], tensors)
     except BaseMismatchError:
         raise
     except (SparsifyError, SafetensorError) as error:
@@ -57,21 +57,13 @@ def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.Path
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The adapter's config, of one of the sparse methods."""
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise SparsifyError(f"it has no `{CONFIG_NAME}`: give the folder that PEFT's `save_pretrained` wrote")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise SparsifyError(f"its `{CONFIG_NAME}` is longer than {_MAX_CONFIG_BYTES:,} bytes")
-    config = read_json(path)
+    config = read_json(folder / CONFIG_NAME)
     peft_type = config.get("peft_type")
     if not isinstance(peft_type, str) or peft_type.lower() not in METHODS:
         raise SparsifyError(
             f"its `peft_type` is {peft_type!r:.100}, and only {' and '.join(map(str.upper, METHODS))} change entries: "
             "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
         )
-    saved = config.get("modules_to_save")
-    if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
-        raise SparsifyError(f"its `modules_to_save` is {saved!r:.100}, expected a list of names")
     return config
 
 
@@ -79,13 +71,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     """The adapter's tensors by plain name, in memory of their own."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
-        pickle = (
-            f", only a `{_PICKLE_NAME}`, a pickle, which can run code when it is loaded: load it with PEFT if you "
-            "trust it, and save it again"
-            if (folder / _PICKLE_NAME).is_file()
-            else f": give the folder that PEFT's `save_pretrained` wrote, with its `{CONFIG_NAME}`"
-        )
-        raise SparsifyError(f"it has no `{WEIGHTS_NAME}`{pickle}")
+        pickle = f", and a `{_PICKLE_NAME}` can run code: load it with PEFT if you trust it, and save it again"
+        raise SparsifyError(f"it has no `{WEIGHTS_NAME}`: give the folder that PEFT's `save_pretrained` wrote{pickle}")
     with safe_open(path, framework="pt", device="cpu") as file:
         return {key.removeprefix(PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
 
@@ -134,7 +121,10 @@ def _entries(
             f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter changes the "
             "weight of a linear layer: give the base that it was trained on, unquantized."
         )
-    places = method.places(config, shape)
+    try:
+        places = method.places(config, shape)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SparsifyError(f"its `{CONFIG_NAME}` gives no number of entries ({brief(error)})") from error
     if values.shape != (places,):
         raise BaseMismatchError(
             f"layer `{layer}` has values of shape {tuple(values.shape)}, where the adapter's config has {places:,} for "
@@ -158,7 +148,7 @@ def _entries(
         raise SparsifyError(f"layer `{layer}`: {error}") from error
 
 
-def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[object], tensors: Mapping[str, Tensor]) -> None:
     """Raises unless every other tensor replaces one of the base's, or belongs to a module that was saved whole."""
     for name, tensor in whole.items():
         if name in tensors:

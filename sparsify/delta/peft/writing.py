@@ -18,14 +18,14 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import near_names, plain_name, tied_names
+from sparsify.common.names import plain_name, tied_names
 from sparsify.delta.checkpoint.conversion import model_without_weights
-from sparsify.delta.checkpoint.reader import open_base
+from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor, open_base
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import check_names
+from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import TensorPatch, check_dense, check_has_values, counted, own_copy, plan_entries
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import SparsifyError
 
 Edits: TypeAlias = Mapping[str, TensorPatch]  # by tensor name
 _NAMED_AT_MOST = 5
@@ -66,12 +66,12 @@ class PeftAdapter:
 
     def __str__(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        places = self.entries + self.corrections + self.padding
+        share = 100 * self.padding / (self.entries + self.corrections + self.padding)
+        padding = f"{counted(self.padding, 'place')} ({share:.1f} %)"
         lines = [
             f"{self.folder}: PEFT {self.method}, {settings}, {counted(self.entries, 'entry', 'entries')} in "
             f"{counted(self.layers, 'layer')}, {self.num_bytes:,} bytes",
-            f"  padding: {counted(self.padding, 'place')} ({self.padding / places:.1%}".replace("%", " %")
-            + ") that the layers with fewer entries have to have",
+            f"  padding: {padding} that the layers with fewer entries have to have",
         ]
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
@@ -150,13 +150,10 @@ class _Source(NamedTuple):
     def of(cls, base: Base, architecture: object) -> _Source:
         """A base; ``architecture`` is the trained class, whose tensors may have other names than a checkpoint's own."""
         tensors = open_base(base)
-        if isinstance(base, nn.Module):
-            model, path = base, None
-        else:
-            path = os.fspath(base)
-            folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        model: Any = base
+        if isinstance(tensors, Checkpoint):
             try:
-                model = model_without_weights(folder, len(tensors), architecture)
+                model = model_without_weights(tensors.folder, len(tensors), architecture)
             except SparsifyError as error:
                 raise SparsifyError(
                     f"PEFT's sparse adapters change weights of nn.Linear layers only, and which of the base's these "
@@ -164,15 +161,12 @@ class _Source(NamedTuple):
                 ) from error
         names = ((plain_name(f"{name}.weight").rpartition(".")[0], module)
                  for name, module in model.named_modules(remove_duplicate=False) if name)  # fmt: skip
+        path = None if isinstance(base, nn.Module) else os.fspath(base)
         return cls(tensors, dict(names), tied_names(model), path)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the base, as a model that was loaded in ``dtype`` would hold it."""
-        if name not in self.tensors:
-            hint = near_names(name, self.tensors)
-            remedy = "Give the base that the delta was trained on" + (", as a model." if self.path else ".")
-            raise BaseMismatchError(f"the base has no tensor `{name}`{hint}. {remedy}")
-        tensor = self.tensors[name]
+        tensor = base_tensor(name, self.tensors)
         check_has_values(name, tensor)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 

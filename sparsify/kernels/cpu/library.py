@@ -20,15 +20,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsify.errors import SparsifyError
-
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 LIBRARIES = ("-lstdc++",)  # a C++ compiler links it by itself; gcc, a common CXX, does not
 SWITCH = "SPARSIFY_NATIVE"  # environment variable
-OFF, ON = ("0", "false", "no", "off"), ("", "1", "true", "yes", "on")  # its values
+OFF = ("0", "false", "no", "off")  # its values that switch the loops off
 COMPILERS = ("c++", "g++", "clang++")
 RESULTS = {  # the types that the loops return
     f"{loop}_{dtype}": result
@@ -54,12 +52,8 @@ Size = ctypes.c_int64
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Returns the compiled loops, or ``None`` where there are none. The first call on a machine compiles, for seconds.
-
-    Raises:
-        SparsifyError: the environment's ``SPARSIFY_NATIVE`` is none of the words for on and off.
-    """
-    if not _is_wanted():
+    """Returns the compiled loops, or ``None`` where there are none; the first call on a machine compiles them."""
+    if os.environ.get(SWITCH, "").strip().lower() in OFF:
         return None
     try:
         compiler = _compiler()
@@ -75,16 +69,6 @@ def library() -> ctypes.CDLL | None:
         details = getattr(error, "stderr", None) or error
         logger.warning("the C++ loops could not be compiled, so the plain torch forms run: %s", details)
         return None
-
-
-def _is_wanted() -> bool:
-    said = os.environ.get(SWITCH, "").strip().lower()
-    if said not in (*OFF, *ON):
-        raise SparsifyError(
-            f"the environment says {SWITCH}={os.environ[SWITCH]!r}; expected one of {', '.join(OFF)} for plain torch, "
-            f"or {', '.join(filter(None, ON))} for the compiled loops, which are the default."
-        )
-    return said not in OFF
 
 
 def _compiler() -> list[str] | None:

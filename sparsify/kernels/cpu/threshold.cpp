@@ -10,8 +10,7 @@ inline float size_of(float x) { return x < 0 ? -x : x; }
 inline float size_of(bfloat16 x) { return widen(bfloat16(x & 0x7fff)); }
 
 template <class T>
-int64_t find_reaching(const T* values, int64_t rows, int64_t cols, const float* least, const float* row_error,
-                      const float* column_error, int64_t* out, bool* finite) {
+int64_t find_reaching(const T* values, int64_t rows, int64_t cols, const float* least, int64_t* out, bool* finite) {
   int64_t found = 0;
   uint32_t highest = 0;  // as numbers, the bits of what is not finite are above all others
 #pragma omp parallel for schedule(static) reduction(max : highest)
@@ -19,25 +18,20 @@ int64_t find_reaching(const T* values, int64_t rows, int64_t cols, const float* 
     const T* row = values + i * cols;
     for (int64_t first = 0; first < cols; first += BLOCK) {
       const int64_t number = std::min(BLOCK, cols - first);
-      float most[BLOCK];
+      float size[BLOCK];
       float largest = -1;
-      if (row_error) {
 #pragma omp simd
-        for (int64_t j = 0; j < number; ++j) most[j] = size_of(row[first + j]) + row_error[i] * column_error[first + j];
-      } else {
-#pragma omp simd
-        for (int64_t j = 0; j < number; ++j) most[j] = size_of(row[first + j]);
-      }
+      for (int64_t j = 0; j < number; ++j) size[j] = size_of(row[first + j]);
 #pragma omp simd reduction(max : largest, highest)
       for (int64_t j = 0; j < number; ++j) {
-        largest = most[j] > largest ? most[j] : largest;  // a NaN is not
-        highest = std::max(highest, bits_of(most[j]) & 0x7fffffff);
+        largest = size[j] > largest ? size[j] : largest;  // a NaN is not
+        highest = std::max(highest, bits_of(size[j]) & 0x7fffffff);
       }
       if (!(largest >= least[i])) continue;
       int64_t here[BLOCK], count = 0;
       for (int64_t j = 0; j < number; ++j) {
         here[count] = i * cols + first + j;
-        count += most[j] >= least[i];
+        count += size[j] >= least[i];
       }
       int64_t at;
 #pragma omp atomic capture
@@ -57,12 +51,12 @@ int64_t find_reaching(const T* values, int64_t rows, int64_t cols, const float* 
 extern "C" {
 
 int64_t find_reaching_float32(const float* values, int64_t rows, int64_t cols, const float* least,
-                              const float* row_error, const float* column_error, int64_t* out, bool* finite) {
-  return find_reaching(values, rows, cols, least, row_error, column_error, out, finite);
+                              int64_t* out, bool* finite) {
+  return find_reaching(values, rows, cols, least, out, finite);
 }
 
 int64_t find_reaching_bfloat16(const bfloat16* values, int64_t rows, int64_t cols, const float* least,
-                               const float* row_error, const float* column_error, int64_t* out, bool* finite) {
-  return find_reaching(values, rows, cols, least, row_error, column_error, out, finite);
+                               int64_t* out, bool* finite) {
+  return find_reaching(values, rows, cols, least, out, finite);
 }
 }

@@ -1,0 +1,14 @@
+"""Shared by the tests of selection."""
+
+import pytest
+from products import FREE
+
+from sparsify.selection import screening
+
+
+@pytest.fixture
+def screened(monkeypatch):
+    """Any layer is worth a screen, and no tensor of more than 16 entries is small."""
+    monkeypatch.setattr(screening, "SMALLEST_SCREENED", 1)
+    monkeypatch.setattr(screening, "costs_of", lambda *_: FREE)
+    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 16)
