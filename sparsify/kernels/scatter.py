@@ -11,21 +11,24 @@ from sparsify.common.raw_bits import put
 from sparsify.kernels import has_triton
 
 
-def scatter(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor) -> None:
-    """Writes values into weights, each at its own entries, cast to its dtype; autograd's version counters see it.
+def scatter(
+    weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
+) -> None:
+    """Writes values into weights, each at its own entries, cast to its dtype.
 
     Args:
-        weights: contiguous, on the device of the values.
+        weights: contiguous; on devices that Triton runs on, if the values are.
         counts: number of values for each weight.
         indices: (k,) int64, flat in their weight and distinct there; the weights' entries one after the other.
         values: (k,), in the same order.
+        seen: whether autograd's version counters see it.
     """
     if has_triton(values.device):
         from sparsify.kernels.triton.scatter import scatter as fused
 
-        fused(weights, counts, indices, values)
+        fused(weights, counts, indices, values, seen)
     else:
-        plain_scatter(weights, counts, indices, values)
+        plain_scatter([weight if seen else weight.data for weight in weights], counts, indices, values)
 
 
 @torch.no_grad()

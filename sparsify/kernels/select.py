@@ -36,7 +36,7 @@ def select(candidates: Candidates, importance: Importance, part: Part, *, overfl
         overflows: whether places may run out (:func:`may_overflow`). The call before was a :func:`cut`, or of this
             kind; afterwards there are at most ``limit`` candidates, as after a cut.
     """
-    if _has_fused_select(candidates, importance, part):
+    if isinstance(importance, D3) and _has_fused_select(candidates, importance, part):
         from sparsify.kernels.triton.select import select_d3
 
         select_d3(candidates, importance, part, overflows)

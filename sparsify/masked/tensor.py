@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.devices import upload
 from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
 from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient, as_matrix
@@ -210,6 +212,12 @@ class MaskedTensor:
     def write_base(self) -> None:
         """Writes the pretrained values as :meth:`write_unseen` does."""
         self.write_unseen(self.base)
+
+
+def count_by_tensor(ids: Tensor, tensors: Sequence[MaskedTensor]) -> Tensor:
+    """How many of some global ids (n,) each tensor has: (tensors,) int64, by ascending offset; -1 is no id."""
+    bounds = upload([0, *(tensor.offset + tensor.numel for tensor in tensors)], ids.device)
+    return torch.searchsorted(ids.sort().values, bounds).diff()
 
 
 def tensor_of(handle: Tensor) -> MaskedTensor:

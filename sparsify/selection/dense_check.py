@@ -49,6 +49,7 @@ class CheckedSelector(StreamingSelector):
             SparsifyError: when the dense form selects others, or gives them other gradients.
         """
         winners = super().winners()
+        winners = winners.first(int((winners.ids >= 0).sum()))
         if self._scored and self.finite():  # otherwise nothing is unmasked
             self._compare(winners)
         return winners

@@ -18,7 +18,7 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
 from sparsify.selection.small_tensors import SmallGradients
-from sparsify.selection.topk import TopK, Winners
+from sparsify.selection.topk import Winners
 
 
 class Selector(Protocol):
@@ -54,9 +54,10 @@ class Selector(Protocol):
 class StreamingSelector(Selector):
     """Selects the best entries by their gradients, in memory for as many as are wanted."""
 
+    batches_small = True
+
     def __init__(self, context: SelectionContext) -> None:
         self._context = context
-        self.batches_small = isinstance(context.topk, TopK)
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         unmasked, _ = scan(self._context, tensor, gradient, self._context.excluded(tensor))

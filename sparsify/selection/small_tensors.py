@@ -6,28 +6,26 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from sparsify.common.devices import runs_ahead
-from sparsify.kernels.threshold import find_reaching
+from sparsify.common.devices import upload
 from sparsify.masked.gradients import DenseGradient, Gradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
-from sparsify.selection.topk import TopK
 
 LARGEST = 1 << 14  # entries of a small tensor
 
 
 def is_small(gradient: Gradient) -> bool:
-    """Whether a gradient is to be batched; only on a CPU, as a GPU has enough other work to hide each small one."""
-    on_cpu = gradient.device.type == "cpu" and not runs_ahead(gradient.device)
-    return gradient.rows is None and gradient.numel <= LARGEST and on_cpu
+    """Whether a gradient is to be batched."""
+    return gradient.rows is None and gradient.numel <= LARGEST
 
 
 class SmallGradients:
-    """Whole gradients of small tensors; ``pairs`` has each tensor and its gradient, in the order they came in."""
+    """Whole gradients of small tensors on one device; ``pairs`` has each tensor with its own, as they came in."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[MaskedTensor, DenseGradient]] = []
@@ -36,9 +34,14 @@ class SmallGradients:
     def tensors(self) -> list[MaskedTensor]:
         return [tensor for tensor, _ in self.pairs]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of entries of each tensor."""
+        return [gradient.numel for _, gradient in self.pairs]
+
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient, in memory of its own: compiled graphs reuse theirs."""
-        self.pairs.append((tensor, gradient.dense().own()))
+        """Keeps a tensor's gradient."""
+        self.pairs.append((tensor, gradient.dense()))
 
     def take(self) -> Tensor:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
@@ -46,28 +49,30 @@ class SmallGradients:
 
     def offer(self, context: SelectionContext) -> None:
         """Offers the entries to a top-k."""
-        topk, importance = context.topk, context.importance
-        assert isinstance(topk, TopK)
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
         context.work.dense += grad.numel()
-        topk.finite &= grad.isfinite().all().to(topk.finite.device)
-        grad[self._places([context.excluded(tensor) for tensor in self.tensors])] = 0  # and so never offered
-        found, _ = find_reaching(grad[None], importance.least_gradient(topk.threshold.to(grad.device), weight[None]))
-        starts = self._starts()
-        of = torch.searchsorted(starts, found, right=True) - 1
-        ids = found + (torch.tensor([tensor.offset for tensor in self.tensors]) - starts)[of]
-        topk.offer_entries(importance, ids, weight[found], grad[found])
+        excluded = self._places([context.excluded(tensor) for tensor in self.tensors])
+        grad.index_fill_(0, excluded, 0)  # and so never offered
+        # in the joined vector an entry's place is its flat index, and its id, less a number of its tensor
+        less = [start - tensor.offset for start, tensor in zip(self._starts(), self.tensors, strict=True)]
+        ids = torch.arange(grad.numel(), device=grad.device)
+        ids -= _repeated(less, self.sizes, grad.device)
+        context.topk.offer(context.importance, weight[None], grad[None], None, 0, ids)
 
     def _joined(self) -> Tensor:
         """All gradients (n,) in one new vector."""
         return torch.cat([gradient.values.reshape(-1) for _, gradient in self.pairs])
 
-    def _starts(self) -> Tensor:
+    def _starts(self) -> list[int]:
         """Where each tensor's gradient begins in that vector."""
-        sizes = torch.tensor([gradient.numel for _, gradient in self.pairs])
-        return sizes.cumsum(0) - sizes
+        return list(accumulate(self.sizes[:-1], initial=0))
 
     def _places(self, indices: Sequence[Tensor]) -> Tensor:
         """Where some flat indices of each tensor are in that vector."""
-        numbers = torch.tensor([some.numel() for some in indices])
-        return torch.cat(list(indices)) + self._starts().repeat_interleave(numbers)
+        places = torch.cat(list(indices))
+        return places + _repeated(self._starts(), [own.numel() for own in indices], places.device)
+
+
+def _repeated(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Each number as often as its count says, on a device."""
+    return upload(numbers, device).repeat_interleave(upload(counts, device), output_size=sum(counts))

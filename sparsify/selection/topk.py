@@ -32,6 +32,11 @@ class Winners:
     grads: Tensor  # (n,) their gradients; the scores where these do not come from gradients
     weights: Tensor | None = None  # (n,) their weights, where the selection has read them
 
+    def first(self, number: int) -> Winners:
+        """Returns the best ``number`` of them."""
+        weights = None if self.weights is None else self.weights[:number]
+        return Winners(self.ids[:number], self.grads[:number], weights)
+
 
 class TopK:
     """The best ``size`` of all entries offered so far.

@@ -50,6 +50,7 @@ class _RootNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, collector: weakref.ref[BackwardCollector]) -> Tensor:
         ctx.collector = collector  # weakly: the collector itself holds the root anchor
+        ctx.set_materialize_grads(False)
         return values.new_zeros(1)  # torch.compile takes a float64 scalar for a Python number, and compiles again
 
     @staticmethod
@@ -64,7 +65,8 @@ class _TensorNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor, collector: BackwardCollector, tensor: MaskedTensor) -> Tensor:
         ctx.collector, ctx.tensor = collector, tensor
-        return root.new_zeros(())
+        ctx.set_materialize_grads(False)  # a GPU launches nothing for an anchor
+        return root.new_empty(())
 
     @staticmethod
     @first_order

@@ -27,7 +27,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient
 from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.masked.tensor import MaskedTensor, count_by_tensor
 from sparsify.selection.context import Work
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
@@ -56,7 +56,7 @@ class BackwardPass:
         self.grad = torch.zeros_like(values)  # (capacity,)
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used more than once
         self._settled: set[MaskedTensor] = set()
-        self._small = SmallGradients()
+        self._small: dict[torch.device, SmallGradients] = {}
         self._keeps_small = selector is None or selector.batches_small
 
     def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
@@ -74,7 +74,7 @@ class BackwardPass:
                     self.selector.skip(tensor)
                 return
             if is_small(gradient) and self._keeps_small and not again:
-                self._small.add(tensor, gradient)
+                self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
                 return
             if self.selector is not None and not again:
                 taken = self.selector.offer(tensor, gradient)
@@ -88,13 +88,11 @@ class BackwardPass:
         """Settles the sums that are still held, and then the small tensors, all at once."""
         while self.held:
             self.settle(*self.held.popitem())
-        small = self._small
-        if not small.pairs:
-            return
-        slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
-        self.grad[slots] += small.take().to(self.grad)
-        if self.selector is not None:
-            self.selector.offer_small(small)
+        for small in self._small.values():
+            slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
+            self.grad[slots] += small.take().to(self.grad)
+            if self.selector is not None:
+                self.selector.offer_small(small)
 
 
 class BackwardCollector:
@@ -169,21 +167,29 @@ class BackwardCollector:
             winners, finite = selector.winners(), selector.finite() & grad.isfinite().all()
             if num_ranks() > 1:
                 finite = agree_on_winners(engine, winners, finite)
-            if not finite:
+            counts = count_by_tensor(winners.ids, engine.tensors)
+            *sizes, is_finite = torch.cat([counts, finite.view(1).to(counts)]).tolist()  # the step's one wait for a GPU
+            if not is_finite:
                 return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             with uninterrupted():
-                self._unmask(winners, grad)
+                self._unmask(winners.first(sum(sizes)), sizes, grad)
                 self.selected = True
         if engine.policy.active is not None:
             grad.masked_fill_(~engine.policy.active, 0)
         return engine.ranks.average_(grad) if engine.sharded else grad  # DDP averages it by itself
 
-    def _unmask(self, winners: Winners, grad: Tensor) -> None:
-        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
+    def _unmask(self, winners: Winners, sizes: list[int], grad: Tensor) -> None:
+        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``.
+
+        Args:
+            winners: what the selector found.
+            sizes: how many of them each tensor has.
+            grad: (capacity,) the flat gradient.
+        """
         engine, unmasked = self._engine, self._engine.unmasked
         new = engine.policy.unmask(winners, engine.progress, engine.buffers.slots(), grad.numel())
         grad[unmasked : unmasked + new.ids.numel()] = new.grads
-        engine.weights.append(new.ids)
+        engine.weights.append(new.ids, new.weights, sizes if new is winners else None)
 
     # -------------------------------------------------------------------------------- from step to step
 

@@ -21,6 +21,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient
 from sparsify.masked.module import without_autocast
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.selection.small_tensors import is_small
 from sparsify.training.anchors import REENTRANT, Root, is_reached
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class CompiledGraphs:
         if own is None:
             return
         whole = is_alone and waiting > 0 and self._uses[tensor] == 1
-        if not whole:  # a gradient that is held has to be copied: a compiled graph uses its buffers again
+        if not whole or is_small(own):  # it is held, and copied, since a compiled graph uses its buffers again
             with without_autocast(own.device):
                 own = own.dense().own()
         collector.collect(tensor, own, whole=whole)

@@ -8,7 +8,7 @@ before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case th
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +20,9 @@ from sparsify.common.devices import runs_ahead, upload
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.shards import is_shard, reshard
 from sparsify.errors import SparsifyError
+from sparsify.kernels import has_triton
 from sparsify.kernels.scatter import scatter
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.masked.tensor import MaskedTensor, count_by_tensor
 from sparsify.training.sharding import check_root, read_base
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class EffectiveWeights:
         self.are_base = False  # whether they are the pretrained ones for now
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
+        self._version = 0  # of the flat delta then
+        self._addresses: list[int] | None = None  # of the weights, where they were written by these
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
@@ -106,52 +109,91 @@ class EffectiveWeights:
     @torch.no_grad()
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights, except into those of some tensors."""
-        engine, buffers = self._engine, self._engine.buffers
+        engine = self._engine
         check_root(engine)
         self.reshard()
         self._written = None  # an interrupted write is repeated
-        values, base = engine.values.detach(), buffers.base()
-        effective = base.to(torch.promote_types(base.dtype, values.dtype)) + values[buffers.slots()]
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
-        if not but and not traced and all(_can_scatter(tensor, effective.device) for tensor in engine.tensors):
-            weights, counts = zip(*((tensor.parameter, tensor.count) for tensor in engine.tensors), strict=True)
-            scatter(weights, counts, buffers.indices(), effective)
+        values = engine.values.detach()
+        if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, engine.tensors)):
+            self._scatter(seen=True)
+            self._addresses = self._addresses_now()
         else:
-            for tensor, own in zip(engine.tensors, buffers.split(effective), strict=True):
+            for tensor, own in zip(engine.tensors, engine.buffers.split(self._effective()), strict=True):
                 if own.numel() and tensor not in but:
                     tensor.write(own)
+            self._addresses = None
         self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
+        self._version = values._version
 
     def refresh(self) -> None:
-        """Writes the weights if they are not in step with the flat delta."""
-        if not self.are_base and not self.are_in_step:
+        """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
+        if self.are_base:
+            return
+        if self._may_write_again():
+            self._scatter(seen=False)
+        elif not self.are_in_step:
             self.write()
+
+    def _effective(self) -> Tensor:
+        """Base + delta of all entries (k,)."""
+        base, values = self._engine.buffers.base(), self._engine.values.detach()
+        return base.to(torch.promote_types(base.dtype, values.dtype)) + values[self._engine.buffers.slots()]
+
+    @torch.no_grad()
+    def _scatter(self, *, seen: bool) -> None:
+        """Writes them into all weights in one launch; whether autograd's version counters see it."""
+        tensors, indices = self._engine.tensors, self._engine.buffers.indices()
+        scatter([tensor.parameter for tensor in tensors], [t.count for t in tensors], indices, self._effective(), seen)
+
+    def _may_write_again(self) -> bool:
+        """Whether the weights were last written by address, and nothing shows that they or the flat delta have changed.
+
+        A flat delta that was written to through ``.data`` shows in its values alone, for which the host would wait.
+        """
+        written, values = self._written, self._engine.values.detach()
+        return (
+            written is not None
+            and self._addresses is not None
+            and (written.device, written.dtype, self._version) == (values.device, values.dtype, values._version)
+            and self._addresses == self._addresses_now()
+        )
+
+    def _addresses_now(self) -> list[int]:
+        return [tensor.parameter.data_ptr() for tensor in self._engine.tensors]
 
     def mark_stale(self) -> None:
         """Has them written before they are used next, whether the flat delta changes or not."""
         self._written = None
 
-    def append(self, ids: Tensor) -> None:
-        """Adds entries (n,), global ids in order of unmasking, to the index buffers, with the weights as their base."""
+    def append(self, ids: Tensor, weights: Tensor | None = None, sizes: Sequence[int] | None = None) -> None:
+        """Adds entries to the index buffers.
+
+        Args:
+            ids: (n,) int64 global ids, in order of unmasking.
+            weights: (n,) what the weights hold there: their base values; read where they are not known.
+            sizes: how many of them each tensor has; counted, and waited for, where it is not known.
+        """
         engine = self._engine
         tensors, buffers, values = engine.tensors, engine.buffers, engine.values.detach()
-        first = buffers.total  # of the free slots
+        sizes = count_by_tensor(ids, tensors).tolist() if sizes is None else sizes
         ids, order = ids.sort()
-        slots = first + order
-        ends = upload([tensor.offset + tensor.numel for tensor in tensors], ids.device)
-        sizes = torch.searchsorted(ids, ends).diff(prepend=ids.new_zeros(1)).tolist()
-        indices = [own - tensor.offset for tensor, own in zip(tensors, ids.split(sizes), strict=True)]
+        slots = buffers.total + order  # the next free ones
+        offsets = upload([tensor.offset for tensor in tensors], ids.device)
+        indices = ids - offsets.repeat_interleave(upload(sizes, ids.device), output_size=ids.numel())
         if engine.sharded:
-            buffers.append(sizes, torch.cat(indices), slots, values.new_zeros(ids.numel()))
+            first = buffers.total
+            buffers.append(sizes, indices, slots, values.new_zeros(ids.numel()))
             torch.autograd.Variable._execution_engine.queue_callback(partial(read_base, engine, first))
             return
-        base = [
-            tensor.take(own.to(tensor.parameter.device)).to(values)
-            for tensor, own in zip(tensors, indices, strict=True)
-            if own.numel()
-        ]
-        buffers.append(sizes, torch.cat(indices), slots, torch.cat(base) if base else values[:0])
+        if weights is None:
+            parts = zip(tensors, indices.split(list(sizes)), strict=True)
+            taken = [tensor.take(own.to(tensor.parameter.device)).to(values) for tensor, own in parts if own.numel()]
+            base = torch.cat(taken) if taken else values[:0]
+        else:
+            base = weights[order]
+        buffers.append(sizes, indices, slots, base)
 
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
@@ -196,13 +238,8 @@ class EffectiveWeights:
             raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
 
-def _can_scatter(tensor: MaskedTensor, device: torch.device) -> bool:
+def _can_scatter(tensor: MaskedTensor) -> bool:
     """Whether a weight can be written to together with others, by its address."""
     parameter = tensor.parameter
-    return (
-        runs_ahead(device)
-        and parameter.device == device
-        and parameter.is_contiguous()
-        and not tensor.packed
-        and not is_shard(parameter)
-    )
+    on_gpu = runs_ahead(parameter.device) and has_triton(parameter.device)
+    return on_gpu and parameter.is_contiguous() and not tensor.packed and not is_shard(parameter)

@@ -15,17 +15,21 @@ from sparsify.common.raw_bits import as_bits
 BLOCK = 1024  # entries of a program
 
 
-def scatter(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor) -> None:
+def scatter(
+    weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
+) -> None:
     """See :func:`sparsify.kernels.scatter.scatter`."""
-    number, device = indices.numel(), indices.device
+    number = indices.numel()
     written = [weight for weight, count in zip(weights, counts, strict=True) if count]
-    repeats = upload([count for count in counts if count], device)
-    for dtype in dict.fromkeys(weight.dtype for weight in written):
-        table = [weight.data_ptr() if weight.dtype == dtype else 0 for weight in written]
-        addresses = upload(table, device).repeat_interleave(repeats, output_size=number)
-        with torch.cuda.device_of(values):
-            _scatter[(triton.cdiv(number, BLOCK),)](addresses, indices, as_bits(values.to(dtype)), number, block=BLOCK)
-    for weight in written:
+    repeats = [count for count in counts if count]
+    for device, dtype in dict.fromkeys((weight.device, weight.dtype) for weight in written):
+        there = [(weight.device, weight.dtype) == (device, dtype) for weight in written]
+        table = [weight.data_ptr() if own else 0 for weight, own in zip(written, there, strict=True)]
+        addresses = upload(table, device).repeat_interleave(upload(repeats, device), output_size=number)
+        bits, places = (part.to(device, non_blocking=True) for part in (as_bits(values.to(dtype)), indices))
+        with torch.cuda.device_of(bits):
+            _scatter[(triton.cdiv(number, BLOCK),)](addresses, places, bits, number, block=BLOCK)
+    for weight in written if seen else ():
         torch.autograd.graph.increment_version(weight)
 
 
@@ -33,7 +37,7 @@ def scatter(weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, v
 def _scatter(addresses, indices, values, number, block: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     address = tl.load(addresses + entry, mask=entry < number, other=0)
-    mine = address != 0  # those of another dtype have their own launch
+    mine = address != 0  # those of another dtype, or on another device, have their own launch
     index = tl.load(indices + entry, mask=mine, other=0)
     value = tl.load(values + entry, mask=mine, other=0)
     tl.store(address.to(tl.pointer_type(values.dtype.element_ty)) + index, value, mask=mine)
