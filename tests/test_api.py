@@ -139,17 +139,25 @@ def test_what_is_no_plain_module_is_refused():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (lambda: nn.LSTM(4, 4), r"`attention\.weight_ih_l0` cannot be masked.*\(LSTM\).*exclude_modules"),
-        (lambda: nn.Embedding(5, 4, max_norm=1.0), r"`attention\.weight` cannot be masked.*max_norm"),
+        (
+            lambda: nn.LSTM(4, 4),
+            r"`attention\.weight_ih_l0` cannot be masked.*\(LSTM\) reads .*exclude_modules.*freeze it",
+        ),
+        (lambda: nn.Embedding(5, 4, max_norm=0.5), r"`attention\.weight` cannot be masked.*renorm.* \(max_norm=0\.5\)"),
         (lambda: nn.Linear(2, 2, device="meta"), r"`attention\.weight` cannot be masked.*meta device"),
     ],
 )
-def test_modules_that_would_silently_go_wrong_are_refused_by_name(module, name):
+def test_modules_that_would_silently_go_wrong_are_refused_by_name_unless_they_are_left_out_or_frozen(module, name):
     model = nn.ModuleDict({"attention": module(), "head": nn.Linear(2, 2)})
+    classes = [type(part) for part in model.modules()]
     with pytest.raises(SparsifyError, match=name):
         sparsify(model, 3, steps=5)
-    assert type(model["head"]) is nn.Linear
-    sparsify(model, 3, steps=5, target_modules=["head"])
+    assert [type(part) for part in model.modules()] == classes
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    frozen = copy.deepcopy(model)
+    frozen["attention"].requires_grad_(False)
+    sparsify(frozen, 3, steps=5)
+    sparsify(model, 3, steps=5, exclude_modules=["attention"])
 
 
 def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_later():

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
 import warnings
 from unittest.mock import Mock
 
@@ -329,12 +327,6 @@ def test_without_the_extra_the_error_names_it(missing, monkeypatch):
     monkeypatch.setattr("importlib.import_module", Mock(side_effect=ModuleNotFoundError(name=missing)))
     with pytest.raises(MissingExtraError, match=rf"`{missing}` is not installed; .*'sparsify-ft\[plot\]'"):
         plot_shares(model) if missing == "matplotlib" else change_correlation(model, model)
-
-
-def test_importing_the_analysis_imports_no_extra():
-    code = "import sys, sparsify.analysis; print({'matplotlib', 'scipy'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert run.stdout.strip() == "set()"
 
 
 # ----------------------------------------------------------------------------------- correlation

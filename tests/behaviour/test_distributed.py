@@ -5,14 +5,15 @@ Each scenario is a function that every rank runs; a test compares what came back
 
 import os
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
 import torch
 from oracle import unmasked_sets
 from products import FREE
-from rank_models import BUDGET, STEPS, error_of, mean_over_ranks, mlp, own_part, words
+from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, words
+from rank_models import train as train_parallel
 from rank_processes import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,26 +41,12 @@ from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.topk import TopK
 
 
-def train(rank, model, batches, *, micro=1, steps=STEPS, wrap=lambda model: model, ddp=True, **options):
-    """Trains under DDP, or alone where there is one rank; returns mean losses, unmasked sets, what was sent."""
+def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, steps=STEPS, **options):
+    """Trains under DDP, or alone where there is one rank."""
     model = wrap(model)
     parallel = DistributedDataParallel(model, **options) if ddp and num_ranks() > 1 else model
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses, sent, ranks = [], [], get_unmasker(model).ranks
-    for step in range(steps):
-        before = ranks.bytes_sent, ranks.exchanges
-        optimizer.zero_grad()
-        for part in range(micro):
-            batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
-            with parallel.no_sync() if num_ranks() > 1 and part + 1 < micro else nullcontext():
-                loss = parallel(**batch) / micro
-                loss.backward()
-            losses.append(mean_over_ranks(loss))
-        optimizer.step()
-        sent.append((ranks.bytes_sent - before[0], ranks.exchanges - before[1]))
-    about, delta = summary(model), model.sparse_values.detach().clone()
-    result = {"losses": losses, "sets": unmasked_sets(model), "delta": delta}
-    return {**result, "sent": sent, "work": about.last_work, "text": str(about)}
+    result = train_parallel(rank, model, batches, micro=micro, steps=steps, parallel=parallel)
+    return {**result, "work": summary(model).last_work, "text": str(summary(model))}
 
 
 # ------------------------------------------------------------------- scenarios that one process can be compared with
@@ -249,13 +236,6 @@ def two():
 
 def on_each(results, scenario):
     return [result[scenario.__name__] for result in results]
-
-
-def assert_like(results, alone):
-    for own in results:
-        assert own["sets"] == alone["sets"]
-        assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        torch.testing.assert_close(own["delta"], alone["delta"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "candidates"])

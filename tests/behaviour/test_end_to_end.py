@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, loss_of, train
+from models import build, loss_of, train
 from oracle import unmasked_sets
 from safetensors import safe_open
 from trainers import make_trainer
@@ -16,28 +16,6 @@ from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, spars
 
 BUDGET, STEPS = 60, 6
 TEXTS = ["a cat sat on the mat", "stocks fell sharply on Monday", "the recipe needs two eggs", "he scored twice"]
-
-
-@torch.no_grad()  # attention picks its kernel by what requires grad, and kernels round differently
-def prediction(model, batch):
-    output = model(**batch)
-    return output if isinstance(output, torch.Tensor) else output.logits
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_saved_delta_on_a_fresh_base_predicts_bit_for_bit(name, dtype, tmp_path):
-    base, batches = build(name, dtype=dtype)
-    trained = train(sparsify(copy.deepcopy(base), BUDGET, steps=STEPS), batches[:STEPS])
-    SparseDelta.from_model(trained).save(tmp_path / "delta")
-    delta = SparseDelta.load(tmp_path / "delta")
-    assert delta.num_entries == BUDGET
-
-    untouched = prediction(base, batches[0])
-    with delta.applied(base):
-        assert torch.equal(prediction(base, batches[0]), prediction(trained, batches[0]))
-        assert not torch.equal(prediction(base, batches[0]), untouched)
-    assert torch.equal(prediction(base, batches[0]), untouched)
 
 
 def test_the_first_entries_make_a_checkpoint_of_a_smaller_budget():

@@ -199,16 +199,8 @@ def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, optio
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_several_ranks_train_one_delta(name, files, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        str(EXAMPLES / f"{name}.py"),
-        *files,
-        "--epochs",
-        "2",
-        "--budget",
-        "200",
-        "--out",
-        str(tmp_path / "delta"),
-    ]
+    options = ["--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")]
+    command += [str(EXAMPLES / f"{name}.py"), *files, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
     result = json.loads(run.stdout.splitlines()[-1])

@@ -28,22 +28,6 @@ def test_values_are_independent_of_chunks(monkeypatch):
         monkeypatch.undo()
 
 
-def test_numbers_depend_on_name_and_seed_and_not_on_the_shape():
-    def first(seed, name, shape=(4, 5)):
-        return InitializerRecipe("uniform", 1.0, seed).values(name, shape, torch.float64).flatten()
-
-    assert not torch.equal(first(0, "a"), first(1, "a"))
-    assert not torch.equal(first(0, "a"), first(0, "b"))
-    assert torch.equal(first(0, "a"), first(0, "a", (20,)))
-    assert torch.equal(first(0, "a")[:3], first(0, "a", (3,)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_short_dtype_gets_the_float32_value_rounded(dtype):
-    recipe = InitializerRecipe("normal", 0.02, 1)
-    assert torch.equal(recipe.values("w", (99,), dtype), recipe.values("w", (99,), torch.float32).to(dtype))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

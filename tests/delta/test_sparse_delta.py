@@ -172,19 +172,6 @@ def test_loading_what_is_not_there_says_so(tmp_path, name):
         SparseDelta.load(tmp_path / name)
 
 
-@pytest.mark.parametrize(("dtype", "bytes_per_value"), [(torch.bfloat16, 2), (torch.float32, 4)])
-def test_a_file_takes_little_more_than_two_bytes_an_index_and_its_values(tmp_path, dtype, bytes_per_value):
-    shape, count, tensors = (4096, 4096), 4096**2 // 1000, {}
-    for layer in range(12):
-        indices = torch.arange(count) * 1000 + torch.randint(1000, (count,))
-        values = torch.randn(count).to(dtype)
-        name = f"model.layers.{layer}.mlp.up_proj.weight"
-        tensors[name] = TensorDelta(indices, values, shape, dtype, "replace", digest(values))
-    versions = {"sparsify": "0.1.0", "torch": "2.13.0+cpu", "safetensors": "0.8.0", "transformers": "5.23.0"}
-    SparseDelta(tensors, config={**CONFIG, "versions": versions}).save(tmp_path)
-    assert (tmp_path / FILE_NAME).stat().st_size / (12 * count) <= 2 + bytes_per_value + 0.03
-
-
 def test_the_default_device_does_not_matter(tmp_path):
     model = make_model()
     delta = make_delta(model, {"1.running_mean": torch.ones(4)})

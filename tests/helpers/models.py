@@ -38,30 +38,20 @@ def next_tokens():
     return {**batch, "labels": batch["input_ids"].roll(1, 1)}
 
 
-def transformer(model, config_class, batch, **config):
+def transformer(name, batch, **sizes):
+    """One of ``architectures``, in other sizes."""
     import transformers  # here, since the MLP needs none
+    from architectures import ARCHITECTURES
 
-    return getattr(transformers, model)(getattr(transformers, config_class)(vocab_size=VOCABULARY, **config)), batch
+    model, config_class, config, _ = ARCHITECTURES[name]
+    config = getattr(transformers, config_class)(**{**config, "vocab_size": VOCABULARY, **sizes})
+    return getattr(transformers, model)(config), batch
 
 
-bert = partial(
-    transformer, "BertForSequenceClassification", "BertConfig", labelled_text, hidden_size=16, num_hidden_layers=2,
-    num_attention_heads=2, intermediate_size=24, max_position_embeddings=12, num_labels=CLASSES,
-    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-)  # fmt: skip
-gpt2 = partial(
-    transformer, "GPT2LMHeadModel", "GPT2Config", next_tokens, n_positions=12, n_embd=16, n_layer=2, n_head=2,
-    n_inner=24, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-t5 = partial(
-    transformer, "T5ForConditionalGeneration", "T5Config", next_tokens, d_model=16, d_kv=8, d_ff=24, num_layers=2,
-    num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
-)  # fmt: skip
-llama = partial(
-    transformer, "LlamaForCausalLM", "LlamaConfig", next_tokens, hidden_size=16, intermediate_size=24,
-    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=12, bos_token_id=1,
-    eos_token_id=2,
-)  # fmt: skip
+bert = partial(transformer, "bert", labelled_text, intermediate_size=24)
+gpt2 = partial(transformer, "gpt2", next_tokens, n_inner=24)
+t5 = partial(transformer, "t5", next_tokens, d_ff=24, feed_forward_proj="relu")
+llama = partial(transformer, "llama", next_tokens, intermediate_size=24, pad_token_id=None)
 ARCHITECTURES = {"mlp": mlp, "bert": bert, "gpt2": gpt2, "t5": t5, "llama": llama}
 
 

@@ -1,11 +1,16 @@
-"""Small models and batches that every rank of a test makes alike, and each rank's part of a batch."""
+"""Small models and batches that every rank of a test makes alike, and training on each rank's part of a batch."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from models import MLP
+from oracle import unmasked_sets
 from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from sparsify import SparsifyError
+from sparsify import SparsifyError, get_unmasker
 from sparsify.common.ranks import num_ranks
 
 STEPS, BUDGET, BATCH = 6, 60, 8
@@ -59,6 +64,40 @@ def mean_over_ranks(loss):
     if num_ranks() > 1:
         dist.all_reduce(loss)
     return loss.item() / num_ranks()
+
+
+def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
+    """Trains a model, as ``parallel`` wraps it; returns mean losses, unmasked sets, entries, what each step sent."""
+    parallel, engine = parallel or model, get_unmasker(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in trained], lr=1e-2)
+    losses, sent = [], []
+    for step in range(steps):
+        before = engine.ranks.bytes_sent, engine.ranks.exchanges
+        optimizer.zero_grad()
+        for part in range(micro):
+            is_last = part + 1 == micro
+            if hasattr(parallel, "set_requires_gradient_sync"):  # of FSDP2
+                parallel.set_requires_gradient_sync(is_last)
+            batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
+            is_waiting = isinstance(parallel, DistributedDataParallel) and not is_last
+            with parallel.no_sync() if is_waiting else nullcontext():
+                loss = parallel(**batch) / micro
+                loss.backward()
+            losses.append(mean_over_ranks(loss))
+        optimizer.step()
+        sent.append((engine.ranks.bytes_sent - before[0], engine.ranks.exchanges - before[1]))
+    delta, base = engine.values.detach().clone(), engine.buffers.base().clone()
+    return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base, "sent": sent}
+
+
+def assert_like(results, alone):
+    """Asserts that ranks trained as one process did with all their batches."""
+    for own in results:
+        assert own["sets"] == alone["sets"]
+        assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        for name in own.keys() & {"delta", "base", "head", "entries"}:
+            torch.testing.assert_close(own[name], alone[name], rtol=1e-4, atol=1e-5)
 
 
 def error_of(function, *args):

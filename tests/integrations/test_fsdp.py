@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from oracle import unmasked_sets
-from rank_models import BUDGET, STEPS, error_of, mean_over_ranks, mlp, own_part, words
+from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, train, words
 from rank_processes import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -26,25 +26,6 @@ def shard(model, **options):
                 fully_shard(block, **options)
         fully_shard(model, ignored_params={model.sparse_values}, **options)
     return model
-
-
-def train(rank, model, batches, *, micro=1, steps=STEPS):
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in trained], lr=1e-2)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for part in range(micro):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(part + 1 == micro)
-            batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
-            loss = model(**batch) / micro
-            loss.backward()
-            losses.append(mean_over_ranks(loss))
-        optimizer.step()
-    engine = get_unmasker(model)
-    delta, base = engine.values.detach().clone(), engine.buffers.base().clone()
-    return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base}
 
 
 def tied_and_twice_used(rank):
@@ -188,12 +169,7 @@ def on_each(results, scenario):
 
 @pytest.mark.parametrize("scenario", LIKE_ONE_PROCESS, ids=lambda scenario: scenario.__name__)
 def test_two_shards_train_like_one_process_with_both_batches(two, scenario):
-    alone = scenario(0)
-    for own in on_each(two, scenario):
-        assert own["sets"] == alone["sets"]
-        assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        for name in own.keys() - {"sets", "losses"}:
-            torch.testing.assert_close(own[name], alone[name], rtol=1e-4, atol=1e-5)
+    assert_like(on_each(two, scenario), scenario(0))
 
 
 def test_a_mixed_precision_policy_rounds_neither_the_delta_nor_the_base(two):

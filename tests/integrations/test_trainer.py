@@ -148,24 +148,6 @@ def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
     }  # fmt: skip
 
 
-def test_a_checkpoint_is_sixteen_bytes_an_entry_beside_the_optimizer(tmp_path):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(vocab_size=5_000, num_hidden_layers=1, num_labels=3)
-    model = sparsify(BertForSequenceClassification(config), 320_000, "random", modules_to_save=["classifier"])
-    make_trainer(model, tmp_path, max_steps=1).train()
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "checkpoint-1").iterdir()}
-    assert 320_000 * 8 < sizes.pop("optimizer.pt") < 320_000 * 8 + 60_000
-    assert 320_000 * 16 < sum(sizes.values()) < 320_000 * 16 + 60_000  # the model has 46 million
-
-
-def test_a_checkpoint_is_not_taken_for_a_whole_model(tmp_path):
-    model = make_model()
-    make_trainer(model, tmp_path).train()
-    with pytest.raises(RuntimeError, match=r"size mismatch|ignore_mismatched_sizes"):
-        type(model).from_pretrained(tmp_path / "checkpoint-4", config=model.config)
-
-
 def test_the_final_model_is_an_ordinary_one(tmp_path):
     model = make_model()
     trainer = make_trainer(model, tmp_path / "run")

@@ -28,22 +28,8 @@ class Own(nn.Module):
         return self.run(self, x, *args)
 
 
-def with_class_token(module, x):
-    """As in a vision transformer: a token in front, and learned positions."""
-    return torch.cat([module.token.expand(len(x), -1, -1), x], dim=1) + module.positions
-
-
-def through_experts(module, x):
-    """As in a mixture of experts: one 3-D parameter, of which each token sees a slice."""
-    return torch.stack([x[:, i] @ module.weights[i % 2] for i in range(x.shape[1])], dim=1)
-
-
 def scaled(module, x):
     return x * module.weight
-
-
-def used_twice(module, x):
-    return torch.tanh(x * module.weight) + module.weight
 
 
 def recursive(module, x, depth=2):
@@ -53,15 +39,6 @@ def recursive(module, x, depth=2):
 class ScaledLinear(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Lists(nn.Module):
@@ -90,14 +67,9 @@ MODULES = {
     "ConvTranspose1d": lambda: nn.ConvTranspose1d(3, 2, 2),
     "GRUCell": lambda: nn.Sequential(nn.Flatten(), nn.GRUCell(3 * DIM, 2)),
     "subclass of Linear": lambda: ScaledLinear(DIM, 2),
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(DIM, 2)),
-    "attention": Attention,
     "encoder layer": lambda: nn.TransformerEncoderLayer(DIM, 2, 6, dropout=0.0, batch_first=True),
     "lists": Lists,
     "scalar": lambda: Own(scaled, weight=()),
-    "class token": lambda: Own(with_class_token, token=(1, 1, DIM), positions=(1, 4, DIM)),
-    "3-D experts": lambda: Own(through_experts, weights=(3, DIM, DIM)),
-    "used twice": lambda: Own(used_twice, weight=DIM),
     "recursive": lambda: Own(recursive, weight=DIM),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Random, register_importance
+from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, register_importance
 
 EXPONENTS = [-2, -1, 0, 1, 2]
 ROWS, COLS = 2, 3
@@ -97,31 +97,12 @@ def test_any_gradient_reaches_no_floor(importance):
     assert (importance.least_gradient(torch.tensor(-torch.inf), torch.randn(ROWS, COLS)) <= 0).all()
 
 
-def test_random_is_settled_by_the_generator_and_blind_to_the_weights():
-    def draw(weight, seed):
-        return Random().score(weight, torch.Generator().manual_seed(seed))
-
-    before = torch.get_rng_state()
-    assert torch.equal(draw(torch.zeros(100), 1), draw(torch.ones(100), 1))
-    assert not torch.equal(draw(torch.zeros(100), 1), draw(torch.zeros(100), 2))
-    assert draw(torch.zeros(100), 1).unique().numel() > 90
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("name", "covered"),
     [("bias", True), ("encoder.0.bias", True), ("relative_attention_bias.weight", False), ("encoder.rel_bias", False)],
 )
 def test_bias_covers_parameters_called_bias_and_nothing_else(name, covered):
     assert Bias().covers(name) is covered
-
-
-@pytest.mark.parametrize("name", ["d3", "fisher", "snip", "grasp", "magnitude", "random", "bias"])
-def test_every_importance_is_registered_under_its_own_name_and_frozen(name):
-    importance = IMPORTANCES[name]()
-    assert importance.name == name
-    with pytest.raises(AttributeError):
-        importance.anything = 1
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None])

@@ -7,7 +7,7 @@ import torch
 
 from sparsify import sparsify, summary
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import D3, SNIP, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.strategies.importance import D3, SNIP, GraSP, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
 
 
@@ -58,13 +58,6 @@ def test_from_dict_names_what_it_does_not_know(data, text):
             Strategy.from_dict(other)
 
 
-@pytest.mark.parametrize("importance", [D3(), Fisher(), SNIP()], ids=repr)
-@pytest.mark.parametrize("selection", [Static(), Prune(), Increment(), Repeat()], ids=repr)
-def test_only_static_selection_by_gradients_needs_a_calibration(importance, selection):
-    assert Strategy(importance, selection).calibrates == (selection in (Static(), Prune()))
-    assert not Strategy(Magnitude(largest=True), selection).calibrates
-
-
 @pytest.mark.parametrize("kind", [Static, Prune])
 @pytest.mark.parametrize(("typo", "meant"), [("erdos_renyi", "erdos-renyi"), ("local", None), (None, None)])
 def test_an_unknown_allocation_lists_the_known_ones(kind, typo, meant):
@@ -78,13 +71,6 @@ def test_an_unknown_allocation_lists_the_known_ones(kind, typo, meant):
 def test_the_capacity_of_repeat_is_a_number_of_entries(capacity):
     with pytest.raises(SparsifyError, match="expected an int of at least 1, or None"):
         Repeat(capacity=capacity)
-
-
-def test_a_given_set_is_a_strategy():
-    support = {"weight": torch.tensor([1, 2])}
-    strategy = resolve_strategy(support)
-    assert strategy.selection.support is support
-    assert strategy.to_dict() == {"importance": None, "selection": {"name": "given"}}
 
 
 def test_a_registered_importance_survives_json_under_its_name():
@@ -113,11 +99,6 @@ def test_a_registered_importance_survives_json_under_its_name():
 def test_parts_of_the_wrong_type_or_that_do_not_go_together_are_refused_at_once(importance, selection, text):
     with pytest.raises(SparsifyError, match=text):
         Strategy(importance, selection)
-
-
-def test_a_preset_is_found_by_its_name_and_a_strategy_is_returned_as_it_is():
-    for name, strategy in PRESETS.items():
-        assert resolve_strategy(name) is resolve_strategy(strategy) is strategy
 
 
 @pytest.mark.parametrize(

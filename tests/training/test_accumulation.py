@@ -17,19 +17,6 @@ def backward(model, micro_batches):
         (loss_of(model, batch) / len(micro_batches)).backward()
 
 
-def test_a_step_chooses_by_the_first_micro_batch_and_trains_on_all():
-    plain, batches = build("mlp", dtype=torch.float64)
-    model = sparsify(copy.deepcopy(plain), BUDGET, steps=STEPS)
-    backward(model, batches[:1])
-    chosen = unmasked_sets(model)
-    backward(model, batches[1:2])
-    assert unmasked_sets(model) == chosen
-    (loss_of(plain, batches[0]) + loss_of(plain, batches[1])).backward()
-    dense = dict(plain.named_parameters())
-    for tensor in get_unmasker(model).tensors:
-        torch.testing.assert_close(model.sparse_values.grad[tensor.slots], dense[tensor.name].grad.take(tensor.indices))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gradient_of_an_input_alone_is_no_micro_batch(compiled):
     def model():

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import warnings
 
 import pytest
@@ -12,7 +11,7 @@ from oracle import unmasked_sets
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, get_unmasker, sparsify, summary
 
 BUDGET, STEPS = 40, 8
 
@@ -113,19 +112,6 @@ def test_forward_passes_before_training_change_nothing(mlp, before):
     assert train(model, batches) == train(twin, batches)
     assert unmasked_sets(model) == unmasked_sets(twin)
     del kept
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_trains_on_by_itself(mlp, clone):
-    model, batches = mlp
-    train(model, batches, steps=3)
-    twin, before = clone(model), plain_weights(model)
-    losses = train(twin, batches, steps=3)
-    assert_weights_follow_the_delta(twin)
-    assert summary(twin, verify=True).verification.ok
-    assert all(torch.equal(value, before[name]) for name, value in plain_weights(model).items())
-    assert train(model, batches, steps=3) == losses
-    assert unmasked_sets(twin) == unmasked_sets(model)
 
 
 def test_a_copy_made_in_the_middle_of_a_graph_works(mlp):
@@ -322,22 +308,6 @@ def test_a_dense_weight_beside_a_masked_bias_keeps_its_gradient():
         nn.functional.cross_entropy(model["head"](model["table"](ids)), ids).backward()
     assert [tensor.name for tensor in get_unmasker(sparse).tensors] == ["head.bias"]
     torch.testing.assert_close(sparse["table"].weight.grad, dense["table"].weight.grad)
-
-
-def test_desparsify_gives_the_trained_plain_model_back():
-    model, batches = build("gpt2")
-    plain_types = {name: type(module) for name, module in model.named_modules()}
-    plain_keys = list(model.state_dict())
-    sparsify(model, BUDGET, steps=STEPS)
-    train(model, batches)
-    loss = loss_of(model, batches[0]).item()
-    assert desparsify(model) is model
-    assert {name: type(module) for name, module in model.named_modules()} == plain_types
-    assert list(model.state_dict()) == plain_keys
-    assert loss_of(model, batches[0]).item() == loss
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    sparsify(model, BUDGET, steps=STEPS)  # and it can be sparsified afresh
 
 
 def live_storages():

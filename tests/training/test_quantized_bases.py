@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import build, train
 from safetensors.torch import load_file
+from trainers import make_trainer, rows_of
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
 from sparsify.common.quantized import is_quantized
@@ -48,16 +49,8 @@ def load(folder, scheme=None):
     return LlamaForCausalLM.from_pretrained(folder, quantization_config=config(scheme) if scheme else None)
 
 
-def trainer(model, out, callbacks=None):
-    from transformers import Trainer, TrainingArguments
-
-    batches = build("llama")[1]
-    rows = [{key: value[row] for key, value in batch.items()} for batch in batches for row in range(4)]
-    arguments = TrainingArguments(
-        out, max_steps=STEPS, save_steps=2, per_device_train_batch_size=4, learning_rate=1e-3, report_to=[],
-        use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+def trainer(model, out, callbacks=()):
+    return make_trainer(model, out, rows_of("llama"), list(callbacks), max_steps=STEPS, learning_rate=1e-3)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
