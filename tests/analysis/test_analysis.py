@@ -105,10 +105,6 @@ def test_it_holds_for_every_schedule_in_mid_run_and_beyond_the_plan(schedule, st
     assert numbers(again) == record
 
 
-def test_a_model_that_has_not_started_has_one_point():
-    assert numbers(sparsify(build("mlp")[0], BUDGET)) == [(0, 0, 1.0, 0.0)]
-
-
 def test_what_has_no_trajectory_says_why():
     model, _ = trained()
     for draw in (trajectory, plot_trajectory):
@@ -278,15 +274,6 @@ def test_what_has_nothing_unmasked_is_grey():
     assert 0 < num_grey == sum(row.unmasked == 0 for row in shares(model))
 
 
-@pytest.mark.parametrize(("size", "scale"), [(50, "Normalize"), (5_000, "LogNorm")])
-def test_colours_are_logarithmic_where_shares_are_far_apart(size, scale):
-    delta = SparseDelta({"a": entries([1.0, 1.0], shape=(10,)), "b": entries([1.0, 1.0], shape=(size,))})
-    [panel] = plot_shares(delta).axes
-    [bar] = panel.child_axes
-    assert type(panel.collections[0].norm).__name__ == scale
-    assert all(label.get_text().endswith(" %") for label in bar.get_yticklabels())
-
-
 def test_deltas_side_by_side_share_rows_and_colours():
     deltas = {name: SparseDelta.from_model(trained("bert", name)[0]) for name in ("id3", "pafi")}
     first, second = plot_shares(deltas).axes
@@ -306,12 +293,6 @@ def test_kinds_are_in_the_order_of_the_layers_where_some_lack_some():
         [label.get_text() for label in plot_shares(one).axes[0].get_yticklabels()] for one in (model, delta)
     )
     assert partial == [kind for kind in whole if kind in partial]
-
-
-def test_a_deep_model_has_some_of_its_layers_labelled():
-    model = sparsify(nn.Sequential(*(nn.Linear(2, 2) for _ in range(40))), 30, "random")
-    labels = [label.get_text() for label in plot_shares(model).axes[0].get_xticklabels()]
-    assert labels == [str(layer) for layer in range(0, 40, 3)]
 
 
 @pytest.mark.parametrize("draw", [plot_trajectory, plot_shares])

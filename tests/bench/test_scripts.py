@@ -13,7 +13,7 @@ import torch
 from sparsify.delta.checkpoint.reader import Checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "lora", "merge", "ranks", "swap")
+NAMES = ("common", "file", "lora", "merge", "ranks", "roofline", "swap")
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +128,8 @@ def test_ranks_are_measured_in_every_round(script):
         assert result["averaging_bytes"] == 4 * result["trained"]  # on two ranks an all-reduce sends each byte once
         assert bool(result["choosing_bytes"]) == name.startswith("id3")
     assert results["id3-candidates"]["choosing_bytes"] < results["full"]["averaging_bytes"] / 100
+
+
+def test_the_roofline_counts_the_products_of_a_layer(script):
+    phases = script("roofline").phases
+    assert [sum(work for work, _ in phases(method, 10, 20, 30, 0)) for method in ("floor", "id3")] == [24_000, 38_400]

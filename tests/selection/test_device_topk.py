@@ -69,21 +69,16 @@ def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, ra
         assert winners.weights[:found].tolist() == weights[winners.ids[:found]].tolist()
 
 
-def llama_7b():
-    """The number of entries of each weight, in the order of their gradients."""
-    layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
-    return [32000 * 4096, 4096, *32 * layer, 32000 * 4096]
-
-
 def test_selection_launches_two_kernels_for_a_tensor_of_any_size(monkeypatch):
     launched = []
     for kernel in ("select", "cut"):
         monkeypatch.setattr(device_topk, kernel, lambda *args, overflows=False: launched.append(1 + overflows))
     monkeypatch.setattr(device_topk, "may_overflow", lambda *args: True)
-    sizes = llama_7b()
+    layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
+    sizes = [32000 * 4096, 4096, *32 * layer, 32000 * 4096]  # of a 7-billion-parameter Llama
     topk = DeviceTopK(6_700, sum(sizes), torch.float32, torch.device("cpu"))
     for size in sizes:
-        topk.offer(D3(), torch.empty(1), torch.empty(1, device="cpu").expand(1, size), None, 0)
+        topk.offer(D3(), torch.empty(1), torch.empty(1).expand(1, size), None, 0)
     assert len(sizes) <= sum(launched) <= 2 * len(sizes) + 50  # the first tensor comes in parts that double
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.strategies.importance import D3
 
-BLOCK = 1024  # entries that a program scores
+BLOCK = 1024  # entries that a program scores at once; with more, registers spill where it cuts, too
 CUT_BLOCK, CUT_WARPS = 4096, 16  # entries that the one program which cuts looks at at once, and its warps
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
@@ -45,7 +45,7 @@ def select_d3(candidates: Candidates, importance: D3, part: Part, overflows: boo
         )
         if overflows:
             sizes, free = _sizes(candidates, candidates.limit), candidates.capacity - candidates.size
-            block = min(CUT_BLOCK, 1 << free.bit_length() - 1)  # finds room after a cut
+            block = min(BLOCK, 1 << free.bit_length() - 1)  # finds room after a cut
             _select_again[(1,)](*entries, *_arrays(candidates), *sizes, **form, block=block, num_warps=CUT_WARPS)
 
 
