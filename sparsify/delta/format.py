@@ -189,7 +189,10 @@ def _read_header(file: BinaryIO) -> tuple[set[str], dict[str, Any]]:
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise DeltaFormatError(f"its header claims {header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
-    header = parse_json(file.read(header_bytes).decode())  # strictly: safetensors takes the last of two equal keys
+    text = file.read(header_bytes).decode()
+    if not (text.startswith("{") and text.rstrip(" ").endswith("}")):  # safetensors accepts other space, too
+        raise DeltaFormatError("its header does not begin with `{` and end in `}` and spaces")
+    header = parse_json(text)  # strictly: safetensors takes the last of two equal keys
     document = parse(header)
     return set(header) - {"__metadata__"}, document
 

@@ -284,17 +284,6 @@ def test_deltas_side_by_side_share_rows_and_colours():
     assert bar.get_ylabel() == "unmasked share"  # a delta has no tensor without an entry
 
 
-def test_kinds_are_in_the_order_of_the_layers_where_some_lack_some():
-    model, _ = trained("bert", "random", budget=900)
-    delta = SparseDelta.from_model(model)
-    del delta.tensors["bert.encoder.layer.0.attention.self.key.weight"]
-    del delta.tensors["bert.encoder.layer.0.output.dense.weight"]
-    whole, partial = (
-        [label.get_text() for label in plot_shares(one).axes[0].get_yticklabels()] for one in (model, delta)
-    )
-    assert partial == [kind for kind in whole if kind in partial]
-
-
 @pytest.mark.parametrize("draw", [plot_trajectory, plot_shares])
 def test_a_picture_is_written_without_a_warning(draw, tmp_path, recwarn):
     draw({"id3": trained("bert")[0], "random": trained("t5", "random")[0]}).savefig(tmp_path / "picture.png")

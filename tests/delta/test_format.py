@@ -208,12 +208,12 @@ def test_entries_that_make_no_sense_cannot_be_built(change, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "Expecting value"),
+        (b"", "does not begin with `{`"),
         (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
         (join({}, b""), "no metadata `sparse_delta`"),
         (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
         (join({"__metadata__": {"sparse_delta": 3}}, b""), "no metadata `sparse_delta`"),
-        (join(b"[]", b""), "no metadata `sparse_delta`"),
+        (join(b"[]", b""), "its header does not begin with"),
         (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
         (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "recursion"),
         (join({"__metadata__": {"sparse_delta": "[]"}}, b""), "format version is None"),
@@ -306,6 +306,13 @@ def test_the_largest_integer_that_a_float_holds_is_read_exactly(path):
     largest = int(sys.float_info.max)
     write(path, {}, {}, {"a": largest, "b": 2**53 + 1})
     assert read(path).config == {"a": largest, "b": 2**53 + 1}
+
+
+@pytest.mark.parametrize(("before", "after"), [(b" ", b""), (b"\n", b""), (b"", b"\n")])
+def test_other_space_around_the_header_than_spaces_after_it_is_refused(path, good, before, after):
+    header, payload = split(good)
+    with pytest.raises(DeltaFormatError, match=r"does not begin with `\{` and end in `\}` and spaces"):
+        read_bytes(path, join(before + json.dumps(header).encode() + after, payload))
 
 
 def test_a_key_twice_in_the_header_or_in_the_metadata_is_refused(path, good):
