@@ -37,17 +37,21 @@ def missing():
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
+def run(*arguments):
+    """What a Python process with fake devices prints."""
+    paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def results():
     """Results by strategy, place, and whether everything is done at once."""
-    paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/helpers/train_on_fake_cuda.py"],
-        env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {tuple(result["run"]): result for result in map(json.loads, done.stdout.splitlines())}
+    lines = run(ROOT / "tests/helpers/train_on_fake_cuda.py").splitlines()
+    return {tuple(result["run"]): result for result in map(json.loads, lines)}
 
 
 def check(results, strategy, place, everything=False):
@@ -77,3 +81,17 @@ def test_the_control_has_no_race(results, place):
 @pytest.mark.parametrize("place", ["side", "two devices"])
 def test_a_run_with_everything_is_as_on_the_cpu(results, place):
     check(results, "id3", place, everything=True)
+
+
+COUNT = """import os, launches, sparsify.selection.small_tensors as small
+small.LARGEST = 40  # so that the narrow models' matrices are looked at one by one, as wide ones are
+launches.main(), os._exit(0)"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "layers"), [("bert", 12), ("llama", 32)])
+def test_a_step_launches_fewer_kernels_than_lora_and_waits_once(arch, layers, tmp_path):
+    run("-c", COUNT, "--arch", arch, "--layers", layers, "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows["id3"]["launches"] < 0.9 * rows["lora"]["launches"]
+    assert rows["id3"]["waits"] == rows["floor"]["waits"] + 1

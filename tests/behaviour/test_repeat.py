@@ -1,6 +1,5 @@
-"""repeat-S: the whole budget is chosen afresh at each step; what was touched keeps its value and its slot."""
+"""repeat-S: the whole budget is selected again at each step; what was touched keeps its value and its slot."""
 
-import pytest
 from models import build, train
 
 from sparsify import D3, Repeat, Strategy, get_unmasker, sparsify, summary
@@ -8,13 +7,8 @@ from sparsify import D3, Repeat, Strategy, get_unmasker, sparsify, summary
 BUDGET = 12
 
 
-@pytest.fixture
-def plain_and_batches():
-    return build("mlp")
-
-
-def test_each_step_trains_the_budget_and_touched_entries_add_up(plain_and_batches):
-    model, batches = plain_and_batches
+def test_each_step_trains_the_budget_and_touched_entries_add_up():
+    model, batches = build("mlp")
     sparsify(model, BUDGET, "d3-repeat", steps=6)
     assert model.sparse_values.numel() == 6 * BUDGET
     touched = []
@@ -28,8 +22,8 @@ def test_each_step_trains_the_budget_and_touched_entries_add_up(plain_and_batche
     assert "touched" in str(summary(model))
 
 
-def test_where_the_room_ends_a_step_goes_without_new_entries(plain_and_batches):
-    model, batches = plain_and_batches
+def test_where_the_room_ends_a_step_goes_without_new_entries():
+    model, batches = build("mlp")
     sparsify(model, BUDGET, Strategy(D3(), Repeat(capacity=BUDGET + 2)))
     train(model, batches)
     assert summary(model).unmasked == BUDGET + 2

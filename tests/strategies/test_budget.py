@@ -19,12 +19,9 @@ def test_biases_say_themselves_how_many_they_are(selection):
     assert resolve_budget(None, Strategy(Bias(), selection), CANDIDATES) == 3
 
 
-def test_others_do_not():
+def test_a_budget_that_gives_no_entries_is_an_error_that_names_the_limits():
     with pytest.raises(SparsifyError, match=r"budget=None with Random\(\); expected a number of entries, 1 to 19"):
         resolve_budget(None, Strategy(Random(), Static()), CANDIDATES)
-
-
-def test_a_share_of_less_than_one_entry_is_an_error_that_names_the_smallest():
     with pytest.raises(SparsifyError, match=r"budget=1e-09 is .* 19 candidates .* less than one entry.* least 0\.053"):
         resolve_budget(1e-9, Strategy(D3(), Increment()), CANDIDATES)
 
