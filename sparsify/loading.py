@@ -125,7 +125,7 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
 
     transformers would build it with that family's default sizes, which for some are tens of gigabytes.
     """
-    from transformers import PretrainedConfig
+    from transformers import CONFIG_MAPPING, PretrainedConfig
 
     if "config" in kwargs:
         return
@@ -135,6 +135,8 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
         return
     parts = [found, *found.values()] if isinstance(found, dict) else []  # of a composite model, too
     families = [part["model_type"] for part in parts if isinstance(part, dict) and part.get("model_type")]
+    if families and families[0] in CONFIG_MAPPING:  # parts whose family the file does not name
+        families += [part.model_type for part in CONFIG_MAPPING[families[0]].sub_configs.values()]
     if families and getattr(model_class.config_class, "model_type", None) not in families:
         raise SparsifyError(
             f"the delta was trained in {model_class.__name__}, and the base `{brief(name)}` is of another family of "

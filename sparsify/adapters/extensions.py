@@ -28,7 +28,9 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
 _NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision")
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
-_MAX_ITEMS = 256  # of a setting, unless the model has more modules: PEFT compares each with the name of each module
+# of a setting, unless it lists names and the model has more modules: PEFT compares each item with each module's name,
+# and compiles an expression anew where there are more than `re` keeps
+_MAX_ITEMS = 256
 _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by a regular expression
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
@@ -147,7 +149,7 @@ def _peft_config(name: str, settings: Any, most_items: int) -> Any:
     names = {field.name for field in fields(config_class) if field.init} - {*_NOT_TAKEN, "peft_type"}
     taken = {key: value for key, value in settings.items() if key in names}
     for key, value in taken.items():
-        _check_setting(name, key, value, most_items)
+        _check_setting(name, key, value, most_items if key in _MODULES else _MAX_ITEMS)
     try:
         return config_class(**taken)
     except Exception as error:  # PEFT's own checks expect settings that PEFT wrote

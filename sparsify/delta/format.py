@@ -154,9 +154,20 @@ def read(path: StrPath) -> DeltaFile:
                 "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after "
                 "it was written"
             )
-        stored = safetensors.torch.load(data)
+        stored = _stored(data)
         tensors = {name: _restore(name, record, stored) for name, record in records.items()}
         return DeltaFile(tensors, {name: stored[f"{name}.whole"] for name in whole}, document["config"])
+
+
+def _stored(data: bytes) -> dict[str, Tensor]:
+    """The stored tensors by key; some dtypes, such as float4, can only be read from a file of their own."""
+    try:
+        return safetensors.torch.load(data)
+    except KeyError:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, FILE_NAME)
+            copy.write_bytes(data)
+            return safetensors.torch.load_file(copy)
 
 
 def payload_hash(path: StrPath) -> str | None:
@@ -193,6 +204,7 @@ def _read_header(file: BinaryIO) -> tuple[set[str], dict[str, Any]]:
     if not (text.startswith("{") and text.rstrip(" ").endswith("}")):  # safetensors accepts other space, too
         raise DeltaFormatError("its header does not begin with `{` and end in `}` and spaces")
     header = parse_json(text)  # strictly: safetensors takes the last of two equal keys
+    del text  # which takes as much as the metadata to come
     document = parse(header)
     return set(header) - {"__metadata__"}, document
 

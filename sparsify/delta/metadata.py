@@ -27,6 +27,7 @@ MAX_DEPTH = 64  # of objects and lists in each other
 # A parsed object or list takes some 100 bytes, so their number bounds the memory. Tensors need 1 in 21 bytes or fewer.
 _FREE_OPENINGS = 4096
 _CHARACTERS_PER_OPENING = 16
+_CHARACTERS_PER_COLON = 10  # and so of a key: one takes some 200 bytes while its object is read
 
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 _DEFAULT_KIND = "replace"
@@ -129,6 +130,8 @@ def parse_json(text: str) -> Any:
     """
     if text.count("{") + text.count("[") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_OPENING:
         raise DeltaFormatError(f"{len(text):,} characters of JSON open more objects and lists than a reader accepts")
+    if text.count(":") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_COLON:
+        raise DeltaFormatError(f"{len(text):,} characters of JSON have more colons than a reader accepts")
     value = json.loads(
         text, parse_constant=_float, parse_int=_int, parse_float=_float, object_pairs_hook=_without_repeats
     )

@@ -204,7 +204,7 @@ class SparseDelta(Summable):
             repo_id: ``"user/name"``; a bare name goes to the token's owner.
             private: whether a new repository is private; the owner's default where ``None``.
             token: a token that may write, ``None`` or ``True`` for the one that ``hf auth login`` stored.
-            revision: the branch to write to, made if need be.
+            revision: the branch to write to, made if need be; with ``create_pr`` it has to be there.
             create_pr: open a pull request instead of writing to the branch.
             commit_message: the commit's first line.
 

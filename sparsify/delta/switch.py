@@ -117,7 +117,7 @@ class DeltaSwitch:
         try:
             yield self.model
         finally:
-            self._switch(before)
+            self.deactivate() if before is None else self.activate(before)
 
     def deactivated(self) -> AbstractContextManager[nn.Module]:
         """Makes the model the base for the length of a ``with`` block; afterwards activates what was active before."""

@@ -67,13 +67,13 @@ def numbered(count):
 
 
 def keys(count):
-    """Two-letter keys with 0 each, and wide characters, so that every text takes four bytes a character.
+    """As many keys as are allowed, and wide characters, so that every text takes four bytes a character.
 
     After as many keys as are asked for here, Python has just made a dict's table four times as large.
     """
     letters = [chr(code) for code in range(0x80, 0x800)]
     pairs = itertools.islice(itertools.product(letters, letters), count)
-    return ",".join(f'"{first}{second}":0' for first, second in pairs) + ',"\U0001f600":0'
+    return ",".join(f'"{first}{second}":1000' for first, second in pairs) + ',"\U0001f600":0'
 
 
 def empty_whole_tensors(count=30_000):

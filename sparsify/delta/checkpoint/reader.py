@@ -28,6 +28,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
+_MOST_JSON_BYTES = 2**26
 _PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
 
 
@@ -208,6 +209,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():  # nor a pipe, which may never end
             raise FileNotFoundError("there is no such file")
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            raise ValueError(f"it has more than {_MOST_JSON_BYTES:,} bytes")
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, indent=2)  # fails at a lower depth than reading
     except (OSError, ValueError, RecursionError) as error:
