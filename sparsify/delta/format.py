@@ -156,7 +156,11 @@ def read(path: StrPath) -> DeltaFile:
             )
         stored = _stored(data)
         tensors = {name: _restore(name, record, stored) for name, record in records.items()}
-        return DeltaFile(tensors, {name: stored[f"{name}.whole"] for name in whole}, document["config"])
+        dense = {name: stored[f"{name}.whole"] for name in whole}
+        for name, tensor in dense.items():
+            if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
+                dense[name] = tensor.view(torch.uint8) != 0
+        return DeltaFile(tensors, dense, document["config"])
 
 
 def _stored(data: bytes) -> dict[str, Tensor]:

@@ -40,8 +40,8 @@ class SmallGradients:
         return [gradient.numel for _, gradient in self.pairs]
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient."""
-        self.pairs.append((tensor, gradient.dense()))
+        """Keeps a tensor's gradient, in memory of its own: a backward of the user's may write into what it was given."""
+        self.pairs.append((tensor, gradient.dense().own()))
 
     def take(self) -> Tensor:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""

@@ -66,13 +66,13 @@ class BackwardPass:
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
-        again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
-        self._settled.add(tensor)
         with without_autocast(gradient.device):  # which may be on in backward
             if not gradient.numel:
                 if self.selector is not None:
                     self.selector.skip(tensor)
                 return
+            again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
+            self._settled.add(tensor)
             if is_small(gradient) and self._keeps_small and not again:
                 self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
                 return
