@@ -40,7 +40,7 @@ class SmallGradients:
         return [gradient.numel for _, gradient in self.pairs]
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient, in memory of its own: a backward of the user's may write into what it was given."""
+        """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
         self.pairs.append((tensor, gradient.dense().own()))
 
     def take(self) -> Tensor:

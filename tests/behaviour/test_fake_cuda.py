@@ -1,9 +1,7 @@
 """Training on CUDA devices without a GPU: the CPU's results, streams that wait for each other, a host that does not.
 
-The devices are those of ``fake_cuda.py``, in the folder that SPARSIFY_FAKE_CUDA names or in ``../shared/fake_cuda``
-beside the repository. It takes the place of torch's CUDA, so every run is in one process of its own. It counts a race
-where a stream reads what another one wrote and was not waited for; full fine-tuning of the plain model is the control,
-since the devices show races of torch's own where several of them have streams that are not the default ones.
+The devices are those of ``fake_cuda.py``, in the folder that SPARSIFY_FAKE_CUDA names or in ``../shared/fake_cuda``. It
+counts a race where a stream reads what another wrote and was not waited for; full fine-tuning is the control.
 """
 
 import json

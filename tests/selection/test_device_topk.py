@@ -185,8 +185,7 @@ def waits_of_a_step(layers, micro_batches=1, **options):
     return waits.counts
 
 
-# commit reads whether all was finite, and each tensor's winners; without Triton a forward compares the flat delta
-COMMIT, FORWARD = {"tolist": 1}, {"plain": {"equal": 1}, "triton": {}}
+COMMIT, FORWARD = {"tolist": 1}, {"plain": {"equal": 1}, "triton": {}}  # without Triton the flat delta is compared
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,14 @@ def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
     assert torch.equal(together.topk.winners().grads, alone.winners().grads)
 
 
-def test_gradients_are_not_written_to():
-    tensors, grads = small_tensors([[1], [0], [2]]), gradients(small_tensors([[1], [0], [2]]))
-    kept(tensors, grads).offer(context_of(3))
-    assert all(torch.equal(own.values, before.values) for own, before in zip(grads, gradients(tensors), strict=True))
+def test_gradients_are_not_written_to_and_are_kept_when_others_write_into_them():
+    tensors, memory = small_tensors([[1], [0], [2]]), gradients(small_tensors([[1], [0], [2]]))
+    small = kept(tensors, [DenseGradient(own.values, owned=False) for own in memory])
+    small.offer(context_of(3))
+    assert all(torch.equal(*(one.values for one in pair)) for pair in zip(memory, gradients(tensors), strict=True))
+    for own in memory:
+        own.values.zero_()
+    assert torch.equal(small.take(), kept(tensors, gradients(tensors)).take())
 
 
 def test_a_number_that_is_not_finite_is_noticed():
