@@ -1,11 +1,12 @@
 """The hot loops: the plain torch form of each is its specification, and is in the file that chooses the form.
 
     costs       which path to a product's entries is taken
-    norm_bound  entries of a product that could reach a threshold, by the norms of its factors  cpu/norm_bound.cpp
-    scatter     values into many weights at once                                                triton/scatter.py
-    sddmm       single entries of a product, as dot products                   cpu/sddmm.cpp,   triton/sddmm.py
-    select      scores, compares and keeps candidates in one pass, on a GPU                     triton/select.py
-    threshold   entries of a matrix that reach a threshold                                      cpu/threshold.cpp
+    norm_bound  entries of a product that could reach a threshold,    cpu/norm_bound.cpp,  triton/norm_bound.py
+                by the norms of its factors
+    scatter     values into many weights at once                                           triton/scatter.py
+    sddmm       single entries of a product, as dot products          cpu/sddmm.cpp,       triton/sddmm.py
+    select      scores, compares and keeps candidates, on a GPU                            triton/select.py
+    threshold   entries of a matrix that reach a threshold            cpu/threshold.cpp
 
 Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported, and
 ``cpu/library.py`` compiles the C++, when a loop first runs; where that fails, and in float64, the plain form runs.

@@ -6,18 +6,22 @@ Norms rule out most entries. Any scales s > 0 of the tokens bound an entry (Cauc
 
 and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows. So a few tokens
 with large gradients, such as those that a classifier reads, do not count for all others. With rows and columns in the
-order of their norms, the entries that could reach the threshold form a staircase in one corner. The compiled form
-screens only these: it multiplies them, in bfloat16 where the CPU has matrix units, else in float32, and compares. With
-u = 2^-8, the rounding of a number to bfloat16, a screened value is off by no more than
+order of their norms, the entries that could reach the threshold form a staircase in one corner. The compiled forms, on
+a CPU and on a GPU, multiply only these, tile by tile, and compare; no tile is written. Matrix units multiply in
+bfloat16 (AMX) or, float32 numbers on a GPU, in tf32. With u the rounding of a number, 2^-8 for bfloat16 and 2^-10 for
+tf32, a screened value is off by no more than
 
     L_i R_j 2u         where float32 factors are rounded
     L_i R_j n 2^-23    by the accumulation over n tokens
     L_i R_j u          where the product is rounded too: bfloat16 factors in the plain form
 
-entry by entry, so that no entry is missed that the full product would have shown above the threshold. A norm is a sum
-of squares in float32, in which the square of a number below 2^-63 is lost: so each norm is taken to be sqrt(n) 2^-63
-larger. That covers what matrix units take for zero, numbers below 2^-126, as long as no scale is so large as to make up
-for it.
+entry by entry, so that no entry is missed that the full product would have shown above the threshold. Those that could
+reach it are computed again as float32 dot products, unless nothing was rounded. A norm is a sum of squares in float32,
+in which the square of a number below 2^-63 is lost: so each norm is taken to be sqrt(n) 2^-63 larger. That covers what
+matrix units take for zero, numbers below 2^-126, as long as no scale is so large as to make up for it.
+
+On a CPU, screening gives up where the norms leave too much, or where an entry might not be finite. On a GPU the host
+does not wait to learn of it: there :func:`sparsify.kernels.select.select_product` adds what it finds to the candidates.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from sparsify.kernels.sddmm import sddmm
 
 ROUNDING = 1.02 * 2.0**-8  # of one number, with the terms of higher order
 SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it; norms.h
+SMALLEST_THRESHOLD = 1e-20  # units flush numbers near a lower one to zero, and bounds underflow there
 LARGEST_SCALE = 2.0**40  # times what the units take for zero, still below that times the smallest rounding; norms.h
 LOOPS = {torch.float32: "screen_float32", torch.bfloat16: "screen_bfloat16"}
 
@@ -86,7 +91,7 @@ def screen(
     taken, left_sum = _floats(wanted.numel()), _floats(left.shape[1])
     values, most = _floats(limits.candidates), _floats(limits.candidates)
     found, multiplied = torch.empty(limits.candidates, dtype=torch.int64, device="cpu"), Size(0)
-    rounding = _rounding(left, 2 if units and left.dtype == torch.float32 else 0)
+    rounding = rounding_of(left.shape[0], 2 * ROUNDING if units and left.dtype == torch.float32 else 0)
     number = getattr(native, LOOPS[left.dtype])(
         *(ctypes.c_bool(units), Address(left), Address(right)),
         *(Size(left.shape[0]), Size(left.shape[1]), Size(right.shape[1])),
@@ -108,7 +113,7 @@ def plain_screen(
     row_norm, column_norm = _norms(left, right)
     if not (2 * row_norm.max() * column_norm.max()).isfinite():
         return None
-    slack = 1 + (n + 8) * 2.0**-22  # for the rounding of the norms, and of an entry
+    slack = norms_slack(n)
     rows = (row_norm * column_norm.max() * slack >= least).nonzero().squeeze(1)
     columns = ((row_norm / least).max() * column_norm * slack >= 1).nonzero().squeeze(1)
     if rows.numel() * columns.numel() > limits.multiplied:
@@ -116,7 +121,7 @@ def plain_screen(
     products = (left.index_select(1, rows).t() @ right.index_select(1, columns)).float()
     rounded = left.dtype == torch.bfloat16 or torch.get_float32_matmul_precision() != "highest"
     roundings = 1 if left.dtype == torch.bfloat16 else 2 * rounded
-    row_error = row_norm[rows] * _rounding(left, roundings) + _underflow(n)
+    row_error = row_norm[rows] * rounding_of(n, roundings * ROUNDING) + underflow(n)
     most = products.abs().addcmul_(row_error[:, None], column_norm[columns])
     row, column = (most >= least[rows][:, None]).nonzero(as_tuple=True)
     indices = rows[row] * cols + columns[column]
@@ -136,19 +141,24 @@ def _floats(number: int) -> Tensor:
 def _norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """L (rows,) and R (cols,), which bound the entries; not a number where a factor's numbers are too large."""
     left, right = left.float(), right.float()
-    of_left, of_right = (part.square().sum(1).sqrt_() + _underflow(part.shape[1]) for part in (left, right))
+    of_left, of_right = (part.square().sum(1).sqrt_() + underflow(part.shape[1]) for part in (left, right))
     scales = (of_right / of_left).sqrt_().clamp_(1 / LARGEST_SCALE, LARGEST_SCALE)
     scales[~(of_left.isfinite() & of_right.isfinite())] = torch.nan
     scaled = left * scales[:, None], right / scales[:, None]
-    row_norm, column_norm = (part.square().sum(0).sqrt_() + _underflow(part.shape[0]) for part in scaled)
+    row_norm, column_norm = (part.square().sum(0).sqrt_() + underflow(part.shape[0]) for part in scaled)
     return row_norm, column_norm
 
 
-def _underflow(number: int) -> float:
+def norms_slack(tokens: int) -> float:
+    """What the product of two norms is taken times, for their rounding and that of an entry."""
+    return 1 + (tokens + 8) * 2.0**-22
+
+
+def underflow(number: int) -> float:
     """How much the norm of so many numbers may be too small by."""
     return max(1, number) ** 0.5 * SQUARES_UNDERFLOW
 
 
-def _rounding(factor: Tensor, roundings: int) -> float:
-    """Error of a product of two factors like this one, relative to the norms of its columns."""
-    return roundings * ROUNDING + factor.shape[0] * 2.0**-23
+def rounding_of(tokens: int, factors: float) -> float:
+    """Error of a product, relative to its norms, of factors that are rounded by so much together."""
+    return factors + tokens * 2.0**-23

@@ -11,6 +11,7 @@ from sparsify.kernels.cpu.library import Address, Size, library
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
 LOOPS = {torch.float32: "sddmm_float32", torch.bfloat16: "sddmm_bfloat16"}  # the C++ forms
+SECTOR = 32  # bytes that a GPU reads at least
 TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
 
 
@@ -26,7 +27,10 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     elif has_triton(left.device) and left.dtype in SHORT and right.dtype in SHORT and left.shape[0] and indices.numel():
         from sparsify.kernels.triton.sddmm import sddmm as fused
 
-        return fused(left, right, indices)
+        # transposing reads and writes each number; after it, a dot product reads consecutive ones, not whole sectors
+        size, numbers = left.itemsize, left.shape[1] + right.shape[1]
+        transposes = left.dtype == right.dtype and indices.numel() * (SECTOR - size) > numbers * size
+        return fused(left, right, indices, transposes=transposes)
     return plain_sddmm(left, right, indices)
 
 

@@ -21,9 +21,6 @@ from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.recompute import lasting
 
 CAST_ENTRIES = 1 << 22  # entries of a short gradient that are cast to a longer type at once
-# one entry as a dot product takes about as long as this many entries of the whole product on a GPU, by its data sheet:
-# two 32-byte sectors a token at 3 TB/s, against 2 operations at 400 TFLOP/s
-GPU_DOT_COST = 4096
 LARGEST_HELD = 4  # factors are held for another use of their weight while they take at most this times the product
 
 
@@ -144,11 +141,9 @@ class Product(Gradient):
 
     def take(self, indices: Tensor) -> Tensor:
         """Returns the entries (k,), each as a dot product over the tokens where that is faster."""
-        if runs_ahead(self.device) and indices.numel() * GPU_DOT_COST < self.numel:
+        if costs_of(self.left, self.right).samples(indices.numel()):
             return sddmm(self.left, self.right, indices)
-        if self.device.type != "cpu" or not costs_of(self.left, self.right).samples(indices.numel()):
-            return self.dense().take(indices)
-        return sddmm(self.left, self.right, indices)
+        return self.dense().take(indices)
 
     def add(self, other: Gradient) -> Gradient:
         if isinstance(other, DenseGradient) and other.rows is not None and self._can_wait(self.left.shape[0]):

@@ -20,7 +20,8 @@ class Work:
     The numbers are known from shapes and lengths: counting waits for no device. Each rank counts its own work.
 
     Attributes:
-        screened: computed tile by tile and compared, in bfloat16 where the CPU has matrix units.
+        screened: computed tile by tile and compared, in bfloat16 where the CPU has matrix units. On a GPU those that
+            the norms ruled out are counted here too: only the device knows how many they are.
         verified: screened entries that could be among the best.
         dense: taken from a whole gradient.
         skipped: ruled out by the norms of a product's factors, so not computed.

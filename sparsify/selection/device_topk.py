@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels.candidates import Candidates, Part, best_first
-from sparsify.kernels.select import cut, may_overflow, select
+from sparsify.kernels.candidates import Candidates, Factors, Part, best_first
+from sparsify.kernels.select import cut, may_overflow, screens, select, select_product
 from sparsify.selection.topk import Winners
 from sparsify.strategies.importance import Importance
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
+SEEN = 2  # entries for each candidate that may stay until a cut; once as many were offered, there is a threshold
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
@@ -39,6 +40,20 @@ class _Held:
             number = min(whole.stop - start, most_at_once, max(FEWEST_AT_ONCE, self._seen))
             self._offer(importance, whole._replace(start=start, stop=start + number))
             start += number
+
+    def offer_product(self, importance: Importance, factors: Factors) -> tuple[Tensor, bool]:
+        """Offers the entries of one tensor."""
+        if self._seen > SEEN * self.candidates.limit and screens(self.candidates, importance, factors):
+            if not self._is_cut:
+                self._cut(self.candidates.limit)
+            unmasked = select_product(self.candidates, importance, factors)
+            self._most, self._seen = self.candidates.limit, self._seen + factors.weight.numel()
+            return unmasked, True
+        grad = factors.left.t() @ factors.right
+        unmasked = grad.take(factors.unmasked)
+        grad.view(-1).index_fill_(0, factors.excluded, 0)  # and so never selected
+        self.offer(importance, Part(factors.weight, grad, None, factors.offset, None, 0, grad.numel()))
+        return unmasked, False
 
     def _offer(self, importance: Importance, part: Part) -> None:
         candidates, number = self.candidates, part.stop - part.start
@@ -90,9 +105,20 @@ class DeviceTopK:
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Offers the entries of one tensor; see :meth:`sparsify.selection.topk.TopK.offer`."""
-        if grad.device not in self._held:
-            self._held[grad.device] = _Held(*self._settings, grad.device)
-        self._held[grad.device].offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
+        self._on(grad.device).offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
+
+    def offer_product(self, importance: Importance, factors: Factors) -> tuple[Tensor, bool]:
+        """Offers the entries of one tensor but the excluded ones.
+
+        Returns:
+            The gradient of the unmasked entries (k,), and whether the product was screened.
+        """
+        return self._on(factors.left.device).offer_product(importance, factors)
+
+    def _on(self, device: torch.device) -> _Held:
+        if device not in self._held:
+            self._held[device] = _Held(*self._settings, device)
+        return self._held[device]
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.kernels.candidates import Factors
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.norm_bound import screen
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext, scan_dense
+from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.topk import TopK
 from sparsify.strategies.importance import ROUNDING_SLACK
 
@@ -31,6 +33,12 @@ def scan(
     Returns:
         The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
     """
+    if isinstance(context.topk, DeviceTopK) and isinstance(gradient, Product):
+        factors = Factors(gradient.left, gradient.right, tensor.matrix, tensor.offset, tensor.indices, excluded)
+        taken, screened = context.topk.offer_product(context.importance, factors)
+        context.work.screened += gradient.numel * screened
+        context.work.dense += gradient.numel * (not screened)
+        return taken, gradient
     if can_screen(context, gradient):
         unmasked = scan_screened(context, tensor, gradient, excluded)
         if unmasked is not None:
@@ -39,7 +47,7 @@ def scan(
 
 
 def can_screen(context: SelectionContext, gradient: Gradient) -> bool:
-    """Whether a gradient is a product, not computed yet, or has one, and the top-k has a threshold to compare with."""
+    """Whether a gradient on a CPU is a product, or has one, and the top-k has a threshold to compare with."""
     product = gradient.product if isinstance(gradient, TiedGradient) else gradient
     return (
         isinstance(product, Product)

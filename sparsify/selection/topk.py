@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from sparsify.kernels.candidates import at_least_float32, best_first
+from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD
 from sparsify.kernels.threshold import BLOCK_ENTRIES, find_reaching
 from sparsify.strategies.importance import Importance
 
-SMALLEST_THRESHOLD = 1e-20  # bfloat16 units flush numbers near a lower one to zero, and bounds underflow there
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
 SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small operations
 

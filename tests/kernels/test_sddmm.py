@@ -1,5 +1,7 @@
 """Single entries of a product: all forms give the dot products."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,14 +15,14 @@ from sparsify.masked import gradients
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=["compiled", "plain", "triton"], scope="module")
+@pytest.fixture(params=["compiled", "plain", "triton", "transposed"], scope="module")
 def form(request):
     """All forms; the compiled ones where the machine has them."""
-    if request.param == "triton":
+    if request.param in ("triton", "transposed"):
         pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
         from sparsify.kernels.triton import sddmm as triton_sddmm
 
-        return triton_sddmm.sddmm
+        return partial(triton_sddmm.sddmm, transposes=request.param == "transposed")
     if request.param == "compiled" and library() is None:
         pytest.skip("needs a compiler")
     return sddmm if request.param == "compiled" else plain_sddmm
@@ -99,9 +101,9 @@ def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, threads, 
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))
-    monkeypatch.setattr("sparsify.masked.gradients.GPU_DOT_COST", 10)
+    monkeypatch.setattr("sparsify.kernels.costs.BYTES", 2.5e14)  # so that 40 dot products take longer than 200
     left, right = factors("random", 30, 10, 20, torch.bfloat16)
     indices = torch.arange(number) * 5
     entries = gradients.Product(left, right).take(indices)
-    assert entries.dtype == (torch.float32 if number * 10 < 200 else torch.bfloat16)  # else the whole product's
+    assert entries.dtype == (torch.float32 if number < 40 else torch.bfloat16)  # else the whole product's
     torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=1e-2, atol=0.1)

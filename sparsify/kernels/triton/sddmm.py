@@ -1,7 +1,8 @@
 """The Triton form of ``kernels/sddmm.py``.
 
-A program takes a block of entries and a share of the tokens; the shares are summed afterwards. So few entries keep the
-whole GPU busy, and the sum is the same at every run.
+Few entries are read where they are: a program takes a block of them and a share of the tokens, and the shares are
+summed afterwards. So few entries keep the whole GPU busy, and the sum is the same at every run. For many, both factors
+are transposed first (``packed.py``): as they are, each number of a dot product lies in a sector of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsify.kernels.triton.packed import pack, packed_sddmm
+
 ENTRIES = 64  # of a program
 TOKENS = 16  # at once
 SHARE = 256  # tokens of a program
 
 
-def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, indices: Tensor, *, transposes: bool) -> Tensor:
     """See :func:`sparsify.kernels.sddmm.sddmm`; takes at least one token and one entry."""
     tokens, number = left.shape[0], indices.numel()
+    if transposes:
+        return packed_sddmm(pack(left, right), indices)
     shares = triton.cdiv(tokens, SHARE)
     partial = torch.empty(shares, number, dtype=torch.float32, device=left.device)
     with torch.cuda.device_of(left):

@@ -20,47 +20,57 @@ import triton.language as tl
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.strategies.importance import D3
 
-BLOCK = 1024  # entries that a program scores at once; with more, registers spill where it cuts, too
-CUT_BLOCK, CUT_WARPS = 4096, 16  # entries that the one program which cuts looks at at once, and its warps
+BLOCK = 1024  # entries that a program scores at once
+AGAIN_WARPS = 8  # of the one program that scores and cuts; with more warps, or larger blocks, registers spill
+CUT_BLOCK, CUT_WARPS = 2048, 16  # entries that the one program which cuts looks at at once, and its warps
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
 
 def select_d3(candidates: Candidates, importance: D3, part: Part, overflows: bool) -> None:
     """See :func:`sparsify.kernels.select.select`."""
     weight, grad, rows, offset, ids, start, stop = part
-    exp, eps = importance.exp, importance.eps
     entries = (
         *(weight.contiguous(), grad.contiguous(), grad if rows is None else rows.contiguous()),
-        *(grad if ids is None else ids, start, stop, offset, grad.shape[1], eps, float(exp)),
+        *(grad if ids is None else ids, start, stop, offset, grad.shape[1], importance.eps, float(importance.exp)),
     )
     form: dict[str, Any] = {
-        "exact_exp": int(exp) if exp in EXACT_EXPONENTS else -1,
+        "exact_exp": exact_exponent(importance),
         "has_rows": rows is not None,
         "has_ids": ids is not None,
     }
     with torch.cuda.device_of(grad):
         finite = candidates.finite.view(torch.int8)
         _select[(triton.cdiv(stop - start, BLOCK),)](
-            *entries, *_arrays(candidates), finite, candidates.capacity, **form, block=BLOCK
+            *entries, *arrays(candidates), finite, candidates.capacity, **form, block=BLOCK
         )
         if overflows:
-            sizes, free = _sizes(candidates, candidates.limit), candidates.capacity - candidates.size
+            free = candidates.capacity - candidates.size
             block = min(BLOCK, 1 << free.bit_length() - 1)  # finds room after a cut
-            _select_again[(1,)](*entries, *_arrays(candidates), *sizes, **form, block=block, num_warps=CUT_WARPS)
+            _select_again[(1,)](
+                *(*entries, *arrays(candidates), *sizes(candidates, candidates.limit)),
+                **(form | {"block": block, "num_warps": AGAIN_WARPS}),
+            )
 
 
 def cut(candidates: Candidates, limit: int) -> None:
     """See :func:`sparsify.kernels.select.cut`."""
     with torch.cuda.device_of(candidates.ids):
-        _cut[(1,)](*_arrays(candidates), *_sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
+        _cut[(1,)](*arrays(candidates), *sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
 
 
-def _arrays(candidates: Candidates) -> tuple[torch.Tensor, ...]:
+def arrays(candidates: Candidates) -> tuple[torch.Tensor, ...]:
+    """The candidates' memory, as the kernels take it."""
     return *candidates.arrays, candidates.count, candidates.threshold
 
 
-def _sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
+def sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
+    """What the kernels that cut take: how many to keep, from how many on, how many find room, and bits of an id."""
     return candidates.size, limit, candidates.capacity, candidates.total.bit_length()
+
+
+def exact_exponent(importance: D3) -> int:
+    """The exponent where it is one of ``EXACT_EXPONENTS``, else -1."""
+    return int(importance.exp) if importance.exp in EXACT_EXPONENTS else -1
 
 
 @triton.jit
@@ -77,21 +87,46 @@ def _score(
         place = tl.load(rows + place // cols, mask=inside, other=0) * cols + place % cols
         own = place + offset
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    size = tl.abs(g)
-    score = size
-    if exact_exp == 1:
-        score = tl.div_rn(size, tl.abs(w) + eps)
-    if exact_exp == 2:
-        base = tl.abs(w) + eps
-        score = tl.div_rn(size, base * base)
-    if exact_exp == -1:
-        power = tl.exp2(exp * tl.log2((tl.abs(w) + eps).to(tl.float64)))
-        score = tl.div_rn(size, power.to(tl.float32))
-    return own, g, w, score, inside & (score > 0) & (score < float("inf")) & (size > 0)
+    score = score_of(g, w, eps, exp, exact_exp)
+    return own, g, w, score, inside & may_be_selected(g, score)
 
 
 @triton.jit
-def _store(ids, scores, grads, weights, target, own, score, g, w, keep):
+def score_of(g, w, eps, exp, exact_exp: tl.constexpr):
+    """D3 of entries with these gradients and weights."""
+    score = tl.abs(g)
+    base = tl.abs(w) + eps
+    if exact_exp == 1:
+        score = tl.div_rn(score, base)
+    if exact_exp == 2:
+        score = tl.div_rn(score, base * base)
+    if exact_exp == -1:
+        score = tl.div_rn(score, tl.exp2(exp * tl.log2(base.to(tl.float64))).to(tl.float32))
+    return score
+
+
+@triton.jit
+def may_be_selected(g, score):
+    """Whether a gradient and a score are finite and above 0."""
+    return (score > 0) & (score < float("inf")) & (tl.abs(g) > 0)
+
+
+@triton.jit
+def append(ids, scores, grads, weights, count, capacity, own, score, g, w, keep):
+    """Adds those of a block's entries that are to be kept, or notes how many places were left for them."""
+    number = tl.sum(keep.to(tl.int32))
+    if number > 0:
+        first = tl.atomic_add(count, number.to(tl.int64))
+        if first + number <= capacity:
+            target = first + tl.cumsum(keep.to(tl.int32), 0) - 1
+            store(ids, scores, grads, weights, target, own, score, g, w, keep)
+        else:
+            tl.atomic_max(count + 1, capacity - first)
+
+
+@triton.jit
+def store(ids, scores, grads, weights, target, own, score, g, w, keep):
+    """Writes those of a block's entries that are to be kept to their places among the candidates."""
     tl.store(ids + target, own, mask=keep)
     tl.store(scores + target, score, mask=keep)
     tl.store(grads + target, g, mask=keep)
@@ -112,14 +147,7 @@ def _select(
     if tl.sum((inside & ((tl.abs(g) == float("inf")) | (g != g))).to(tl.int32)) > 0:
         tl.store(finite, 0)
     keep = keep & (score >= tl.load(threshold))
-    number = tl.sum(keep.to(tl.int32))
-    if number > 0:
-        first = tl.atomic_add(count, number.to(tl.int64))
-        if first + number <= capacity:
-            target = first + tl.cumsum(keep.to(tl.int32), 0) - 1
-            _store(ids, scores, grads, weights, target, own, score, g, w, keep)
-        else:
-            tl.atomic_max(count + 1, capacity - first)
+    append(ids, scores, grads, weights, count, capacity, own, score, g, w, keep)
 
 
 @triton.jit
@@ -130,8 +158,8 @@ def _select_again(
 ):  # fmt: skip
     number = tl.load(count)
     if number > capacity:
-        worst, last = _worst_of_best(ids, scores, capacity - tl.load(count + 1), size, id_bits, block)
-        number = _keep(ids, scores, grads, weights, tl.load(count + 2), worst, last, block)
+        worst, last = worst_of_best(ids, scores, capacity - tl.load(count + 1), size, id_bits, block)
+        number = keep_best(ids, scores, grads, weights, tl.load(count + 2), worst, last, block)
         first = start + tl.full((), 0, tl.int64)
         while first < stop:
             place = first + tl.arange(0, block)
@@ -140,18 +168,18 @@ def _select_again(
             )
             keep = keep & (score >= worst)
             target = number + tl.cumsum(keep.to(tl.int32), 0) - 1
-            _store(ids, scores, grads, weights, target, own, score, g, w, keep)
+            store(ids, scores, grads, weights, target, own, score, g, w, keep)
             number += tl.sum(keep.to(tl.int32))
             tl.debug_barrier()  # all of the block is written before it is read
             if number + block > capacity:
-                worst, last = _worst_of_best(ids, scores, number, size, id_bits, block)
-                number = _keep(ids, scores, grads, weights, number, worst, last, block)
+                worst, last = worst_of_best(ids, scores, number, size, id_bits, block)
+                number = keep_best(ids, scores, grads, weights, number, worst, last, block)
             first += block
         tl.store(threshold, worst)
         tl.store(count + 1, tl.full((), 0, tl.int64))
     if number > limit:
-        worst, last = _worst_of_best(ids, scores, number, size, id_bits, block)
-        number = _keep(ids, scores, grads, weights, number, worst, last, block)
+        worst, last = worst_of_best(ids, scores, number, size, id_bits, block)
+        number = keep_best(ids, scores, grads, weights, number, worst, last, block)
         tl.store(threshold, worst)
     tl.store(count, number)
     tl.store(count + 2, number)
@@ -161,15 +189,15 @@ def _select_again(
 def _cut(ids, scores, grads, weights, count, threshold, size, limit, capacity, id_bits, block: tl.constexpr):
     number = tl.load(count)
     if number > limit:
-        worst, last = _worst_of_best(ids, scores, number, size, id_bits, block)
-        number = _keep(ids, scores, grads, weights, number, worst, last, block)
+        worst, last = worst_of_best(ids, scores, number, size, id_bits, block)
+        number = keep_best(ids, scores, grads, weights, number, worst, last, block)
         tl.store(threshold, worst)
         tl.store(count, number)
     tl.store(count + 2, number)
 
 
 @triton.jit
-def _worst_of_best(ids, scores, number, size, id_bits, block: tl.constexpr):
+def worst_of_best(ids, scores, number, size, id_bits, block: tl.constexpr):
     """The worst score of the ``size`` best of at least as many candidates, and the last id of those that have it."""
     number = number.to(tl.int32)
     worst = tl.full((), 0, tl.int32)  # the largest score, as bits, that at least `size` candidates reach
@@ -206,7 +234,7 @@ def _worst_of_best(ids, scores, number, size, id_bits, block: tl.constexpr):
 
 
 @triton.jit
-def _keep(ids, scores, grads, weights, number, worst, last, block: tl.constexpr):
+def keep_best(ids, scores, grads, weights, number, worst, last, block: tl.constexpr):
     """Moves those of the first ``number`` candidates that are not behind the worst to the front; returns how many."""
     number = number.to(tl.int32)
     kept = tl.full((), 0, tl.int64)
@@ -220,7 +248,7 @@ def _keep(ids, scores, grads, weights, number, worst, last, block: tl.constexpr)
         keep = inside & ((score > worst) | ((score == worst) & (own <= last)))
         tl.debug_barrier()  # the whole block is read before any of it is written to
         target = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
-        _store(ids, scores, grads, weights, target, own, score, g, w, keep)
+        store(ids, scores, grads, weights, target, own, score, g, w, keep)
         kept += tl.sum(keep.to(tl.int32))
     tl.debug_barrier()
     return kept

@@ -1,0 +1,339 @@
+"""The Triton form of ``kernels/norm_bound.py``: screens a product on a GPU, and adds what it finds to the candidates.
+
+``_scales``        the scale of each token, by the norms of its own rows
+``_norms``         the norms of the product's rows and columns; both factors are packed in their order (``packed.py``)
+``_mark``          sets a bit for each entry that is excluded
+``_screen``        a program multiplies one tile, unless the norms rule it out, and notes the entries that could reach
+                   the threshold; the tile is never written
+``_verify``        computes the noted entries as dot products, scores them, and keeps candidates as ``_select`` does
+``_screen_again``  a single program, which cuts. Where more entries were noted than find room, it takes tile by tile of
+                   what the norms leave in full, and cuts whenever the places run out
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsify.kernels.candidates import Candidates, Factors
+from sparsify.kernels.norm_bound import LARGEST_SCALE, SMALLEST_THRESHOLD, norms_slack, rounding_of, underflow
+from sparsify.kernels.triton.packed import TILE, TOKENS, dots, pack, packed_sddmm
+from sparsify.kernels.triton.select import (
+    AGAIN_WARPS,
+    append,
+    arrays,
+    exact_exponent,
+    keep_best,
+    may_be_selected,
+    score_of,
+    sizes,
+    store,
+    worst_of_best,
+)
+from sparsify.strategies.importance import D3, ROUNDING_SLACK
+
+TF32_ROUNDING = 1.02 * 2.0**-10  # of one number, which the units may cut off, with the terms of higher order
+SMALLEST = tl.constexpr(SMALLEST_THRESHOLD)
+AT_ONCE = 4, 512  # tokens, and numbers of each, that a program reads at once for scales
+WIDTH = 64  # rows or columns of a program that computes norms
+SCREEN_WARPS = 8
+GROUP = 8  # rows of tiles that are multiplied together, so that they share what is in the cache
+NOTED_WIDTH = tl.constexpr(16)  # columns of a tile whose entries a program notes at once
+SMALL_TILE, SMALL_DEPTH = 32, 16  # of the single program, which sees all of a tile's entries at once
+VERIFIED, VERIFIERS = 16, 1024  # entries that a program verifies at once, and programs
+
+
+def screen_d3(candidates: Candidates, importance: D3, factors: Factors) -> Tensor:
+    """See :func:`sparsify.kernels.select.select_product`."""
+    left, right, weight, offset, unmasked, excluded = factors
+    (tokens, rows), cols, device = left.shape, right.shape[1], left.device
+    weight, finite = weight.contiguous(), candidates.finite.view(torch.int8)
+    norms = torch.empty(rows + cols, dtype=torch.float32, device=device)
+    noted = torch.empty(candidates.capacity - candidates.limit, dtype=torch.int64, device=device)
+    marks = torch.zeros(triton.cdiv(rows * cols, 32), dtype=torch.int32, device=device)
+    with torch.cuda.device_of(left):
+        _measure(left, right, norms, finite)
+        orders = norms[:rows].argsort(descending=True), norms[rows:].argsort(descending=True)
+        packed = pack(left, right, orders)
+        if excluded.numel():
+            _mark[(triton.cdiv(excluded.numel(), 1024),)](marks, excluded, excluded.numel(), block=1024)
+        rounding = rounding_of(tokens, 2 * TF32_ROUNDING if left.dtype == torch.float32 else 0)
+        product = (
+            *(packed.values, *orders, norms, marks, noted, noted.numel(), candidates.count, candidates.threshold),
+            *(finite, importance.eps**importance.exp / ROUNDING_SLACK, norms_slack(tokens), rounding),
+            *(underflow(tokens), *packed.sizes),
+        )
+        tiles = triton.cdiv(rows, TILE) * triton.cdiv(cols, TILE)
+        # the interpreter multiplies the bits of bfloat16
+        widens = left.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
+        form: dict[str, Any] = {"widens": widens, "tile": TILE, "depth": depth_of(left.itemsize), "group": GROUP}
+        _screen[(tiles,)](*product, **form, num_warps=SCREEN_WARPS)
+        scoring = weight, offset, importance.eps, float(importance.exp)
+        form = {"exact_exp": exact_exponent(importance)}
+        _verify[(min(VERIFIERS, triton.cdiv(noted.numel(), VERIFIED)),)](
+            *(packed.values, packed.places, noted, noted.numel(), *packed.sizes, *scoring, finite),
+            *(*arrays(candidates), candidates.capacity),
+            **(form | {"block": VERIFIED, "at_once": TOKENS}),
+        )
+        _screen_again[(1,)](
+            *(*product, *scoring, *arrays(candidates)[:4], *sizes(candidates, candidates.limit)),
+            **(form | {"widens": widens, "tile": SMALL_TILE, "depth": SMALL_DEPTH, "num_warps": AGAIN_WARPS}),
+        )
+        return packed_sddmm(packed, unmasked) if unmasked.numel() else norms[:0]
+
+
+def depth_of(itemsize: int) -> int:
+    """Tokens that are multiplied at once: as many bytes for all numbers."""
+    return TOKENS * 2 // itemsize
+
+
+def _measure(left: Tensor, right: Tensor, norms: Tensor, finite: Tensor) -> None:
+    (tokens, rows), cols = left.shape, right.shape[1]
+    scales = torch.empty(tokens, dtype=torch.float32, device=left.device)
+    strides = *left.stride(), *right.stride()
+    _scales[(triton.cdiv(tokens, AT_ONCE[0]),)](
+        *(left, right, scales, finite, tokens, rows, cols, *strides),
+        *(underflow(rows), underflow(cols), LARGEST_SCALE, *AT_ONCE),
+    )
+    _norms[(triton.cdiv(rows, WIDTH) + triton.cdiv(cols, WIDTH),)](
+        *(left, right, scales, norms, tokens, rows, cols, *strides, underflow(tokens), WIDTH, TOKENS)
+    )
+
+
+@triton.jit
+def _scales(
+    left, right, scales, finite, tokens, rows, cols, left_token, left_column, right_token, right_column,
+    left_underflow, right_underflow, largest, block: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    of_left, left_bad = _row_norm(left, token, tokens, rows, left_token, left_column, block, at_once)
+    of_right, right_bad = _row_norm(right, token, tokens, cols, right_token, right_column, block, at_once)
+    if tl.sum(left_bad + right_bad) > 0:
+        tl.store(finite, 0)
+    of_left, of_right = of_left + left_underflow, of_right + right_underflow
+    scale = tl.minimum(tl.maximum(tl.sqrt_rn(tl.div_rn(of_right, of_left)), tl.div_rn(1.0, largest)), largest)
+    usable = (of_left < float("inf")) & (of_right < float("inf"))
+    tl.store(scales + token, tl.where(usable, scale, float("nan")), mask=token < tokens)
+
+
+@triton.jit
+def _row_norm(factor, token, tokens, number, token_stride, column_stride, block: tl.constexpr, at_once: tl.constexpr):
+    """The norms (block,) of tokens' rows, and how many of a row's numbers are not finite."""
+    squares = tl.zeros((block,), tl.float32)
+    bad = tl.zeros((block,), tl.int32)
+    for first in range(0, number, at_once):
+        column = first + tl.arange(0, at_once)
+        inside = (token < tokens)[:, None] & (column < number)[None, :]
+        place = token[:, None] * token_stride + column[None, :] * column_stride
+        x = tl.abs(tl.load(factor + place, mask=inside, other=0.0).to(tl.float32))
+        squares += tl.sum(x * x, axis=1)
+        bad += tl.sum(((x < float("inf")) == 0).to(tl.int32), axis=1)
+    return tl.sqrt_rn(squares), bad
+
+
+@triton.jit
+def _norms(
+    left, right, scales, norms, tokens, rows, cols, left_token, left_column, right_token, right_column, underflow,
+    width: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    of_rows = tl.cdiv(rows, width)
+    if block < of_rows:
+        _column_norms(
+            left, scales, norms, block * width, tokens, rows, left_token, left_column, underflow, 0, width, at_once
+        )
+    else:
+        first = (block - of_rows) * width
+        _column_norms(
+            right, scales, norms + rows, first, tokens, cols, right_token, right_column, underflow, 1, width, at_once
+        )
+
+
+@triton.jit
+def _column_norms(
+    factor, scales, norms, first, tokens, number, token_stride, column_stride, underflow, divides: tl.constexpr,
+    width: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    column = first + tl.arange(0, width)
+    squares = tl.zeros((width,), tl.float32)
+    for start in range(0, tokens, at_once):
+        token = (start + tl.arange(0, at_once)).to(tl.int64)
+        inside = (token < tokens)[:, None] & (column < number)[None, :]
+        place = token[:, None] * token_stride + column[None, :] * column_stride
+        x = tl.load(factor + place, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + token, mask=token < tokens, other=1.0)
+        scale = tl.div_rn(1.0, scale) if divides else scale
+        scaled = x * scale[:, None]
+        squares += tl.sum(scaled * scaled, axis=0)
+    tl.store(norms + column, tl.sqrt_rn(squares) + underflow, mask=column < number)
+
+
+@triton.jit
+def _mark(marks, indices, number, block: tl.constexpr):
+    entry = tl.program_id(0) * block + tl.arange(0, block)
+    inside = entry < number
+    index = tl.load(indices + entry, mask=inside, other=0)
+    bit = tl.full((block,), 1, tl.int32) << (index % 32).to(tl.int32)
+    tl.atomic_or(marks + index // 32, bit, mask=inside)
+
+
+@triton.jit
+def _screen(
+    values, left_order, right_order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
+    underflow, rows, cols, left_places, pitch,
+    widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows, tile)
+    in_group = group * tl.cdiv(cols, tile)
+    start = tl.program_id(0) // in_group * group
+    height = tl.minimum(group, tiles - start)
+    i = (start + tl.program_id(0) % in_group % height) * tile
+    j = tl.program_id(0) % in_group // height * tile
+    # once a gradient is not finite, or more is noted than there is room for, no entry matters any more
+    if (tl.load(finite) != 0) & (tl.load(count + 3) <= room):
+        least = least_gradient(tl.load(threshold), lowest)
+        if may_reach(least, left_order, right_order, norms, rows, i, j, slack):
+            total = _multiplied(values, left_places, pitch, i, j, tile, depth, "tf32", widens)
+            _note(
+                total, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow,
+                rows, cols, i, j, tile, tile,
+            )  # fmt: skip
+
+
+@triton.jit
+def _note(
+    g, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols, i, j,
+    height: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    if width > NOTED_WIDTH:  # few entries at once, or registers are spilled
+        left, right = tl.split(tl.permute(tl.reshape(g, (height, 2, width // 2)), (0, 2, 1)))
+        _note(
+            left, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols,
+            i, j, height, width // 2,
+        )  # fmt: skip
+        _note(
+            right, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols,
+            i, j + width // 2, height, width // 2,
+        )  # fmt: skip
+        return
+    row, column, inside = _columns_of(left_order, right_order, rows, cols, i, j, height, width)
+    error = tl.load(norms + row) * rounding + underflow
+    most = tl.abs(g) + error[:, None] * tl.load(norms + rows + column)[None, :]
+    near = inside & ((most < least) == 0)
+    if tl.sum(near.to(tl.int32)) > 0:
+        index = row[:, None] * cols + column[None, :]
+        near = near & (is_marked(marks, index, near) == 0)
+        slot = tl.atomic_add(count + 3 + tl.zeros_like(index), tl.full(index.shape, 1, tl.int64), mask=near)
+        tl.store(noted + slot, index, mask=near & (slot < room))
+
+
+@triton.jit
+def _verify(
+    values, places, noted, room, rows, cols, left_places, pitch, weight, offset, eps, exp, finite,
+    ids, scores, grads, weights, count, threshold, capacity,
+    exact_exp: tl.constexpr, block: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(count + 3)
+    first = tl.program_id(0).to(tl.int64) * block
+    while (first < number) & (number <= room):
+        entry = first + tl.arange(0, block)
+        inside = entry < number
+        index = tl.load(noted + entry, mask=inside, other=0)
+        g = dots(values, places, index, rows, cols, left_places, pitch, block, at_once)
+        w = tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
+        score = score_of(g, w, eps, exp, exact_exp)
+        if tl.sum((inside & ((tl.abs(g) < float("inf")) == 0)).to(tl.int32)) > 0:
+            tl.store(finite, 0)
+        keep = inside & may_be_selected(g, score) & (score >= tl.load(threshold))
+        append(ids, scores, grads, weights, count, capacity, index + offset, score, g, w, keep)
+        first += tl.num_programs(0).to(tl.int64) * block
+
+
+@triton.jit
+def _screen_again(
+    values, left_order, right_order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
+    underflow, rows, cols, left_places, pitch, weight, offset, eps, exp,
+    ids, scores, grads, weights, size, limit, capacity, id_bits,
+    exact_exp: tl.constexpr, widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(count)
+    worst = tl.load(threshold)
+    if (tl.load(count + 3) > room) & (tl.load(finite) != 0):
+        for i in range(0, rows, tile):
+            for j in range(0, cols, tile):
+                if may_reach(least_gradient(worst, lowest), left_order, right_order, norms, rows, i, j, slack):
+                    g = tl.ravel(_multiplied(values, left_places, pitch, i, j, tile, depth, "ieee", widens))
+                    row, column, inside = _columns_of(left_order, right_order, rows, cols, i, j, tile, tile)
+                    index, inside = tl.ravel(row[:, None] * cols + column[None, :]), tl.ravel(inside)
+                    inside = inside & (is_marked(marks, index, inside) == 0)
+                    w = tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
+                    score = score_of(g, w, eps, exp, exact_exp)
+                    if tl.sum((inside & ((tl.abs(g) < float("inf")) == 0)).to(tl.int32)) > 0:
+                        tl.store(finite, 0)
+                    keep = inside & may_be_selected(g, score) & (score >= worst)
+                    target = number + tl.cumsum(keep.to(tl.int32), 0) - 1
+                    store(ids, scores, grads, weights, target, index + offset, score, g, w, keep)
+                    number += tl.sum(keep.to(tl.int32))
+                    tl.debug_barrier()  # all of the tile is written before it is read
+                    if number + tile * tile > capacity:
+                        worst, last = worst_of_best(ids, scores, number, size, id_bits, tile * tile)
+                        number = keep_best(ids, scores, grads, weights, number, worst, last, tile * tile)
+    if number > limit:
+        worst, last = worst_of_best(ids, scores, number, size, id_bits, tile * tile)
+        number = keep_best(ids, scores, grads, weights, number, worst, last, tile * tile)
+    tl.store(threshold, worst)
+    tl.store(count, number)
+    tl.store(count + 2, number)
+    tl.store(count + 3, tl.full((), 0, tl.int64))
+
+
+@triton.jit
+def least_gradient(threshold, lowest):
+    """The smallest abs(gradient) that can reach the threshold, by any weight; below 0 where any can."""
+    return tl.where(threshold > SMALLEST, threshold * lowest, -1.0)
+
+
+@triton.jit
+def may_reach(least, left_order, right_order, norms, rows, i, j, slack):
+    """Whether a tile's largest bound reaches; its first row and column have the largest norms, or one that is NaN."""
+    of_row = tl.load(norms + tl.load(left_order + i))
+    of_column = tl.load(norms + rows + tl.load(right_order + j))
+    return (of_row * of_column * slack < least) == 0
+
+
+@triton.jit
+def is_marked(marks, index, inside):
+    """Whether entries are excluded."""
+    return (tl.load(marks + index // 32, mask=inside, other=0) >> (index % 32).to(tl.int32)) & 1
+
+
+@triton.jit
+def _multiplied(
+    values, left_places, pitch, i, j, tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
+    widens: tl.constexpr,
+):  # fmt: skip
+    """A tile (tile, tile) of the product of the packed factors."""
+    left = values + (i + tl.arange(0, tile)).to(tl.int64)[:, None] * pitch
+    right = values + (left_places + j + tl.arange(0, tile)).to(tl.int64)[None, :] * pitch
+    total = tl.zeros((tile, tile), tl.float32)
+    for first in range(0, pitch, depth):
+        token = first + tl.arange(0, depth)
+        factor, other = tl.load(left + token[None, :]), tl.load(right + token[:, None])
+        if widens:
+            factor, other = factor.to(tl.float32), other.to(tl.float32)
+        total = tl.dot(factor, other, total, input_precision=precision)
+    return total
+
+
+@triton.jit
+def _columns_of(left_order, right_order, rows, cols, i, j, height: tl.constexpr, width: tl.constexpr):
+    """The weight's rows (height,) and columns (width,) of a tile, and which of its entries there are."""
+    row, column = i + tl.arange(0, height), j + tl.arange(0, width)
+    there, also = row < rows, column < cols
+    row, column = tl.load(left_order + row, mask=there, other=0), tl.load(right_order + column, mask=also, other=0)
+    return row, column, there[:, None] & also[None, :]
