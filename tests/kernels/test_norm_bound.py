@@ -399,7 +399,7 @@ def test_on_a_gpu_entries_beyond_the_range_of_32_bits_are_found(select_product):
     """One tile, which has the last row of a weight of 2.1 billion entries, though all but its memory is small."""
     rows, cols, last = 2**21 + 1, 1040, 2**21
     orders = torch.full((1024,), last), torch.arange(cols)
-    norms = torch.ones(rows + cols)
+    norms = torch.full((rows + cols,), 3.0)
     values = torch.zeros(128 + 1152, 64)
     values[0, 0], values[128 + 1030, 0] = 3.0, 2.0
     places = torch.zeros(rows + cols, dtype=torch.int32)
