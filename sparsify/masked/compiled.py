@@ -40,10 +40,10 @@ class _Layer(NamedTuple):
     """What a kind of layer does with its weight."""
 
     compute: Callable[[Any, Tensor, Tensor | None], Tensor]  # the output, of x, weight and bias
-    gradient: Callable[[Any, Tensor], Gradient]  # the weight's, of x and the output's gradient
+    gradient: Callable[[Any, Tensor, int], Gradient]  # the weight's, of x, the output's gradient, and the weight's rows
 
 
-def _linear_gradient(x: Tensor, grad_y: Tensor, *, transposed: bool) -> Gradient:
+def _linear_gradient(x: Tensor, grad_y: Tensor, _: int, *, transposed: bool) -> Gradient:
     # to x's dtype: autocast around backward() reaches into the graph before this
     return linear_gradient(x, grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype), transposed)
 
@@ -169,7 +169,7 @@ def _run_collect(
     if of_bias is not None:
         _collect(of_bias, lambda: DenseGradient(grad_y.reshape(-1, grad_y.shape[-1]).sum(0, keepdim=True)))
     if of_weight is not None:
-        _collect(of_weight, lambda: _LAYERS[kind].gradient(x, grad_y))
+        _collect(of_weight, lambda: _LAYERS[kind].gradient(x, grad_y, tensor_of(of_weight).shape[0]))
     return torch.zeros_like(root)
 
 

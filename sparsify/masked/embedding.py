@@ -40,12 +40,12 @@ class _MaskedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, use: Use) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.use = use
+        ctx.use, ctx.height = use, weight.shape[0]
         return F.embedding(ids, weight)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.use.collect(row_gradient(ids, grad_y) if ctx.use.wanted() else None)
+        ctx.use.collect(row_gradient(ids, grad_y, ctx.height) if ctx.use.wanted() else None)
         return None, None, None, None

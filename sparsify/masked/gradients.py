@@ -195,15 +195,19 @@ def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
     return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
 
 
-def row_gradient(ids: Tensor, grad: Tensor) -> DenseGradient:
-    """Returns the gradient of an embedding's table for ids (...) and output gradients (..., dim)."""
-    return sum_rows(ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1]))
+def row_gradient(ids: Tensor, grad: Tensor, height: int) -> DenseGradient:
+    """Returns the gradient of an embedding's table (height, dim) for ids (...) and output gradients (..., dim)."""
+    rows, values = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
+    if runs_ahead(rows.device) and rows.numel() >= height:  # then the table is smaller than a row for each id
+        total = torch.zeros(height, values.shape[1], dtype=_long(values), device=values.device)
+        return DenseGradient(_add_rows(total, rows, values), dtype=values.dtype)
+    return sum_rows(rows, values)
 
 
 def tap_gradient(grad: Tensor) -> DenseGradient:
     """Returns the gradient of a parameter of any shape that the module's own autograd has computed."""
     if grad.is_sparse:  # an embedding's, with sparse=True
-        return row_gradient(grad._indices()[0], grad._values())
+        return row_gradient(grad._indices()[0], grad._values(), grad.shape[0])
     return DenseGradient(as_matrix(grad), owned=False)
 
 
@@ -220,15 +224,24 @@ def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> 
     """
     padded = runs_ahead(rows.device) and num_ranks() == 1  # ranks exchange rows, each once
     unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
-    long = torch.promote_types(values.dtype, torch.float32)
-    total = torch.zeros(unique.numel(), values.shape[1], dtype=long, device=values.device)
-    at_once = max(1, CAST_ENTRIES // max(1, values.shape[1])) if values.dtype != long else max(1, values.shape[0])
-    for places, some in zip(inverse.split(at_once), values.split(at_once), strict=True):
+    total = torch.zeros(unique.numel(), values.shape[1], dtype=_long(values), device=values.device)
+    return DenseGradient(_add_rows(total, inverse, values), unique, dtype=dtype or values.dtype)
+
+
+def _long(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Adds ``values`` (n, cols) to the rows (n,) of ``total``, cast block by block where they are shorter."""
+    whole = values.dtype == total.dtype
+    at_once = max(1, values.shape[0] if whole else CAST_ENTRIES // max(1, values.shape[1]))
+    for places, some in zip(rows.split(at_once), values.split(at_once), strict=True):
         if total.is_cuda:  # index_add_ adds in another order at every run, and index_put_ waits to check the places
-            torch._index_put_impl_(total, [places], some.to(long), accumulate=True, unsafe=True)
+            torch._index_put_impl_(total, [places], some.to(total.dtype), accumulate=True, unsafe=True)
         else:
-            total.index_add_(0, places, some.to(long))
-    return DenseGradient(total, unique, dtype=dtype or values.dtype)
+            total.index_add_(0, places, some.to(total.dtype))
+    return total
 
 
 def _padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sparsify.masked.gradients import DenseGradient, Product, TiedGradient, sum_rows
+from sparsify.masked.gradients import DenseGradient, Product, TiedGradient, row_gradient, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
 
 ROWS, COLS = 12, 10
@@ -109,6 +109,16 @@ def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monk
     assert gradient.take(EVERY[: 2 * COLS]).tolist() == [2500] * 2 * COLS
     more = gradient.add(sum_rows(rows[:1], values[:1]))
     assert more.take(EVERY[: 2 * COLS]).tolist() == [2501] * COLS + [2500] * COLS
+
+
+@pytest.mark.parametrize("number", [ROWS - 1, ROWS, 50])
+def test_of_as_many_ids_as_rows_a_gpu_gets_the_gradient_of_the_whole_table(number, padded):
+    ids, grad = torch.arange(number).view(1, -1) % 3, torch.ones(1, number, COLS, dtype=torch.bfloat16)
+    gradient = row_gradient(ids, grad, ROWS)
+    assert (gradient.rows is None) == (padded and number >= ROWS)
+    expected = torch.zeros(ROWS, COLS).index_add_(0, ids[0], grad[0].float())
+    assert gradient.take(EVERY).view(ROWS, COLS).tolist() == expected.tolist()
+    assert gradient.add(row_gradient(ids, grad, ROWS)).take(EVERY).tolist() == (2 * expected).flatten().tolist()
 
 
 @pytest.mark.parametrize("rows", [[3], [1, 1], [4, 0, 4, 2, 4, 0], [2, 2, 1, 2]], ids=str)
