@@ -52,7 +52,7 @@ _LAYERS = {
     "linear": _Layer(partial(linear, transposed=False), partial(_linear_gradient, transposed=False)),
     "transposed": _Layer(partial(linear, transposed=True), partial(_linear_gradient, transposed=True)),
     "embedding": _Layer(lambda ids, table, _: F.embedding(ids, table), row_gradient),
-    "tap": _Layer(lambda _, parameter, __: parameter.clone(), lambda _, grad: tap_gradient(grad)),
+    "tap": _Layer(lambda _, parameter, __: parameter.clone(), lambda _, grad, __: tap_gradient(grad)),
 }
 
 # -------------------------------------------------------------------------------- called while a graph is traced
