@@ -40,10 +40,10 @@ class _Layer(NamedTuple):
     """What a kind of layer does with its weight."""
 
     compute: Callable[[Any, Tensor, Tensor | None], Tensor]  # the output, of x, weight and bias
-    gradient: Callable[[Any, Tensor, int], Gradient]  # the weight's, of x, the output's gradient, and the weight's rows
+    gradient: Callable[[Any, Tensor, torch.Size], Gradient]  # the weight's, of x, the output's gradient, and its shape
 
 
-def _linear_gradient(x: Tensor, grad_y: Tensor, _: int, *, transposed: bool) -> Gradient:
+def _linear_gradient(x: Tensor, grad_y: Tensor, _: torch.Size, *, transposed: bool) -> Gradient:
     # to x's dtype: autocast around backward() reaches into the graph before this
     return linear_gradient(x, grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype), transposed)
 
@@ -51,7 +51,9 @@ def _linear_gradient(x: Tensor, grad_y: Tensor, _: int, *, transposed: bool) -> 
 _LAYERS = {
     "linear": _Layer(partial(linear, transposed=False), partial(_linear_gradient, transposed=False)),
     "transposed": _Layer(partial(linear, transposed=True), partial(_linear_gradient, transposed=True)),
-    "embedding": _Layer(lambda ids, table, _: F.embedding(ids, table), row_gradient),
+    "embedding": _Layer(
+        lambda ids, table, _: F.embedding(ids, table), lambda ids, grad, shape: row_gradient(ids, grad, shape[0])
+    ),
     "tap": _Layer(lambda _, parameter, __: parameter.clone(), lambda _, grad, __: tap_gradient(grad)),
 }
 
@@ -169,7 +171,7 @@ def _run_collect(
     if of_bias is not None:
         _collect(of_bias, lambda: DenseGradient(grad_y.reshape(-1, grad_y.shape[-1]).sum(0, keepdim=True)))
     if of_weight is not None:
-        _collect(of_weight, lambda: _LAYERS[kind].gradient(x, grad_y, tensor_of(of_weight).shape[0]))
+        _collect(of_weight, lambda: _LAYERS[kind].gradient(x, grad_y, tensor_of(of_weight).shape))
     return torch.zeros_like(root)
 
 
