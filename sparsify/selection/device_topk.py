@@ -51,7 +51,8 @@ class _Held:
             return unmasked, True
         grad = factors.left.t() @ factors.right
         unmasked = grad.take(factors.unmasked)
-        grad.view(-1).index_fill_(0, factors.excluded, 0)  # and so never selected
+        if factors.excluded.numel():
+            grad.view(-1).index_fill_(0, factors.excluded, 0)  # and so never selected
         self.offer(importance, Part(factors.weight, grad, None, factors.offset, None, 0, grad.numel()))
         return unmasked, False
 

@@ -362,8 +362,8 @@ def test_on_a_gpu_what_the_norms_rule_out_is_not_multiplied(select_product, monk
     candidates, _ = offer(select_product, D3(), whole, threshold)
     found = set(candidates.ids[: candidates.count[0]].tolist())
 
-    def pack(left, right, orders):
-        packed = packed_factors.pack(left, right, orders)
+    def pack(left, right, order):
+        packed = packed_factors.pack(left, right, order)
         packed.values[128:256] = torch.nan  # the rows of small norms
         return packed
 
@@ -398,7 +398,7 @@ def test_on_a_gpu_a_product_that_overflows_is_noticed_and_large_factors_alone_ar
 def test_on_a_gpu_entries_beyond_the_range_of_32_bits_are_found(select_product):
     """One tile, which has the last row of a weight of 2.1 billion entries, though all but its memory is small."""
     rows, cols, last = 2**21 + 1, 1040, 2**21
-    orders = torch.full((1024,), last), torch.arange(cols)
+    order = torch.cat([torch.full((rows,), last), rows + torch.arange(cols)])
     norms = torch.full((rows + cols,), 3.0)
     values = torch.zeros(128 + 1152, 64)
     values[0, 0], values[128 + 1030, 0] = 3.0, 2.0
@@ -411,6 +411,6 @@ def test_on_a_gpu_entries_beyond_the_range_of_32_bits_are_found(select_product):
     at = 1030 // 128 * 8  # with the 8 rows of tiles that go together
     program = partial(triton_norm_bound._screen.__getitem__((at + 1,)), tile=128, depth=64, group=8, widens=False)
     rest = torch.full((1,), 5.0), torch.ones(1, dtype=torch.int8), 1.0, 1.0, 0.0, 0.0
-    program(values, *orders, norms, marks, found, 10, count, *rest, rows, cols, 128, 64)
+    program(values, order, norms, marks, found, 10, count, *rest, rows, cols, 128, 64)
     assert count[3] == 1
     assert found[0] == last * cols + 1030

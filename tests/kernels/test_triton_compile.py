@@ -53,13 +53,13 @@ for short in ("fp32", "bf16", "fp16"):
           entries=sddmm.ENTRIES, at_once=sddmm.TOKENS, share=sddmm.SHARE)
     factors = {"left": "*" + short, "right": "*" + short, "scales": "*fp32", "finite": "*i8", "norms": "*fp32",
                "left_underflow": "fp32", "right_underflow": "fp32", "underflow": "fp32", "largest": "fp32",
-               "left_order": "*i64", "right_order": "*i64", "values": "*" + short, "places": "*i32", "indices": "*i64",
+               "order": "*i64", "keys": "*i64", "values": "*" + short, "places": "*i32", "indices": "*i64",
                "out": "*fp32"}
     tokens, width = norm_bound.AT_ONCE
     build(norm_bound._scales, factors, block=tokens, at_once=width)
     build(norm_bound._norms, factors, width=norm_bound.WIDTH, at_once=packed.TOKENS)
-    for has_orders in (True, False):
-        build(packed._pack, factors, has_orders=has_orders, block=packed.BLOCK)
+    for has_order in (True, False):
+        build(packed._pack, factors, has_order=has_order, block=packed.BLOCK)
     build(packed._packed_sddmm, factors, entries=packed.ENTRIES, at_once=packed.TOKENS)
     types = CANDIDATES | factors | {"marks": "*i32", "noted": "*i64", "lowest": "fp32", "slack": "fp32", "eps": "fp32",
                                     "rounding": "fp32", "weight": "*" + short, "offset": "i64", "exp": "fp32"}

@@ -54,17 +54,18 @@ def screen_d3(candidates: Candidates, importance: D3, factors: Factors) -> Tenso
     (tokens, rows), cols, device = left.shape, right.shape[1], left.device
     weight, finite = weight.contiguous(), candidates.finite.view(torch.int8)
     norms = torch.empty(rows + cols, dtype=torch.float32, device=device)
+    keys = torch.empty(rows + cols, dtype=torch.int64, device=device)
     noted = torch.empty(candidates.capacity - candidates.limit, dtype=torch.int64, device=device)
     marks = torch.zeros(triton.cdiv(rows * cols, 32), dtype=torch.int32, device=device)
     with torch.cuda.device_of(left):
-        _measure(left, right, norms, finite)
-        orders = norms[:rows].argsort(descending=True), norms[rows:].argsort(descending=True)
-        packed = pack(left, right, orders)
+        _measure(left, right, norms, keys, finite)
+        order = keys.argsort()
+        packed = pack(left, right, order)
         if excluded.numel():
             _mark[(triton.cdiv(excluded.numel(), 1024),)](marks, excluded, excluded.numel(), block=1024)
         rounding = rounding_of(tokens, 2 * TF32_ROUNDING if left.dtype == torch.float32 else 0)
         product = (
-            *(packed.values, *orders, norms, marks, noted, noted.numel(), candidates.count, candidates.threshold),
+            *(packed.values, order, norms, marks, noted, noted.numel(), candidates.count, candidates.threshold),
             *(finite, importance.eps**importance.exp / ROUNDING_SLACK, norms_slack(tokens), rounding),
             *(underflow(tokens), *packed.sizes),
         )
@@ -92,7 +93,7 @@ def depth_of(itemsize: int) -> int:
     return TOKENS * 2 // itemsize
 
 
-def _measure(left: Tensor, right: Tensor, norms: Tensor, finite: Tensor) -> None:
+def _measure(left: Tensor, right: Tensor, norms: Tensor, keys: Tensor, finite: Tensor) -> None:
     (tokens, rows), cols = left.shape, right.shape[1]
     scales = torch.empty(tokens, dtype=torch.float32, device=left.device)
     strides = *left.stride(), *right.stride()
@@ -101,7 +102,7 @@ def _measure(left: Tensor, right: Tensor, norms: Tensor, finite: Tensor) -> None
         *(underflow(rows), underflow(cols), LARGEST_SCALE, *AT_ONCE),
     )
     _norms[(triton.cdiv(rows, WIDTH) + triton.cdiv(cols, WIDTH),)](
-        *(left, right, scales, norms, tokens, rows, cols, *strides, underflow(tokens), WIDTH, TOKENS)
+        *(left, right, scales, norms, keys, tokens, rows, cols, *strides, underflow(tokens), WIDTH, TOKENS)
     )
 
 
@@ -138,25 +139,26 @@ def _row_norm(factor, token, tokens, number, token_stride, column_stride, block:
 
 @triton.jit
 def _norms(
-    left, right, scales, norms, tokens, rows, cols, left_token, left_column, right_token, right_column, underflow,
+    left, right, scales, norms, keys, tokens, rows, cols, left_token, left_column, right_token, right_column, underflow,
     width: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     of_rows = tl.cdiv(rows, width)
     if block < of_rows:
         _column_norms(
-            left, scales, norms, block * width, tokens, rows, left_token, left_column, underflow, 0, width, at_once
-        )
+            left, scales, norms, keys, block * width, tokens, rows, left_token, left_column, underflow, False, width,
+            at_once,
+        )  # fmt: skip
     else:
-        first = (block - of_rows) * width
         _column_norms(
-            right, scales, norms + rows, first, tokens, cols, right_token, right_column, underflow, 1, width, at_once
-        )
+            right, scales, norms + rows, keys + rows, (block - of_rows) * width, tokens, cols, right_token, right_column,
+            underflow, True, width, at_once,
+        )  # fmt: skip
 
 
 @triton.jit
 def _column_norms(
-    factor, scales, norms, first, tokens, number, token_stride, column_stride, underflow, divides: tl.constexpr,
+    factor, scales, norms, keys, first, tokens, number, token_stride, column_stride, underflow, is_right: tl.constexpr,
     width: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     column = first + tl.arange(0, width)
@@ -167,10 +169,14 @@ def _column_norms(
         place = token[:, None] * token_stride + column[None, :] * column_stride
         x = tl.load(factor + place, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + token, mask=token < tokens, other=1.0)
-        scale = tl.div_rn(1.0, scale) if divides else scale
+        scale = tl.div_rn(1.0, scale) if is_right else scale
         scaled = x * scale[:, None]
         squares += tl.sum(scaled * scaled, axis=0)
-    tl.store(norms + column, tl.sqrt_rn(squares) + underflow, mask=column < number)
+    norm = tl.sqrt_rn(squares) + underflow
+    tl.store(norms + column, norm, mask=column < number)
+    # one sort orders both: the left factor's first, and each by falling norms, which NaN leads
+    key = is_right * (1 << 32) - tl.abs(norm).to(tl.int32, bitcast=True).to(tl.int64)
+    tl.store(keys + column, key, mask=column < number)
 
 
 @triton.jit
@@ -184,7 +190,7 @@ def _mark(marks, indices, number, block: tl.constexpr):
 
 @triton.jit
 def _screen(
-    values, left_order, right_order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
+    values, order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
     underflow, rows, cols, left_places, pitch,
     widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
@@ -197,31 +203,31 @@ def _screen(
     # once a gradient is not finite, or more is noted than there is room for, no entry matters any more
     if (tl.load(finite) != 0) & (tl.load(count + 3) <= room):
         least = least_gradient(tl.load(threshold), lowest)
-        if may_reach(least, left_order, right_order, norms, rows, i, j, slack):
+        if may_reach(least, order, norms, rows, i, j, slack):
             total = _multiplied(values, left_places, pitch, i, j, tile, depth, "tf32", widens)
             _note(
-                total, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow,
+                total, order, norms, marks, noted, room, count, least, rounding, underflow,
                 rows, cols, i, j, tile, tile,
             )  # fmt: skip
 
 
 @triton.jit
 def _note(
-    g, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols, i, j,
+    g, order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols, i, j,
     height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     if width > NOTED_WIDTH:  # few entries at once, or registers are spilled
         left, right = tl.split(tl.permute(tl.reshape(g, (height, 2, width // 2)), (0, 2, 1)))
         _note(
-            left, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols,
+            left, order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols,
             i, j, height, width // 2,
         )  # fmt: skip
         _note(
-            right, left_order, right_order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols,
+            right, order, norms, marks, noted, room, count, least, rounding, underflow, rows, cols,
             i, j + width // 2, height, width // 2,
         )  # fmt: skip
         return
-    row, column, inside = _columns_of(left_order, right_order, rows, cols, i, j, height, width)
+    row, column, inside = _columns_of(order, rows, cols, i, j, height, width)
     error = tl.load(norms + row) * rounding + underflow
     most = tl.abs(g) + error[:, None] * tl.load(norms + rows + column)[None, :]
     near = inside & ((most < least) == 0)
@@ -256,7 +262,7 @@ def _verify(
 
 @triton.jit
 def _screen_again(
-    values, left_order, right_order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
+    values, order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
     underflow, rows, cols, left_places, pitch, weight, offset, eps, exp,
     ids, scores, grads, weights, size, limit, capacity, id_bits,
     exact_exp: tl.constexpr, widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr,
@@ -266,9 +272,9 @@ def _screen_again(
     if (tl.load(count + 3) > room) & (tl.load(finite) != 0):
         for i in range(0, rows, tile):
             for j in range(0, cols, tile):
-                if may_reach(least_gradient(worst, lowest), left_order, right_order, norms, rows, i, j, slack):
+                if may_reach(least_gradient(worst, lowest), order, norms, rows, i, j, slack):
                     g = tl.ravel(_multiplied(values, left_places, pitch, i, j, tile, depth, "ieee", widens))
-                    row, column, inside = _columns_of(left_order, right_order, rows, cols, i, j, tile, tile)
+                    row, column, inside = _columns_of(order, rows, cols, i, j, tile, tile)
                     index, inside = tl.ravel(row[:, None] * cols + column[None, :]), tl.ravel(inside)
                     inside = inside & (is_marked(marks, index, inside) == 0)
                     w = tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
@@ -299,10 +305,9 @@ def least_gradient(threshold, lowest):
 
 
 @triton.jit
-def may_reach(least, left_order, right_order, norms, rows, i, j, slack):
+def may_reach(least, order, norms, rows, i, j, slack):
     """Whether a tile's largest bound reaches; its first row and column have the largest norms, or one that is NaN."""
-    of_row = tl.load(norms + tl.load(left_order + i))
-    of_column = tl.load(norms + rows + tl.load(right_order + j))
+    of_row, of_column = tl.load(norms + tl.load(order + i)), tl.load(norms + tl.load(order + rows + j))
     return (of_row * of_column * slack < least) == 0
 
 
@@ -331,9 +336,9 @@ def _multiplied(
 
 
 @triton.jit
-def _columns_of(left_order, right_order, rows, cols, i, j, height: tl.constexpr, width: tl.constexpr):
+def _columns_of(order, rows, cols, i, j, height: tl.constexpr, width: tl.constexpr):
     """The weight's rows (height,) and columns (width,) of a tile, and which of its entries there are."""
     row, column = i + tl.arange(0, height), j + tl.arange(0, width)
     there, also = row < rows, column < cols
-    row, column = tl.load(left_order + row, mask=there, other=0), tl.load(right_order + column, mask=also, other=0)
-    return row, column, there[:, None] & also[None, :]
+    row, column = tl.load(order + row, mask=there, other=0), tl.load(order + rows + column, mask=also, other=rows)
+    return row, column - rows, there[:, None] & also[None, :]

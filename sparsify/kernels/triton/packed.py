@@ -40,8 +40,11 @@ class Packed(NamedTuple):
         return self.rows, self.cols, self.left_places, self.tokens
 
 
-def pack(left: Tensor, right: Tensor, orders: tuple[Tensor, Tensor] | None = None) -> Packed:
-    """Packs left (n, rows) and right (n, cols), of at least one token; ``orders`` has (rows,) and (cols,) int64."""
+def pack(left: Tensor, right: Tensor, order: Tensor | None = None) -> Packed:
+    """Packs left (n, rows) and right (n, cols), of at least one token.
+
+    ``order`` (rows + cols,) int64 has the columns of the left factor, then, from ``rows`` on, those of the right one.
+    """
     (tokens, rows), cols = left.shape, right.shape[1]
     left_places, right_places = (triton.cdiv(number, TILE) * TILE for number in (rows, cols))
     blocks = triton.cdiv(tokens, TOKENS)
@@ -50,9 +53,9 @@ def pack(left: Tensor, right: Tensor, orders: tuple[Tensor, Tensor] | None = Non
     packed = Packed(values, places, rows, cols, left_places)
     with torch.cuda.device_of(left):
         _pack[(blocks, values.shape[0] // BLOCK)](
-            *(left, right, *((places, places) if orders is None else orders), values, places),
+            *(left, right, places if order is None else order, values, places),
             *(tokens, *packed.sizes, *left.stride(), *right.stride()),
-            **{"has_orders": orders is not None, "block": BLOCK},
+            **{"has_order": order is not None, "block": BLOCK},
         )
     return packed
 
@@ -71,34 +74,34 @@ def packed_sddmm(packed: Packed, indices: Tensor) -> Tensor:
 
 @triton.jit
 def _pack(
-    left, right, left_order, right_order, values, places, tokens, rows, cols, left_places, pitch,
-    left_token, left_column, right_token, right_column, has_orders: tl.constexpr, block: tl.constexpr,
+    left, right, order, values, places, tokens, rows, cols, left_places, pitch,
+    left_token, left_column, right_token, right_column, has_order: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(1) * block
     if first < left_places:
         _pack_block(
-            left, left_order, values, places, first, tokens, rows, pitch, left_token, left_column, has_orders, block
+            left, order, 0, values, places, first, tokens, rows, pitch, left_token, left_column, has_order, block
         )
     else:
         values += left_places.to(tl.int64) * pitch
         first -= left_places
         _pack_block(
-            right, right_order, values, places + rows, first, tokens, cols, pitch, right_token, right_column,
-            has_orders, block,
+            right, order + rows, rows, values, places + rows, first, tokens, cols, pitch, right_token, right_column,
+            has_order, block,
         )  # fmt: skip
 
 
 @triton.jit
 def _pack_block(
-    factor, order, values, places, first, tokens, number, pitch, token_stride, column_stride,
-    has_orders: tl.constexpr, block: tl.constexpr,
+    factor, order, before, values, places, first, tokens, number, pitch, token_stride, column_stride,
+    has_order: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     place = first.to(tl.int64) + tl.arange(0, block)
     token = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     there = place < number
     column = place
-    if has_orders:
-        column = tl.load(order + place, mask=there, other=0)
+    if has_order:
+        column = tl.load(order + place, mask=there, other=before) - before
     inside = (token < tokens)[:, None] & there[None, :]
     read = tl.load(factor + token[:, None] * token_stride + column[None, :] * column_stride, mask=inside, other=0.0)
     tl.store(values + place[:, None] * pitch + token[None, :], tl.trans(read))
