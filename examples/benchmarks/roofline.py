@@ -1,12 +1,15 @@
 """A training step on a GPU, on paper: operations, bytes and launches of each method. Nothing is measured.
 
-    python examples/benchmarks/roofline.py
+    python examples/benchmarks/roofline.py [--dtype float32]
 
-Counted are the linear layers, where nearly all of the time goes, in bfloat16 at batch x length tokens; attention, norms
-and losses cost every method the same and are left out. A phase takes the longer of its operations at 60 % of the data
-sheet's rate and its bytes at 80 % of the memory's. The host takes 6 us a launch and runs ahead of the device, so a step
-takes the longer of the two. Launches are those of forward and backward that a simulated CUDA device counts with small
-matrices, and those that selection adds for matrices of the real size.
+Counted are the linear layers, where nearly all of the time goes, at batch x length tokens; attention, norms and losses
+cost every method the same and are left out. A phase takes the longer of its operations at 60 % of the data sheet's rate
+and its bytes at 80 % of the memory's. The host takes 6 us a launch and runs ahead of the device, so a step takes the
+longer of the two. Launches are those of forward and backward that a simulated CUDA device counts with small matrices,
+and those that selection adds for matrices of the real size.
+
+ID3 multiplies each weight's gradient out, or screens it: then its time depends on what the norms leave to multiply,
+which is unknown here: all, half or nothing. Of float32 factors, only what is screened is multiplied in TF32.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from typing import Annotated, NamedTuple
 import typer
 from common import report, run
 
-GPUS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}  # operations and bytes a second, by the data sheets
+RATES = {"bfloat16": 989e12, "float32": 67e12}  # operations a second, by an H100's data sheet, which is an H200's too
+SCREENED = {"bfloat16": 989e12, "float32": 494e12}  # of tiles that are screened
+GPUS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 REACHED = 0.6, 0.8  # of these
 LAUNCH = 6e-6  # seconds of the host
-ENTRY = 2  # bytes of a bfloat16 number
 RANK = 8
+SCREENING = 5  # launches for each weight, beyond those of the dense selection
+Phase = tuple[float, float, float]  # operations, bytes, operations a second
 
 
 class Model(NamedTuple):
@@ -35,7 +41,7 @@ MODELS = {
     "BERT-base, 32 x 128": Model(
         32 * 128,
         [(768, 768, 48), (3072, 768, 12), (768, 3072, 12)],
-        {"floor": 530, "full": 681, "lora": 1267, "static": 558, "id3": 1172},
+        {"floor": 530, "full": 681, "lora": 1267, "static": 558, "id3": 1151},
     ),
     "Llama-8B, 1 x 4096": Model(
         4096,
@@ -45,36 +51,60 @@ MODELS = {
 }
 
 
-def phases(method: str, tokens: int, rows: int, cols: int, density: float) -> list[tuple[float, float]]:
-    """Operations and bytes of what one linear layer does in a step, phase by phase."""
+LEFT = {"id3, screened, all left": 1.0, "id3, screened, half left": 0.5, "id3, screened, nothing left": 0.0}
+
+
+def phases(method: str, tokens: int, rows: int, cols: int, density: float, dtype: str) -> list[Phase]:
+    """What one linear layer does in a step."""
+    entry, rate = (2 if dtype == "bfloat16" else 4), RATES[dtype]
     weight, left, right = rows * cols, tokens * rows, tokens * cols
-    product = (2.0 * tokens * weight, ENTRY * (weight + left + right))
+    product = (2.0 * tokens * weight, entry * float(weight + left + right), rate)
     step = [product, product]  # the output, and the input's gradient
+    # dot products over the tokens, of transposed factors
+    few = [
+        (0.0, 2.0 * entry * (left + right), rate),
+        (2 * tokens * density * weight, 2 * entry * tokens * density * weight, rate),
+    ]
     if method == "full":
-        step += [product, (10.0 * weight, 7 * ENTRY * weight)]  # AdamW reads four numbers an entry and writes three
+        step += [product, (10.0 * weight, 7.0 * entry * weight, rate)]  # AdamW reads four numbers and writes three
     if method == "lora":  # two narrow products, a scaling and a sum; three times as much in backward, and PEFT's casts
-        step += [(2.0 * tokens * RANK * (rows + cols), ENTRY * (right + left)), (left, ENTRY * 5 * left)]
-        step += [(4.0 * tokens * RANK * (rows + cols), ENTRY * (3 * left + 2 * right)), (right, ENTRY * 5 * right)]
+        step += [
+            (2.0 * tokens * RANK * (rows + cols), entry * float(right + left), rate),
+            (left, 5.0 * entry * left, rate),
+        ]
+        step += [(4.0 * tokens * RANK * (rows + cols), entry * float(3 * left + 2 * right), rate)]
+        step += [(right, 5.0 * entry * right, rate)]
     if method == "id3":  # the product, then one pass that scores it
-        step += [product, (4.0 * weight, 2 * ENTRY * weight)]
-    if method == "static":  # a dot product over the tokens for each entry, of transposed factors
-        chosen = density * weight
-        step += [(0.0, 2 * ENTRY * (left + right)), (2 * tokens * chosen, 2 * ENTRY * tokens * chosen)]
+        step += [product, (4.0 * weight, 2.0 * entry * weight, rate)]
+    if method == "static":
+        step += few
+    if method in LEFT:  # two passes for the norms
+        share = LEFT[method]
+        step += [(0.0, 2.0 * entry * (left + right), rate), *few]
+        step += [(share * product[0], share * product[1], SCREENED[dtype])]
     return step
 
 
-def seconds(layers: list[tuple[int, list[tuple[float, float]]]], gpu: str) -> float:
+def seconds(layers: list[tuple[int, list[Phase]]], gpu: str) -> float:
     """What the device takes for the phases of layers that there are ``count`` of."""
-    rate, bandwidth = (share * limit for share, limit in zip(REACHED, GPUS[gpu], strict=True))
-    return sum(count * max(work / rate, moved / bandwidth) for count, layer in layers for work, moved in layer)
+    of_rate, of_bytes = REACHED
+    return sum(
+        count * max(work / (of_rate * rate), moved / (of_bytes * GPUS[gpu]))
+        for count, layer in layers
+        for work, moved, rate in layer
+    )
 
 
-def main(density: Annotated[float, typer.Option(help="Share of the entries that is unmasked.")] = 0.001) -> None:
+def main(
+    density: Annotated[float, typer.Option(help="Share of the entries that is unmasked.")] = 0.001,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, without TF32.")] = "bfloat16",
+) -> None:
     """Print a table for each model."""
     for name, model in MODELS.items():
         rows = []
-        for method, launches in model.launches.items():
-            layers = [(count, phases(method, model.tokens, *shape, density)) for *shape, count in model.layers]
+        screened = model.launches["id3"] + SCREENING * sum(count for *_, count in model.layers)
+        for method, launches in (model.launches | dict.fromkeys(LEFT, screened)).items():
+            layers = [(count, phases(method, model.tokens, *shape, density, dtype)) for *shape, count in model.layers]
             work, moved = (sum(count * phase[n] for count, layer in layers for phase in layer) for n in (0, 1))
             row = [
                 method,
@@ -84,7 +114,8 @@ def main(density: Annotated[float, typer.Option(help="Share of the entries that 
                 f"{launches * LAUNCH * 1e3:.1f}",
             ]
             rows.append(row + [f"{1e3 * max(seconds(layers, gpu), launches * LAUNCH):.1f}" for gpu in GPUS])
-        report(name, ["method", "TFLOP", "GB", "launches", "host ms", *(f"{gpu} ms" for gpu in GPUS)], rows)
+        header = ["method", "TFLOP", "GB", "launches", "host ms", *(f"{gpu} ms" for gpu in GPUS)]
+        report(f"{name}, {dtype}", header, rows)
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ def _norms(
         )  # fmt: skip
     else:
         _column_norms(
-            right, scales, norms + rows, keys + rows, (block - of_rows) * width, tokens, cols, right_token, right_column,
-            underflow, True, width, at_once,
+            right, scales, norms + rows, keys + rows, (block - of_rows) * width, tokens, cols, right_token,
+            right_column, underflow, True, width, at_once,
         )  # fmt: skip
 
 
