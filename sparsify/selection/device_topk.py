@@ -19,6 +19,7 @@ from sparsify.strategies.importance import Importance
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
 SEEN = 2  # entries for each candidate that may stay until a cut; once as many were offered, there is a threshold
+MOST_MULTIPLIED = 1 << 26  # entries of a product that are multiplied out at once
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
@@ -49,12 +50,30 @@ class _Held:
             unmasked = select_product(self.candidates, importance, factors)
             self._most, self._seen = self.candidates.limit, self._seen + factors.weight.numel()
             return unmasked, True
+        if factors.weight.numel() > MOST_MULTIPLIED:
+            return self._offer_by_rows(importance, factors), False
         grad = factors.left.t() @ factors.right
         unmasked = grad.take(factors.unmasked)
         if factors.excluded.numel():
             grad.view(-1).index_fill_(0, factors.excluded, 0)  # and so never selected
         self.offer(importance, Part(factors.weight, grad, None, factors.offset, None, 0, grad.numel()))
         return unmasked, False
+
+    def _offer_by_rows(self, importance: Importance, factors: Factors) -> Tensor:
+        """Offers the entries of a large product, of which only some rows are in memory; returns the unmasked ones."""
+        left, right, weight, offset, unmasked, excluded = factors
+        (rows, cols), taken = weight.shape, left.new_zeros(())
+        at_once = max(1, MOST_MULTIPLIED // cols)
+        for first in range(0, rows, at_once):
+            block = slice(first, first + at_once)
+            own, part = left[:, block].t(), weight[block]
+            grad = left.new_zeros(part.numel() + 1)  # the last place is that of entries of other blocks
+            product = torch.mm(own, right, out=grad[:-1].view(-1, cols))
+            ours, others = (_places(indices, first * cols, part.numel()) for indices in (unmasked, excluded))
+            taken = taken + grad.take(ours)
+            grad.index_fill_(0, others, 0)  # and so never selected
+            self.offer(importance, Part(part, product, None, offset + first * cols, None, 0, part.numel()))
+        return taken
 
     def _offer(self, importance: Importance, part: Part) -> None:
         candidates, number = self.candidates, part.stop - part.start
@@ -77,6 +96,12 @@ class _Held:
         self._cut(size)
         ids, scores, grads, weights = (array[:size] for array in self.candidates.arrays)
         return [ids, scores.where(self.candidates.held[:size], 0), grads, weights]
+
+
+def _places(indices: Tensor, start: int, number: int) -> Tensor:
+    """Where entries (n,) are among so many from a start on; ``number`` for those that are not."""
+    places = indices - start
+    return places.where((places >= 0) & (places < number), number)
 
 
 class DeviceTopK:
