@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sparsify.kernels.triton import norm_bound, packed, scatter, sddmm, select
+from sparsify.kernels.triton import norm_bound, norms, packed, scatter, sddmm, select
 
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 CUBIN = Path(sys.argv[1])
@@ -55,9 +55,9 @@ for short in ("fp32", "bf16", "fp16"):
                "left_underflow": "fp32", "right_underflow": "fp32", "underflow": "fp32", "largest": "fp32",
                "order": "*i64", "keys": "*i64", "values": "*" + short, "places": "*i32", "indices": "*i64",
                "out": "*fp32"}
-    tokens, width = norm_bound.AT_ONCE
-    build(norm_bound._scales, factors, block=tokens, at_once=width)
-    build(norm_bound._norms, factors, width=norm_bound.WIDTH, at_once=packed.TOKENS)
+    tokens, width = norms.AT_ONCE
+    build(norms._scales, factors, block=tokens, at_once=width)
+    build(norms._norms, factors, width=norms.WIDTH, at_once=norms.TOKENS)
     for has_order in (True, False):
         build(packed._pack, factors, has_order=has_order, block=packed.BLOCK)
     build(packed._packed_sddmm, factors, entries=packed.ENTRIES, at_once=packed.TOKENS)

@@ -1,7 +1,7 @@
 """The Triton form of ``kernels/norm_bound.py``: screens a product on a GPU, and adds what it finds to the candidates.
 
-``_scales``        the scale of each token, by the norms of its own rows
-``_norms``         the norms of the product's rows and columns; both factors are packed in their order (``packed.py``)
+Both factors are packed (``packed.py``) in the order of their norms (``norms.py``).
+
 ``_mark``          sets a bit for each entry that is excluded
 ``_screen``        a program multiplies one tile, unless the norms rule it out, and notes the entries that could reach
                    the threshold; the tile is never written
@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsify.kernels.candidates import Candidates, Factors
-from sparsify.kernels.norm_bound import LARGEST_SCALE, SMALLEST_THRESHOLD, norms_slack, rounding_of, underflow
+from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD, norms_slack, rounding_of, underflow
+from sparsify.kernels.triton.norms import norms_of
 from sparsify.kernels.triton.packed import TILE, TOKENS, dots, pack, packed_sddmm
 from sparsify.kernels.triton.select import (
     AGAIN_WARPS,
@@ -39,8 +40,6 @@ from sparsify.strategies.importance import D3, ROUNDING_SLACK
 
 TF32_ROUNDING = 1.02 * 2.0**-10  # of one number, which the units may cut off, with the terms of higher order
 SMALLEST = tl.constexpr(SMALLEST_THRESHOLD)
-AT_ONCE = 4, 512  # tokens, and numbers of each, that a program reads at once for scales
-WIDTH = 64  # rows or columns of a program that computes norms
 SCREEN_WARPS = 8
 GROUP = 8  # rows of tiles that are multiplied together, so that they share what is in the cache
 NOTED_WIDTH = tl.constexpr(16)  # columns of a tile whose entries a program notes at once
@@ -53,13 +52,10 @@ def screen_d3(candidates: Candidates, importance: D3, factors: Factors) -> Tenso
     left, right, weight, offset, unmasked, excluded = factors
     (tokens, rows), cols, device = left.shape, right.shape[1], left.device
     weight, finite = weight.contiguous(), candidates.finite.view(torch.int8)
-    norms = torch.empty(rows + cols, dtype=torch.float32, device=device)
-    keys = torch.empty(rows + cols, dtype=torch.int64, device=device)
     noted = torch.empty(candidates.capacity - candidates.limit, dtype=torch.int64, device=device)
     marks = torch.zeros(triton.cdiv(rows * cols, 32), dtype=torch.int32, device=device)
     with torch.cuda.device_of(left):
-        _measure(left, right, norms, keys, finite)
-        order = keys.argsort()
+        norms, order = norms_of(left, right, finite)
         packed = pack(left, right, order)
         if excluded.numel():
             _mark[(triton.cdiv(excluded.numel(), 1024),)](marks, excluded, excluded.numel(), block=1024)
@@ -91,92 +87,6 @@ def screen_d3(candidates: Candidates, importance: D3, factors: Factors) -> Tenso
 def depth_of(itemsize: int) -> int:
     """Tokens that are multiplied at once: as many bytes for all numbers."""
     return TOKENS * 2 // itemsize
-
-
-def _measure(left: Tensor, right: Tensor, norms: Tensor, keys: Tensor, finite: Tensor) -> None:
-    (tokens, rows), cols = left.shape, right.shape[1]
-    scales = torch.empty(tokens, dtype=torch.float32, device=left.device)
-    strides = *left.stride(), *right.stride()
-    _scales[(triton.cdiv(tokens, AT_ONCE[0]),)](
-        *(left, right, scales, finite, tokens, rows, cols, *strides),
-        *(underflow(rows), underflow(cols), LARGEST_SCALE, *AT_ONCE),
-    )
-    _norms[(triton.cdiv(rows, WIDTH) + triton.cdiv(cols, WIDTH),)](
-        *(left, right, scales, norms, keys, tokens, rows, cols, *strides, underflow(tokens), WIDTH, TOKENS)
-    )
-
-
-@triton.jit
-def _scales(
-    left, right, scales, finite, tokens, rows, cols, left_token, left_column, right_token, right_column,
-    left_underflow, right_underflow, largest, block: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    of_left, left_bad = _row_norm(left, token, tokens, rows, left_token, left_column, block, at_once)
-    of_right, right_bad = _row_norm(right, token, tokens, cols, right_token, right_column, block, at_once)
-    if tl.sum(left_bad + right_bad) > 0:
-        tl.store(finite, 0)
-    of_left, of_right = of_left + left_underflow, of_right + right_underflow
-    scale = tl.minimum(tl.maximum(tl.sqrt_rn(tl.div_rn(of_right, of_left)), tl.div_rn(1.0, largest)), largest)
-    usable = (of_left < float("inf")) & (of_right < float("inf"))
-    tl.store(scales + token, tl.where(usable, scale, float("nan")), mask=token < tokens)
-
-
-@triton.jit
-def _row_norm(factor, token, tokens, number, token_stride, column_stride, block: tl.constexpr, at_once: tl.constexpr):
-    """The norms (block,) of tokens' rows, and how many of a row's numbers are not finite."""
-    squares = tl.zeros((block,), tl.float32)
-    bad = tl.zeros((block,), tl.int32)
-    for first in range(0, number, at_once):
-        column = first + tl.arange(0, at_once)
-        inside = (token < tokens)[:, None] & (column < number)[None, :]
-        place = token[:, None] * token_stride + column[None, :] * column_stride
-        x = tl.abs(tl.load(factor + place, mask=inside, other=0.0).to(tl.float32))
-        squares += tl.sum(x * x, axis=1)
-        bad += tl.sum(((x < float("inf")) == 0).to(tl.int32), axis=1)
-    return tl.sqrt_rn(squares), bad
-
-
-@triton.jit
-def _norms(
-    left, right, scales, norms, keys, tokens, rows, cols, left_token, left_column, right_token, right_column, underflow,
-    width: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0)
-    of_rows = tl.cdiv(rows, width)
-    if block < of_rows:
-        _column_norms(
-            left, scales, norms, keys, block * width, tokens, rows, left_token, left_column, underflow, False, width,
-            at_once,
-        )  # fmt: skip
-    else:
-        _column_norms(
-            right, scales, norms + rows, keys + rows, (block - of_rows) * width, tokens, cols, right_token,
-            right_column, underflow, True, width, at_once,
-        )  # fmt: skip
-
-
-@triton.jit
-def _column_norms(
-    factor, scales, norms, keys, first, tokens, number, token_stride, column_stride, underflow, is_right: tl.constexpr,
-    width: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
-    column = first + tl.arange(0, width)
-    squares = tl.zeros((width,), tl.float32)
-    for start in range(0, tokens, at_once):
-        token = (start + tl.arange(0, at_once)).to(tl.int64)
-        inside = (token < tokens)[:, None] & (column < number)[None, :]
-        place = token[:, None] * token_stride + column[None, :] * column_stride
-        x = tl.load(factor + place, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scales + token, mask=token < tokens, other=1.0)
-        scale = tl.div_rn(1.0, scale) if is_right else scale
-        scaled = x * scale[:, None]
-        squares += tl.sum(scaled * scaled, axis=0)
-    norm = tl.sqrt_rn(squares) + underflow
-    tl.store(norms + column, norm, mask=column < number)
-    # one sort orders both: the left factor's first, and each by falling norms, which NaN leads
-    key = is_right * (1 << 32) - tl.abs(norm).to(tl.int32, bitcast=True).to(tl.int64)
-    tl.store(keys + column, key, mask=column < number)
 
 
 @triton.jit
