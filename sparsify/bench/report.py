@@ -53,6 +53,7 @@ def make_table(results: Sequence[Measurement]) -> Table:
         if not one.updates:
             table.add_row(one.settings.method, one.failed if one.failed in EXHAUSTED else "failed")
             continue
+        digits = 4 if one.settings.is_cuda else 3
         table.add_row(
             one.settings.method,
             f"{one.trained:,}" if one.trained else "-",
@@ -62,8 +63,8 @@ def make_table(results: Sequence[Measurement]) -> Table:
             f"{one.peak_bytes / MB:,.0f}",
             f"{statistics.median(one.initialisations):.2f}",
             f"{statistics.median(one.sparse):.3f}" if one.sparse else "-",
-            f"{statistics.median(one.updates):.3f}",
-            f"{one.step_seconds:.3f}",
+            f"{statistics.median(one.updates):.{digits}f}",
+            f"{one.step_seconds:.{digits}f}",
             *(f"{one.step_seconds / base.step_seconds:.2f}" for base in bases),
         )
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -108,9 +109,10 @@ def run_worker(settings: Settings, task: str, heap: Mapping[str, str], seconds: 
     except subprocess.TimeoutExpired:
         raise SparsifyError(OUT_OF_TIME) from None
     if done.returncode:
-        ending = brief((done.stderr.strip() or "no error message").splitlines()[-1])
-        if "OutOfMemoryError" in ending:
+        errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
+        if errors and "OutOfMemoryError" in errors[-1]:
             raise SparsifyError(OUT_OF_MEMORY)
+        ending = brief([*(done.stderr.splitlines() or ["no error message"]), *errors][-1])
         raise SparsifyError(
             f"the process of method {settings.method!r} ended with exit code {done.returncode}: {ending} If it cannot "
             "work here, leave the method out (--methods)."
@@ -129,4 +131,5 @@ def to_json(results: Sequence[Measurement]) -> str:
 def conditions() -> dict[str, Any]:
     """What a measurement depends on, apart from its settings."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {**versions, "machine": platform.machine(), "threads": torch.get_num_threads()}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {**versions, "machine": platform.machine(), "threads": torch.get_num_threads(), **gpu}

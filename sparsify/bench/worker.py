@@ -50,7 +50,7 @@ class Worker:
         self.batches: Iterator[dict[str, Tensor]] = make_batches(settings, model.config.vocab_size, seed)  # type: ignore[union-attr,arg-type]
         started = self._mark()
         self.trainee = self.method.prepare(model, settings)
-        self.initialisation = _seconds(started, self._mark())
+        self.initialisation = seconds_between(started, self._mark())
         if self.method.starts_filled and settings.start:
             self.trainee.resume(load_file(settings.state_file))
         self.unmasked = self.trainee.unmasked()
@@ -68,8 +68,8 @@ class Worker:
             "trained": self.trainee.trained,
             "unmasked": self.unmasked,
             "initialisations": [self.initialisation],
-            "forward_backward": [_seconds(started, between) for started, between, _ in marks],
-            "updates": [_seconds(between, ended) for _, between, ended in marks],
+            "forward_backward": [seconds_between(started, between) for started, between, _ in marks],
+            "updates": [seconds_between(between, ended) for _, between, ended in marks],
             "library_bytes": self.library_bytes,
             "peak_bytes": self.peak_bytes(),
             "sparse": self.sparse_seconds(steps),
@@ -115,7 +115,7 @@ class Worker:
         return mark
 
 
-def _seconds(start: Any, end: Any) -> float:
+def seconds_between(start: Any, end: Any) -> float:
     """The seconds between two marks."""
     if isinstance(start, float):
         return float(end - start)
