@@ -299,7 +299,10 @@ def main(device):
     for place, names in RUNS.items():
         for name in names if len(PLACES[place].devices) <= torch.cuda.device_count() else ():
             before = bytes_on_devices()
-            result = run(CASES[name], PLACES[place], counted)
+            try:
+                result = run(CASES[name], PLACES[place], counted)
+            except Exception:
+                result = {"error": traceback.format_exc(limit=-4)}
             gc.collect()
             result["left"] = bytes_on_devices() - before
             print(json.dumps({"run": [name, place], **result}), flush=True)
