@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from sparsify.bench.methods import METHODS
 from sparsify.bench.report import headline, make_table, plot
-from sparsify.bench.run import Measurement, measure, to_json
+from sparsify.bench.run import OUT_OF_MEMORY, Measurement, measure, to_json
 from sparsify.bench.settings import MOST_STEPS, Settings
 from sparsify.bench.shapes import SHAPES
 from sparsify.bench.tokens import find_texts, make_rows
@@ -52,6 +52,9 @@ def bench(
     heap: Annotated[
         Literal["keep", "system"], typer.Option(help="Keep freed memory while times are taken, or let glibc decide.")
     ] = "keep",
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds for a shape; what is not measured by then is out of time.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the raw measurements here.")] = None,
     plot_to: Annotated[Path | None, typer.Option("--plot", help="Also draw them: a PNG.")] = None,
 ) -> None:  # fmt: skip
@@ -78,7 +81,7 @@ def bench(
 
                 rows = make_rows(texts, AutoTokenizer.from_pretrained(default_model()), seq)
                 save_file(rows, points[0][0].tokens_file)
-            found = measure([one for point in points for one in point], rounds, steps, status.update)
+            found = measure([one for point in points for one in point], rounds, steps, status.update, limit)
         for start in range(0, len(found), len(names)):
             point = found[start : start + len(names)]
             console.print(headline(point, rounds, steps))
@@ -86,8 +89,10 @@ def bench(
         results += found
         if json is not None:
             json.write_text(to_json(results) + "\n")
-    if plot_to is not None:
+    if plot_to is not None and any(one.updates for one in results):
         plot(results, plot_to)
+    if failed := [f"{one.settings.method}: {one.failed}" for one in results if one.failed not in ("", OUT_OF_MEMORY)]:
+        raise SparsifyError("; ".join(failed))
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from sparsify.analysis.plots import COLORS
 from sparsify.bench.methods import FLOOR, FULL
-from sparsify.bench.run import Measurement
+from sparsify.bench.run import EXHAUSTED, Measurement
 from sparsify.common.extras import require
 
 MB = 2**20
@@ -25,7 +25,7 @@ PANELS: dict[str, Callable[[Measurement], float]] = {
 
 def headline(results: Sequence[Measurement], rounds: int, steps: int) -> str:
     """What was measured, and how."""
-    first, settings = results[0], results[0].settings
+    first, settings = max(results, key=lambda one: one.parameters), results[0].settings
     parts = [
         f"{settings.shape} ({first.parameters:,} parameters)", f"{settings.layers} layers" if settings.layers else "",
         settings.tokens or "random tokens", settings.dtype, settings.device,
@@ -41,7 +41,8 @@ def headline(results: Sequence[Measurement], rounds: int, steps: int) -> str:
 def make_table(results: Sequence[Measurement]) -> Table:
     """A row per method, with its ratios to full fine-tuning and to the floor where these were measured."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    bases = [results[_names(results).index(name)] for name in (FULL, FLOOR) if name in _names(results)]
+    measured = [one for one in results if one.updates]
+    bases = [measured[_names(measured).index(name)] for name in (FULL, FLOOR) if name in _names(measured)]
     ratios = [f"/ {base.settings.method}" for base in bases]
     columns = ["trained", "unmasked", "memory (MB)", *ratios, "resident (MB)"]
     columns += ["init (s)", "sparse (s)", "update (s)", "step (s)", *ratios]
@@ -49,6 +50,10 @@ def make_table(results: Sequence[Measurement]) -> Table:
     for column in columns:
         table.add_column(column.replace(" (", "\n("), justify="right", no_wrap=True)
     for one in results:
+        if not one.updates:
+            table.add_row(one.settings.method, one.failed if one.failed in EXHAUSTED else "failed")
+            continue
+        digits = 4 if one.settings.is_cuda else 3
         table.add_row(
             one.settings.method,
             f"{one.trained:,}" if one.trained else "-",
@@ -58,15 +63,16 @@ def make_table(results: Sequence[Measurement]) -> Table:
             f"{one.peak_bytes / MB:,.0f}",
             f"{statistics.median(one.initialisations):.2f}",
             f"{statistics.median(one.sparse):.3f}" if one.sparse else "-",
-            f"{statistics.median(one.updates):.3f}",
-            f"{one.step_seconds:.3f}",
+            f"{statistics.median(one.updates):.{digits}f}",
+            f"{one.step_seconds:.{digits}f}",
             *(f"{one.step_seconds / base.step_seconds:.2f}" for base in bases),
         )
     return table
 
 
 def plot(results: Sequence[Measurement], path: Path) -> None:
-    """Draws time and memory: a bar for each method, at each budget and size of the model."""
+    """Draws time and memory: a bar for each measured method, at each budget and size of the model."""
+    results = [one for one in results if one.updates]
     conditions = [
         (one.shape, f"{one.layers or 'all'} layers", f"budget {one.budget:,}", one.dtype, one.device,
          f"batch {one.batch} x {one.length}")

@@ -14,8 +14,9 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ class Worker:
         self.library_bytes = 0 if settings.is_cuda else peak_bytes()
         model = build(settings)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.batches = make_batches(settings, model.config.vocab_size, seed)  # type: ignore[union-attr,arg-type]
-        started = self._now()
+        self.batches: Iterator[dict[str, Tensor]] = make_batches(settings, model.config.vocab_size, seed)  # type: ignore[union-attr,arg-type]
+        started = self._mark()
         self.trainee = self.method.prepare(model, settings)
-        self.initialisation = self._now() - started
+        self.initialisation = seconds_between(started, self._mark())
         if self.method.starts_filled and settings.start:
             self.trainee.resume(load_file(settings.state_file))
         self.unmasked = self.trainee.unmasked()
@@ -59,14 +60,16 @@ class Worker:
 
     def measure(self, steps: int) -> dict[str, Any]:
         """Does ``steps`` steps, and as many under torch's profiler, which takes memory of its own."""
-        forward_backward, updates = zip(*(self.step() for _ in range(steps)), strict=True)
+        ahead = list(islice(self.batches, steps))  # so that the host waits for no copy between the steps
+        self.batches = chain(ahead, self.batches)
+        marks = [self.step() for _ in range(steps)]
         return {
             "parameters": self.parameters,
             "trained": self.trainee.trained,
             "unmasked": self.unmasked,
             "initialisations": [self.initialisation],
-            "forward_backward": forward_backward,
-            "updates": updates,
+            "forward_backward": [seconds_between(started, between) for started, between, _ in marks],
+            "updates": [seconds_between(between, ended) for _, between, ended in marks],
             "library_bytes": self.library_bytes,
             "peak_bytes": self.peak_bytes(),
             "sparse": self.sparse_seconds(steps),
@@ -91,22 +94,33 @@ class Worker:
             seconds.append(sum(event.cpu_time_total for event in ranges) / 1e6)  # microseconds
         return seconds
 
-    def step(self) -> tuple[float, float]:
-        """One whole training step; returns the seconds of forward and backward, and of the update."""
+    def step(self) -> tuple[Any, Any, Any]:
+        """One whole training step; returns marks of its start, of the end of backward, and of its end."""
         trainee, batch = self.trainee, next(self.batches)
-        started = self._now()
+        started = self._mark()
         trainee.model(**batch).loss.backward()
-        between = self._now()
+        between = self._mark()
         trainee.before_step()
         if trainee.optimizer is not None:
             trainee.optimizer.step()
             trainee.optimizer.zero_grad()
-        return between - started, self._now() - between
+        return started, between, self._mark()
 
-    def _now(self) -> float:
-        if self.settings.is_cuda:
-            torch.cuda.synchronize(self.settings.device)
-        return time.perf_counter()
+    def _mark(self) -> Any:
+        """This moment; on a GPU a moment in its stream, which the host does not wait for."""
+        if not self.settings.is_cuda:
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self.settings.device))
+        return mark
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """The seconds between two marks."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3  # milliseconds
 
 
 def fill(model: nn.Module, settings: Settings, step: Callable[[], object], fill_steps: int = FILL_STEPS) -> None:

@@ -58,7 +58,7 @@ def calibrate(
                 "an iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
             )
         calibration = list(calibration)
-    loss_of, device = loss_fn or _loss_of_model, next(model.parameters()).device
+    loss_of, devices = loss_fn or _loss_of_model, [parameter.device for parameter in model.parameters()]
 
     def losses(batches: Any) -> Iterator[Tensor]:
         number, unit = None, "batch"
@@ -66,7 +66,7 @@ def calibrate(
             number, unit = importance.num_samples, "example"
             batches = islice((example for batch in batches for example in _examples(batch)), number)
         for batch in tqdm(batches, total=number, unit=unit, desc="calibrating", leave=False):
-            yield loss_of(model, _to(batch, device))
+            yield loss_of(model, _to(batch, devices))
 
     with _left_unchanged(model), torch.enable_grad():
         with _summed(parameters, squared=isinstance(importance, Fisher)) as totals:
@@ -153,9 +153,11 @@ def _examples(batch: Any) -> list[Any]:
     return [{key: parts[i] for key, parts in split.items()} for i in range(size)]
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
+    """Moves tensors to the first device, unless they are on another one of a model that is on several."""
     if isinstance(batch, Mapping):
-        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+        return {**batch, **{key: t.to(devices[0]) for key, t in tensors.items() if t.device not in devices}}
     return batch
 
 

@@ -1,6 +1,7 @@
 """``sparsify bench``: options are checked first, methods take turns, and the report has ratios."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from sparsify.cli import make_app
 from sparsify.errors import SparsifyError
 
 PNG = b"\x89PNG"
+FAILURES = {"id3": "its process ended", "full": "out of memory", "lora": "out of time"}
 
 
 def measured(method, seconds=1.0, peak=2**30, **settings):
@@ -34,7 +36,7 @@ def asked(monkeypatch):
     """Makes the command measure nothing; gives the settings of all methods."""
     seen = []
 
-    def fake(methods, rounds, steps, progress):
+    def fake(methods, rounds, steps, progress, limit):
         seen.extend(methods)
         return [replace(measured("id3"), settings=one) for one in methods]
 
@@ -46,7 +48,7 @@ def asked(monkeypatch):
 def test_methods_take_turns_and_memory_is_measured_where_the_heap_is_given_back(heap, monkeypatch):
     turns = []
 
-    def fake(settings, task, limits):
+    def fake(settings, task, limits, seconds):
         turns.append((settings.method, task, limits))
         return json.dumps({"peak_bytes": len(turns), "parameters": 7, "updates": [len(turns)] * 3})
 
@@ -60,6 +62,44 @@ def test_methods_take_turns_and_memory_is_measured_where_the_heap_is_given_back(
     ]
     assert (static.held_bytes, static.peak_bytes, static.parameters, static.updates) == (2, 6, 7, [4] * 3 + [6] * 3)
     assert (id3.held_bytes, id3.peak_bytes, id3.updates) == (3, 7, [5] * 3 + [7] * 3)
+
+
+def test_a_method_that_fails_has_a_row_that_says_so_and_no_further_turn(monkeypatch):
+    turns = []
+
+    def fake(settings, task, limits, seconds):
+        turns.append((settings.method, task))
+        if settings.method in FAILURES:
+            raise SparsifyError(FAILURES[settings.method])
+        return json.dumps({"peak_bytes": 3, "initialisations": [1], "updates": [1], "forward_backward": [1]})
+
+    monkeypatch.setattr(run, "run_worker", fake)
+    methods = [Settings(name, device="cuda") for name in ("id3", "dense-id3", "full", "lora", "floor")]
+    results = measure(methods, rounds=2, steps=1, progress=lambda text: None, seconds=60)
+    assert turns == [("id3", FILL), ("full", "1"), ("lora", "1"), ("floor", "1"), ("floor", "1")]
+    assert results[-1].held_bytes == 3, "a GPU's memory takes no turn of its own"
+    assert [one.failed for one in results] == [FAILURES[name] for name in ("id3", "id3", "full", "lora")] + [""]
+    first, second = (list(column.cells) for column in make_table(results).columns[:2])
+    assert first == [one.method for one in methods]
+    assert second == ["failed", "failed", "out of memory", "out of time", "-"]
+
+
+@pytest.mark.parametrize(("why", "is_error"), [("out of memory", False), ("out of time", True), ("any other", True)])
+def test_what_is_not_measured_is_an_error_at_the_end_unless_memory_ran_out(why, is_error, monkeypatch, tmp_path):
+    def fake(methods, *_):
+        return [measured("id3"), replace(measured("full"), updates=[], failed=why)]
+
+    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    arguments = ["--shapes", "tiny", "--plot", str(tmp_path / "picture"), "--json", str(tmp_path / "raw.json")]
+    with pytest.raises(SparsifyError, match=f"full: {why}") if is_error else nullcontext():
+        invoke(*arguments)
+    assert [row["failed"] for row in json.loads((tmp_path / "raw.json").read_text())["results"]] == ["", why]
+    assert (tmp_path / "picture").read_bytes()[:4] == PNG
+
+
+def test_a_process_that_takes_too_long_is_out_of_time():
+    with pytest.raises(SparsifyError, match=r"^out of time$"):
+        run_worker(Settings("full", "tiny"), "1", {}, seconds=0.1)
 
 
 @pytest.mark.slow

@@ -116,17 +116,35 @@ def test_the_sparse_part_of_a_backward_is_timed_in_some_more_steps(start):
     assert counts[COMMIT] == 1
 
 
-def test_on_a_gpu_times_wait_for_it_and_memory_is_that_of_its_tensors(monkeypatch):
-    worker, waited = object.__new__(Worker), []
+class Event:
+    """In place of CUDA's: a moment, told in milliseconds."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.moment, self.waited = next(stream), False
+
+    def synchronize(self):
+        self.waited = True
+
+    def elapsed_time(self, end):
+        assert end.waited
+        return 1e3 * (end.moment - self.moment)
+
+
+def test_on_a_gpu_times_are_those_of_its_stream_and_memory_is_that_of_its_tensors(monkeypatch):
+    worker, moments = object.__new__(Worker), iter([1, 2, 5, 5, 6, 10])
     worker.settings, worker.method = Settings("id3", device="cuda:1"), METHODS["id3"]
-    worker.batches = iter([{}])
+    worker.batches = iter([{}] * 2)
+    worker.initialisation = worker.parameters = worker.unmasked = worker.library_bytes = 0
     worker.trainee = Trainee(lambda: type("Output", (), {"loss": torch.ones((), requires_grad=True)}), trained=1)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: moments if device == "cuda:1" else None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 if device == "cuda:1" else 0)
-    worker.step()
-    assert waited == ["cuda:1"] * 3, "before forward, between backward and the update, and after it"
-    assert worker.peak_bytes() == 7
-    assert worker.sparse_seconds(1) == []
+    found = worker.measure(2)
+    assert (found["forward_backward"], found["updates"]) == ([1, 1], [3, 4])
+    assert (found["peak_bytes"], found["sparse"]) == (7, [])
     assert peak_bytes() > 2**26
 
 

@@ -5,15 +5,18 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from sparsify.delta.checkpoint.reader import Checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "lora", "merge", "ranks", "roofline", "swap")
+NAMES = ("common", "file", "gpu", "lora", "merge", "profile_step", "ranks", "roofline", "swap")
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +138,60 @@ def test_the_roofline_counts_the_products_of_a_layer(script):
     methods = ("floor", "id3", "id3, screened, half left")
     work = [sum(phase[0] for phase in phases(method, 10, 20, 30, 0, "float32")) for method in methods]
     assert work == [24_000, 38_400, 30_000]
+
+
+def row(key, kind, count=1, host=0, device=0, whole=0):
+    """A row of torch's profile; microseconds."""
+    return SimpleNamespace(
+        key=key, device_type=kind, count=count, self_cpu_time_total=host, cpu_time_total=whole,
+        self_device_time_total=device, device_time_total=whole // 2,
+    )  # fmt: skip
+
+
+def test_a_step_on_a_gpu_is_broken_down_into_kernels_launches_waits_and_our_ranges(script):
+    host, cuda = DeviceType.CPU, DeviceType.CUDA
+    rows = [
+        row("aten::mm", host, 3, host=50), row("cudaLaunchKernel", host, 4, host=20), row("cuLaunchKernelEx", host, 2),
+        row("cudaStreamSynchronize", host, 1), row("cudaMemcpyAsync", host, 5), row("cudaMalloc", host, 2),
+        row("sparsify::collect", host, 2, whole=4_000), row("sparsify::collect", cuda, 2, device=9_000),
+        row("_select", cuda, 2, device=1_500), row("gemm", cuda, 3, device=2_500),
+    ]  # fmt: skip
+    found = script("profile_step").breakdown(rows, is_cuda=True)
+    assert found["kernels"] == [("gemm", 3, 2.5), ("_select", 2, 1.5)]
+    assert found["launches"] == 6
+    assert found["waits"] == {"cudaStreamSynchronize": 1, "cudaMalloc": 2}
+    assert found["ranges"] == {"sparsify::collect": {"count": 2, "host": 4.0, "device": 2.0}}
+    assert script("profile_step").breakdown(rows, is_cuda=False)["kernels"][0] == ("aten::mm", 3, 0.05)
+
+
+def test_a_step_on_a_cpu_is_broken_down_and_drawn(script, tmp_path, capsys):
+    files = {"json": tmp_path / "raw.json", "plot": tmp_path / "picture.png"}
+    script("profile_step").main("tiny", "id3,lora", budget=1_000, batch=2, seq=8, **files)
+    results = json.loads(files["json"].read_text())["results"]
+    assert results["id3"]["ranges"].keys() == {"sparsify::collect", "sparsify::commit"}
+    assert not results["lora"]["ranges"]
+    assert min(one["step"] for one in results.values()) > 0
+    assert files["plot"].read_bytes()[:4] == b"\x89PNG"
+    assert "lora: the longest" in capsys.readouterr().out
+
+
+def test_parts_that_fail_or_take_too_long_are_named_and_the_others_run(script, tmp_path, capfd):
+    gpu = script("gpu")
+    # a process of the part's own keeps its output open
+    child = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', '{}'])"
+    programs = {"fails": "import sys; sys.exit(3)", "hangs": child.format("import time; time.sleep(60)")}
+    programs["works"] = "import sparsify.errors; print('done')"
+    parts = [
+        gpu.Part(name, 2 if name == "hangs" else 60, [sys.executable, "-c", code]) for name, code in programs.items()
+    ]
+    started = time.monotonic()
+    assert gpu.run_all(parts, tmp_path) == {"fails": "ended with exit code 3", "hangs": "took longer than 2 s"}
+    assert time.monotonic() - started < 40
+    assert (tmp_path / "works.log").read_text() == "done\n"
+    assert "begun" in capfd.readouterr().out
+
+
+def test_all_parts_take_ten_minutes_at_most(script, tmp_path):
+    parts = script("gpu").parts(tmp_path, "cuda", script("gpu").MODELS)
+    assert sum(part.seconds for part in parts) < 600
+    assert len({part.name for part in parts}) == len(parts)

@@ -36,6 +36,11 @@ KINDS = {
 }  # fmt: skip
 
 
+def seeded(seed):
+    """A generator of numbers on the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def factors(kind, tokens, rows, cols, dtype=torch.float32, seed=0):
     """left (tokens, rows) and right (tokens, cols) of one of the ``KINDS``."""
     with torch.random.fork_rng():

@@ -54,7 +54,7 @@ def mask(module, *attributes):
         if not attributes or attribute in attributes:
             row = frozen_row(module)
             tensors[attribute] = MaskedTensor(len(tensors), module, attribute, attribute, 0, recorder, row)
-    recorder.buffers.register(len(tensors), 1000, torch.float64, torch.device("cpu"))
+    recorder.buffers.register(len(tensors), 1000, torch.float64, torch.get_default_device())
     swap(module, tensors)
     return recorder, tensors
 

@@ -7,11 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products import seeded
 
+from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.kernels.select import plain_cut, plain_select
 from sparsify.strategies.importance import D3
 
+pytestmark = pytest.mark.usefixtures("device")
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
 OTHERS = [D3(exp=-1), D3(exp=-2, eps=0.1), D3(exp=1.5), D3(exp=0.3, eps=1e-6), D3(exp=40)]
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-3, -3.5, 1e-40, 1e30, -1e38]  # few, so that there are ties
@@ -21,9 +24,10 @@ OFFSET, TOTAL = 7, 5000
 
 
 @pytest.fixture(scope="module")
-def fused():
+def fused(device):
     """The Triton forms, in place of the plain ones."""
-    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    if not has_triton(device):
+        pytest.skip("Triton is not installed, or does not run here")
     from sparsify.kernels.triton import select as triton_select
 
     return partial(triton_select.select_d3, overflows=False), triton_select.cut
@@ -42,7 +46,7 @@ def held(candidates):
 
 
 def empty(capacity=200, size=1, limit=1):
-    return Candidates(size, limit, capacity, TOTAL, torch.float32, torch.device("cpu"))
+    return Candidates(size, limit, capacity, TOTAL, torch.float32, torch.get_default_device())
 
 
 def select(form, candidates, importance, weight, grad, rows=None, ids=None, start=0, stop=None, **options):
@@ -57,7 +61,7 @@ def selected(form, importance, weight, grad, rows=None, capacity=1000, start=0, 
 
 
 def some(rows, cols, seed, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), (rows, cols), generator=generator)].to(dtype)
 
 
@@ -185,7 +189,7 @@ SCORES = st.lists(st.sampled_from([1e-45, 1e-40, 0.5, 1.0, 1.0000001, 3e38]), mi
 
 
 def test_a_cut_of_more_candidates_than_a_block_has(form):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     ids = torch.randperm(TOTAL, generator=generator)[:4500].tolist()
     scores = torch.randint(1, 40, (4500,), generator=generator).float().tolist()  # about 115 of each
     candidates = filled(scores, ids, capacity=4600, size=2111)

@@ -1,4 +1,4 @@
-"""Selection on a GPU, forced on the CPU: the same winners, and a few waits a step for any number of tensors."""
+"""Selection on a GPU, or as on one on the CPU: the same winners, and a few waits a step for any number of tensors."""
 
 import copy
 from functools import partial
@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, build, loss_of, train
 from oracle import unmasked_sets
+from products import seeded
 from torch import nn
 from twins import Twins
 
@@ -21,17 +22,17 @@ from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.topk import TopK
 
 STEPS, BUDGET = 6, 61
-NUMBERS = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -4.0])  # few, so that there are ties
+NUMBERS = [0.0, 1.0, -1.0, 0.5, 2.0, -4.0]  # few, so that there are ties
 
 
 @pytest.fixture(params=["plain", "triton"])
-def like_a_gpu(request, monkeypatch):
-    """The CPU is treated as a GPU is, by kernels in either form."""
-    if request.param == "triton":
-        pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    else:
+def like_a_gpu(request, device, monkeypatch):
+    """The CPU is treated as a GPU is; kernels in either form."""
+    if request.param == "plain":
         monkeypatch.setattr(kernels, "_is_installed", lambda: False)
-    monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))
+    elif not kernels.has_triton(device):
+        pytest.skip("Triton is not installed, or does not run here")
+    monkeypatch.setattr("sparsify.common.devices.AHEAD", (device.type,))
     return request.param
 
 
@@ -50,15 +51,15 @@ SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
 def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     tensors, offset = [], 0
     for shape in shapes:
-        pair = [NUMBERS[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2)]
+        pair = [torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2)]
         tensors.append((*pair, None, offset))
         offset += pair[0].numel()
     random.shuffle(tensors)
-    expected = TopK(size, torch.float32, "cpu")
-    topk = DeviceTopK(size, offset, torch.float32, torch.device("cpu"))
+    expected = TopK(size, torch.float32, torch.get_default_device())
+    topk = DeviceTopK(size, offset, torch.float32, torch.get_default_device())
     for tensor in tensors:
         expected.offer(D3(), *tensor)
         topk.offer(D3(), *tensor)
@@ -78,21 +79,21 @@ def test_selection_launches_two_kernels_for_a_tensor_of_any_size(monkeypatch):
     monkeypatch.setattr(device_topk, "may_overflow", lambda *args: True)
     layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
     sizes = [32000 * 4096, 4096, *32 * layer, 32000 * 4096]  # of a 7-billion-parameter Llama
-    topk = DeviceTopK(6_700, sum(sizes), torch.float32, torch.device("cpu"))
+    topk = DeviceTopK(6_700, sum(sizes), torch.float32, torch.get_default_device())
     for size in sizes:
         topk.offer(D3(), torch.empty(1), torch.empty(1).expand(1, size), None, 0)
     assert len(sizes) <= sum(launched) <= 2 * len(sizes) + 50  # the first tensor comes in parts that double
 
 
 def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
-    topk = DeviceTopK(10, 1000, torch.float32, torch.device("cpu"))
+    topk = DeviceTopK(10, 1000, torch.float32, torch.get_default_device())
     assert topk.winners().ids.tolist() == [-1] * 10, "nothing seen"
     topk.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
     assert topk.winners().ids.tolist() == list(range(999, 989, -1))
 
 
 def test_the_best_of_several_devices_are_selected(like_a_gpu):
-    topks = [DeviceTopK(3, 40, torch.float32, torch.device("cpu")) for _ in range(2)]
+    topks = [DeviceTopK(3, 40, torch.float32, torch.get_default_device()) for _ in range(2)]
     for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, torch.inf])):
         topks[number].offer(D3(exp=0), torch.zeros(1, len(scores)), torch.tensor([scores]), None, 20 - 10 * number)
     topks[0]._held |= {torch.device("cuda"): held for held in topks[1]._held.values()}  # as if of another device
@@ -113,9 +114,9 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
 
 @pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, monkeypatch):
+def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, device, monkeypatch):
     runs = []
-    for ahead in (("cpu",), ()):
+    for ahead in ((device.type,), ()):
         monkeypatch.setattr("sparsify.common.devices.AHEAD", ahead)
         model, batches = build("mlp", dtype=dtype)
         sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)

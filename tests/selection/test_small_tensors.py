@@ -1,8 +1,10 @@
 """Small tensors' gradients, looked at together, show the topk what each by itself would have."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products import seeded
 from recorder import mask
 from torch import nn
 
@@ -11,6 +13,8 @@ from sparsify.masked.gradients import DenseGradient, Product
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
 from sparsify.selection.topk import TopK
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def small_tensors(unmasked):
@@ -27,7 +31,7 @@ def small_tensors(unmasked):
 
 
 def gradients(tensors, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [DenseGradient(torch.randn(tensor.matrix.shape, generator=generator)) for tensor in tensors]
 
 
@@ -39,7 +43,7 @@ def kept(tensors, grads):
 
 
 def context_of(size, masked_only=True):
-    return SelectionContext(TopK(size, torch.float32, "cpu"), D3(exp=1), Work(), masked_only)
+    return SelectionContext(TopK(size, torch.float32, torch.get_default_device()), D3(exp=1), Work(), masked_only)
 
 
 def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking_in_the_longest_dtype():

@@ -1,0 +1,142 @@
+"""Training on CUDA devices: the CPU's results, streams that wait for each other, a host that does not.
+
+Simulated devices are those of ``fake_cuda.py``, in the folder that SPARSIFY_FAKE_CUDA names or in
+``../shared/fake_cuda``. It counts a race where a stream reads what another wrote and was not waited for; full
+fine-tuning is the control. Its numbers are the CPU's.
+
+``pytest -m gpu`` runs the same on a real device, which sums in another order: scores and losses differ in their last
+bits, and near a cut that may decide for another entry. Two runs may differ in the same way, since attention's backward
+and the sums of embedding rows have no fixed order there. Kernels of the library have one (``tests/kernels``).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(os.environ.get("SPARSIFY_FAKE_CUDA") or ROOT.parent / "shared" / "fake_cuda")
+TORCH = "2.13"  # that its C++ was written for
+STREAMS = ["default", "side", "two streams", "two devices"]
+PLACES = [*STREAMS, "side on two devices"]
+AUTOCAST = ["float16", "bfloat16"]
+# of a step, beyond full fine-tuning's; that of ranks grows with the number of tensors
+MOST_WAITS = {
+    "everything": 3, "float16": 2, "magnitude": 3, "d3-repeat": 6, "snip repeat": 6, "exact ranks": 350,
+    "candidates ranks": 360,
+}  # fmt: skip
+
+
+def missing():
+    """Names the first missing requirement of the fake devices; empty if there is none."""
+    if not (FOLDER / "fake_cuda.py").is_file():
+        return f"no fake_cuda.py in {FOLDER}; set SPARSIFY_FAKE_CUDA to its folder"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "no C++ compiler for the fake CUDA devices"
+    if torch.version.cuda is not None or not torch.__version__.startswith(TORCH):
+        return f"the fake CUDA devices need the CPU build of torch {TORCH}, and this is torch {torch.__version__}"
+    return ""
+
+
+def run(*arguments, simulated=True):
+    """What a Python process with simulated devices prints, or one with real ones."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if simulated:
+        paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+        environment |= {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+class Results:
+    """What ``train_on_cuda.py`` found on its devices, by case and place."""
+
+    def __init__(self, device):
+        self.simulated = device == "simulated"
+        lines = run(ROOT / "tests/helpers/train_on_cuda.py", device, simulated=self.simulated).splitlines()
+        self.runs = {tuple(result["run"]): result for result in map(json.loads, lines)}
+
+    def cases(self, place):
+        """The names of the cases at a place; skips the test where the place needs more devices than there are."""
+        names = [case for case, where in self.runs if where == place and not case.endswith("oracle")]
+        return names or pytest.skip("needs two GPUs")
+
+    def problems(self, case, place):
+        """What is not as on the CPU, not in order, or left behind; in autocast dense masks on the device stand for the
+        CPU, which casts other operators."""
+        ours = self.runs[case, place]
+        reference = self.runs[(f"{case} oracle", "default") if case in AUTOCAST else (case, "cpu")]
+        if errors := [run["error"] for run in (ours, reference) if "error" in run]:
+            return errors
+        others, rel = (0, 1e-6) if self.simulated else (0.2, 2e-2) if case in AUTOCAST else (0.05, 1e-3)
+        found, expected = (entries(run["sets"]) for run in (ours, reference))
+        races = Counter(ours["races"]) - Counter(self.runs["full", place].get("races"))
+        checks = {
+            f"{len(found ^ expected)} entries differ": len(found ^ expected) <= others * len(expected),
+            f"losses {ours['losses']}": ours["losses"] == pytest.approx(reference["losses"], rel=rel),
+            "the delta's file does not give the trained weights": ours["restored"],
+            f"{ours['left']} bytes on the devices once the model is gone": not ours["left"],
+            f"races that full fine-tuning does not have: {races}": not races,
+        }
+        return [problem for problem, passed in checks.items() if not passed]
+
+
+def entries(sets):
+    return {(name, index) for name, indices in sets.items() for index in indices}
+
+
+@pytest.fixture(scope="module", params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+def results(request):
+    if request.param == "real" and not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU here")
+    if request.param == "simulated" and missing():
+        pytest.skip(missing())
+    return Results(request.param)
+
+
+@pytest.fixture
+def simulated(results):
+    return results if results.simulated else pytest.skip("real devices do not count")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_runs_are_as_on_the_cpu_and_their_streams_wait_for_each_other(results, place):
+    problems = {case: results.problems(case, place) for case in results.cases(place)}
+    assert not {case: found for case, found in problems.items() if found}
+    assert len(entries(results.runs["id3", place]["sets"])) == 60
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_host_waits_once_in_a_step(simulated, place):
+    floor = simulated.runs["full", place]["waits"]
+    for case in simulated.cases(place):
+        assert simulated.runs[case, place]["waits"] - floor <= MOST_WAITS.get(case, 1), case
+    assert simulated.runs["pafi", place]["waits"] == floor
+
+
+@pytest.mark.parametrize("place", STREAMS)
+def test_the_control_has_no_race(simulated, place):
+    assert not simulated.runs["full", place]["races"]
+
+
+COUNT = """import os, launches, sparsify.selection.small_tensors as small
+small.LARGEST = 40  # so that the narrow models' matrices are looked at one by one, as wide ones are
+launches.main(), os._exit(0)"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(("arch", "layers"), [("bert", 12), ("llama", 32)])
+def test_a_step_launches_fewer_kernels_than_lora_and_waits_once(arch, layers, tmp_path):
+    run("-c", COUNT, "--arch", arch, "--layers", layers, "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows["id3"]["launches"] < 0.9 * rows["lora"]["launches"]
+    assert rows["id3"]["waits"] == rows["floor"]["waits"] + 1

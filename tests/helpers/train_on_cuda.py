@@ -1,0 +1,317 @@
+"""Trains small BERTs on CUDA devices and on the CPU, and prints a line of JSON for each run.
+
+    PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_cuda.py simulated
+    python tests/helpers/train_on_cuda.py real
+
+Simulated devices need a process of their own: the folder's ``fake_cuda.py`` takes the place of torch's CUDA for good.
+On real ones races and waits are not counted, and matrix products are in full float32, which is torch's default.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+
+import torch
+from accelerate.utils import send_to_device
+from models import build, loss_of
+from oracle import DenseOracle, unmasked_sets
+from peft import LoraConfig, get_peft_model
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sparsify import SparseDelta, base_weights, register_importance, sparsify
+from sparsify.strategies.importance import D3, SNIP, Fisher, GraSP, Magnitude
+from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
+
+SIMULATED, REAL = "simulated", "real"
+BUDGET, STEPS, LR = 60, 3, 1e-2
+CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+@functools.cache
+def stream(device, name):
+    """A stream that is not the default one; the same for all runs, so that their races have the same names."""
+    return torch.Stream(device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a run is: which devices, and which of their streams."""
+
+    devices: tuple = ()
+    side: bool = False  # on a stream of its own for each device
+    two_streams: bool = False  # the second layer on one of its own, which the first layer's waits for
+
+    def put(self, model):
+        for device in self.devices[:1]:
+            model.to(device)
+        if len(self.devices) == 2:
+            for module in (model.bert.encoder.layer[1], model.bert.pooler, model.classifier):
+                module.to(self.devices[1])
+                module.register_forward_pre_hook(self.bring, with_kwargs=True)
+        if self.two_streams:
+            self.move_to_stream(model.bert.encoder.layer[1])
+        return model
+
+    def bring(self, module, args, kwargs):
+        return send_to_device(args, self.devices[1]), send_to_device(kwargs, self.devices[1])
+
+    def move_to_stream(self, layer):
+        own = stream(self.devices[0], "second layer")
+
+        def enter(module, args):
+            own.wait_stream(torch.accelerator.current_stream(self.devices[0]))
+            own.__enter__()
+
+        def leave(module, args, output):
+            own.__exit__(None, None, None)
+            torch.accelerator.current_stream(self.devices[0]).wait_stream(own)
+
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+
+    def batch(self, batch):
+        if not self.devices:
+            return batch
+        return {**send_to_device(batch, self.devices[0]), "labels": batch["labels"].to(self.devices[-1])}
+
+    @contextlib.contextmanager
+    def current(self):
+        """The run's own streams, after the default ones."""
+        with contextlib.ExitStack() as stack:
+            for device in self.devices if self.side else ():
+                stream(device, "side").wait_stream(torch.accelerator.current_stream(device))
+                stack.enter_context(stream(device, "side"))
+            yield
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+
+
+PLACES = {
+    "cpu": Place(),
+    "default": Place(CUDA[:1]),
+    "side": Place(CUDA[:1], side=True),
+    "two streams": Place(CUDA[:1], side=True, two_streams=True),
+    "two devices": Place(CUDA),
+    "side on two devices": Place(CUDA, side=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    strategy: Strategy | str | None = "id3"  # None: full fine-tuning
+    budget: int | None = BUDGET
+    everything: bool = False  # accumulation, checkpointing, the base's losses, a state that goes on
+    lora: bool = False  # a LoRA's entries, by PEFT
+    autocast: torch.dtype | None = None
+    oracle: bool = False  # dense gradients and masks instead of the library
+    ranks: str = ""  # how two ranks select together; the other one, which is mocked, has this one's gradients
+
+    def model(self, place, seed=0):
+        model, batches = build("bert", seed)
+        place.put(model)
+        if self.lora:
+            model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False))
+        return model, [place.batch(batch) for batch in batches]
+
+    def prepared(self, place, seed=0):
+        model, batches = self.model(place, seed)
+        if self.strategy is not None and not self.oracle:
+            sparsify(
+                model, self.budget, self.strategy, steps=STEPS, sync=self.ranks or "exact",
+                calibration=batches[-2:] if self.strategy in CALIBRATED else None,
+            )  # fmt: skip
+        return model, batches
+
+
+custom = register_importance("squared")(lambda weight, grad: grad.square())
+SELECTIONS = {
+    "d3-repeat": "d3-repeat",
+    "fish": "fish",
+    "random": "random",
+    "d3 exp=1": Strategy(D3(exp=1, eps=1e-3), Increment()),
+    "d3 static": Strategy(D3(), Static()),
+    "fisher": Strategy(Fisher(), Increment()),
+    "snip": Strategy(SNIP(), Increment()),
+    "snip repeat": Strategy(SNIP(), Repeat()),
+    "magnitude": Strategy(Magnitude(), Increment()),
+    "grasp": Strategy(GraSP(), Static()),
+    "custom": Strategy(custom, Increment()),
+    "erdos-renyi": Strategy(Magnitude(largest=True), Static(allocation="erdos-renyi")),
+}
+SPARSEADAPTER = Strategy(SNIP(), Prune(pretrained=True))
+CALIBRATED = [SELECTIONS[name] for name in ("fish", "d3 static", "grasp")] + [SPARSEADAPTER]
+CASES = {
+    "full": Case(None),
+    "id3": Case(),
+    "pafi": Case("pafi"),
+    "everything": Case(everything=True),
+    "lora": Case(lora=True),
+    "float16": Case(autocast=torch.float16),
+    "bfloat16": Case(autocast=torch.bfloat16),
+    "float16 oracle": Case(autocast=torch.float16, oracle=True),
+    "bfloat16 oracle": Case(autocast=torch.bfloat16, oracle=True),
+    "exact ranks": Case(ranks="exact"),
+    "candidates ranks": Case(ranks="candidates"),
+    **{name: Case(strategy) for name, strategy in SELECTIONS.items()},
+    "bitfit": Case("bitfit", None),
+    "sparseadapter": Case(SPARSEADAPTER, 2000),
+}
+AUTOCAST = ["float16", "bfloat16"]
+ORACLES = [f"{name} oracle" for name in AUTOCAST]
+STREAMED = ["full", "id3", "pafi"]
+RUNS = {
+    "cpu": [name for name in CASES if name not in AUTOCAST + ORACLES],  # a CPU casts other operators
+    "default": list(CASES),
+    "side": [*STREAMED, "everything", "lora", *AUTOCAST, "exact ranks"],
+    "two streams": [*STREAMED, "lora", *AUTOCAST],
+    "two devices": [*STREAMED, "everything", "lora", *AUTOCAST, "fish"],
+    "side on two devices": STREAMED,
+}
+
+
+class Scaled:
+    """An optimizer whose gradients are a GradScaler's."""
+
+    def __init__(self, optimizer, scaler):
+        self.zero_grad, self.optimizer, self.scaler = optimizer.zero_grad, optimizer, scaler
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+
+
+def resumed(model, optimizer, case, place):
+    """A copy, and an optimizer, that go on where these are."""
+    fresh, _ = case.prepared(place, seed=1)
+    fresh.load_state_dict(model.state_dict())
+    fresh_optimizer = optimizer_of(fresh)
+    fresh_optimizer.load_state_dict(optimizer.state_dict())
+    return fresh, fresh_optimizer
+
+
+def train(model, batches, case, place, counted):
+    """Losses, the unmasked sets, the model, which may be another one now, and what was counted in each step."""
+    optimizer, losses, steps = optimizer_of(model), [], [counted() for _ in range(STEPS)]
+    if case.everything:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scaler = torch.amp.GradScaler("cuda", enabled=case.autocast == torch.float16)
+    oracle = DenseOracle(model, Scaled(optimizer, scaler), BUDGET, STEPS) if case.oracle else None
+    per_step = 2 if case.everything else 1
+    for step, seen in enumerate(steps):
+        with seen:
+            if case.everything:
+                with base_weights(model), torch.no_grad():
+                    losses.append(loss_of(model, batches[step]))
+            if case.everything and step == STEPS // 2:
+                model, optimizer = resumed(copy.deepcopy(model), optimizer, case, place)
+            optimizer.zero_grad()
+            for batch in batches[step * per_step : (step + 1) * per_step]:
+                with torch.autocast("cuda", case.autocast, enabled=case.autocast is not None):
+                    loss = loss_of(model, batch)
+                losses.append(loss.detach())
+                if oracle is None:
+                    scaler.scale(loss).backward()
+            if oracle is None:
+                Scaled(optimizer, scaler).step()
+            else:
+                oracle.step(scaler.scale(loss))
+    sets = {} if case.strategy is None else (oracle.unmasked_sets() if oracle else unmasked_sets(model))
+    return losses, sets, model, steps
+
+
+def is_restored(model, case, place):
+    """Whether a new model has the trained one's weights by its file, and its own again afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        SparseDelta.from_model(model).save(folder)
+        delta = SparseDelta.load(folder)
+    fresh, _ = case.model(place)
+    base = {name: parameter.detach().clone() for name, parameter in fresh.named_parameters()}
+    trained = dict(model.named_parameters())
+    with delta.applied(fresh):
+        equal = all(torch.equal(parameter, trained[name]) for name, parameter in fresh.named_parameters())
+    return equal and all(torch.equal(parameter, base[name]) for name, parameter in fresh.named_parameters())
+
+
+@contextlib.contextmanager
+def two_ranks(mocked):
+    """A process group in which the other rank sends what this one sends."""
+    if not mocked:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class NotCounted(contextlib.nullcontext):
+    """In place of ``fake_cuda.Counted``: real devices tell neither races nor waits."""
+
+    races, waits = Counter(), Counter()
+
+
+def run(case, place, counted):
+    """Trains and restores; returns what is found as JSON."""
+    restoring = counted()
+    with two_ranks(case.ranks):
+        model, batches = case.prepared(place)
+        with place.current():
+            losses, sets, model, steps = train(model, batches, case, place, counted)
+        with place.current(), restoring:
+            restored = bool(case.strategy is None or case.oracle or is_restored(model, case, place))
+    return {
+        "losses": [loss.item() for loss in losses],
+        "sets": sets,
+        "races": sum((seen.races for seen in [*steps, restoring]), Counter()),
+        "waits": sum(steps[-1].waits.values()),
+        "restored": restored,
+    }
+
+
+def main(device):
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if device == SIMULATED:
+        import fake_cuda
+
+        fake_cuda.install()
+        counted, bytes_on_devices = fake_cuda.Counted, lambda: torch.ops.fake_cuda.memory()[0]
+    else:
+        counted, bytes_on_devices = NotCounted, lambda: 0  # cuBLAS keeps workspaces
+    for place, names in RUNS.items():
+        for name in names if len(PLACES[place].devices) <= torch.cuda.device_count() else ():
+            before = bytes_on_devices()
+            try:
+                result = run(CASES[name], PLACES[place], counted)
+            except Exception:
+                result = {"error": traceback.format_exc(limit=-4)}
+            gc.collect()
+            result["left"] = bytes_on_devices() - before
+            print(json.dumps({"run": [name, place], **result}), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # autograd's threads for the fake devices cannot be joined
