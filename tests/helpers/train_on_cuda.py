@@ -20,6 +20,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import send_to_device
@@ -29,7 +30,9 @@ from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparsify import SparseDelta, base_weights, register_importance, sparsify
+from sparsify import SparseDelta, base_weights, get_unmasker, register_importance, sparsify
+from sparsify.kernels import costs
+from sparsify.selection import device_topk, small_tensors
 from sparsify.strategies.importance import D3, SNIP, Fisher, GraSP, Magnitude
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 
@@ -117,6 +120,7 @@ class Case:
     lora: bool = False  # a LoRA's entries, by PEFT
     autocast: torch.dtype | None = None
     oracle: bool = False  # dense gradients and masks instead of the library
+    screened: bool = False  # linear layers are, as large ones would be
     ranks: str = ""  # how two ranks select together; the other one, which is mocked, has this one's gradients
 
     def model(self, place, seed=0):
@@ -159,6 +163,7 @@ CASES = {
     "pafi": Case("pafi"),
     "everything": Case(everything=True),
     "lora": Case(lora=True),
+    "screened": Case(screened=True),
     "float16": Case(autocast=torch.float16),
     "bfloat16": Case(autocast=torch.bfloat16),
     "float16 oracle": Case(autocast=torch.float16, oracle=True),
@@ -175,9 +180,9 @@ STREAMED = ["full", "id3", "pafi"]
 RUNS = {
     "cpu": [name for name in CASES if name not in AUTOCAST + ORACLES],  # a CPU casts other operators
     "default": list(CASES),
-    "side": [*STREAMED, "everything", "lora", *AUTOCAST, "exact ranks"],
+    "side": [*STREAMED, "everything", "lora", "screened", *AUTOCAST, "exact ranks"],
     "two streams": [*STREAMED, "lora", *AUTOCAST],
-    "two devices": [*STREAMED, "everything", "lora", *AUTOCAST, "fish"],
+    "two devices": [*STREAMED, "everything", "lora", "screened", *AUTOCAST, "fish"],
     "side on two devices": STREAMED,
 }
 
@@ -262,6 +267,16 @@ def two_ranks(mocked):
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def large_layers(wanted):
+    """Linear layers are screened as large ones are."""
+    numbers = ((costs, "BYTES", 1e30), (costs, "LAUNCHES", 0), (device_topk, "SEEN", 0), (small_tensors, "LARGEST", 0))
+    with contextlib.ExitStack() as stack:
+        for number in numbers if wanted else ():
+            stack.enter_context(patch.object(*number))
+        yield
+
+
 class NotCounted(contextlib.nullcontext):
     """In place of ``fake_cuda.Counted``: real devices tell neither races nor waits."""
 
@@ -271,7 +286,7 @@ class NotCounted(contextlib.nullcontext):
 def run(case, place, counted):
     """Trains and restores; returns what is found as JSON."""
     restoring = counted()
-    with two_ranks(case.ranks):
+    with two_ranks(case.ranks), large_layers(case.screened):
         model, batches = case.prepared(place)
         with place.current():
             losses, sets, model, steps = train(model, batches, case, place, counted)
@@ -283,6 +298,7 @@ def run(case, place, counted):
         "races": sum((seen.races for seen in [*steps, restoring]), Counter()),
         "waits": sum(steps[-1].waits.values()),
         "restored": restored,
+        "screened": get_unmasker(model).work.screened if case.screened else 0,
     }
 
 
