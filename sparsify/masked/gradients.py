@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sparsify.common.devices import runs_ahead
-from sparsify.common.ranks import num_ranks
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.recompute import lasting
@@ -223,8 +222,7 @@ def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> 
     The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048. On a GPU
     they are (n, cols), so that the host need not wait for the number of distinct rows.
     """
-    padded = runs_ahead(rows.device) and num_ranks() == 1  # ranks exchange rows, each once
-    unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
+    unique, inverse = padded_unique(rows) if runs_ahead(rows.device) else rows.unique(return_inverse=True)
     long = torch.promote_types(values.dtype, torch.float32)
     total = torch.zeros(unique.numel(), values.shape[1], dtype=long, device=values.device)
     at_once = max(1, CAST_ENTRIES // max(1, values.shape[1])) if values.dtype != long else max(1, values.shape[0])
@@ -236,7 +234,7 @@ def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> 
     return DenseGradient(total, unique, dtype=dtype or values.dtype)
 
 
-def _padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
+def padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ``rows.unique(return_inverse=True)`` of ``rows`` (n,), filled up to (n,) by repeating the largest."""
     ordered, order = rows.sort()
     place = ordered.clone()

@@ -8,6 +8,8 @@ the winners are those of :class:`sparsify.selection.topk.TopK`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,23 @@ from sparsify.strategies.importance import Importance
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
+
+
+class Entries(NamedTuple):
+    """Some entries; those with a score of 0 are none, and their other attributes mean nothing."""
+
+    ids: Tensor  # (n,) int64, global
+    scores: Tensor  # (n,)
+    grads: Tensor  # (n,)
+    weights: Tensor  # (n,)
+
+    def best(self, number: int) -> Entries:
+        """Returns the best of them, highest score first, equal scores by ascending id."""
+        order = best_first(self.ids, self.scores)[:number]
+        return Entries(*(array[order] for array in self))
+
+    def winners(self) -> Winners:
+        return Winners(self.ids.where(self.scores > 0, -1), self.grads, self.weights)
 
 
 class _Held:
@@ -55,12 +74,12 @@ class _Held:
         cut(self.candidates, limit)
         self._most, self._is_cut = min(self._most, limit), True
 
-    def best(self) -> list[Tensor]:
-        """Returns ids, scores, gradients and weights (size,) of the best, in no order; scores are 0 where none is."""
+    def best(self) -> Entries:
+        """Returns the best (size,), in no order."""
         size = self.candidates.size
         self._cut(size)
         ids, scores, grads, weights = (array[:size] for array in self.candidates.arrays)
-        return [ids, scores.where(self.candidates.held[:size], 0), grads, weights]
+        return Entries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
 
 
 class DeviceTopK:
@@ -94,11 +113,11 @@ class DeviceTopK:
             self._held[grad.device] = _Held(*self._settings, grad.device)
         self._held[grad.device].offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
 
+    def candidates(self) -> Entries:
+        """Returns the entries (n,) that may be the best, at least ``size``, in no order; scores are 0 where none is."""
+        best = [held.best() for held in self._held.values()]
+        return Entries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True)))
+
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""
-        best = [held.best() for held in self._held.values()]
-        ids, scores, grads, weights = (
-            torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True)
-        )
-        order = best_first(ids, scores)[: self.size]
-        return Winners(ids.where(scores > 0, -1)[order], grads[order], weights[order])
+        return self.candidates().best(self.size).winners()

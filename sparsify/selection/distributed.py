@@ -117,8 +117,7 @@ class DistributedSelector(StreamingSelector):
     def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
         numbers = (proposed.numel(), int(complete), rows)
-        device = self._topk.threshold.device
-        return Header(*self._ranks.headers(tensor.number, numbers, self._names, device).unbind(1))
+        return Header(*self._ranks.headers(tensor.number, numbers, self._names).unbind(1))
 
     def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
         """Whether exchanging the proposals takes no more bytes than averaging the whole gradient."""

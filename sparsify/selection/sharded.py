@@ -1,0 +1,138 @@
+"""A streaming selector for several ranks on devices that the host runs ahead of: each rank selects from a share.
+
+    each tensor      its gradient is averaged over the ranks, each of which gets a share of the entries, and offers it
+                     to a top-k of its own
+    small tensors    come last, all at once; a rank that has no gradient for one of them takes part with zeros
+    the end          the ranks gather their best entries, and all take the same best of these
+
+The host never waits for a device: what the ranks decide together they decide on lengths, which they exchange in headers
+on the CPU. The order of the entries is :class:`sparsify.selection.topk.TopK`'s, so the winners are those of the mean
+gradient. The mean is of the ranks' gradients in the flat delta's dtype, float32 or float64, as the winners' gradients
+are and as DDP averages them: a sum in bfloat16 would be rounded once for each rank.
+
+A table of which the ranks looked up few rows is averaged over the rows that any of them did, else as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn.functional import pad
+
+from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.masked.gradients import DenseGradient, Gradient, padded_unique
+from sparsify.masked.tensor import MaskedTensor
+from sparsify.selection.context import SelectionContext
+from sparsify.selection.device_topk import DeviceTopK, Entries
+from sparsify.selection.selectors import Selector
+from sparsify.selection.small_tensors import SmallGradients, is_small
+from sparsify.selection.topk import Winners
+
+MOST_AT_ONCE = 1 << 26  # entries that are averaged at once, at 4 bytes each
+ALL_ROWS = -1  # in a header
+
+
+class ShardedSelector(Selector):
+    """Selects the best entries by the mean of all ranks' gradients.
+
+    Args:
+        context: its top-k has the size that is wanted; the work is this rank's.
+        ranks: the other ranks.
+        tensors: all masked tensors, by number.
+        dtype: that gradients are averaged in.
+    """
+
+    def __init__(
+        self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], dtype: torch.dtype
+    ) -> None:
+        assert isinstance(context.topk, DeviceTopK)
+        self.batches_small = not tensors[0].collector.sharded  # FSDP2 has each weight whole in its own backward only
+        self._context, self._topk, self._ranks, self._dtype = context, context.topk, ranks, dtype
+        self._names = [tensor.name for tensor in tensors]
+        self._small: dict[MaskedTensor, Gradient | None] = {}  # gradients of all small tensors, as far as there are any
+        if self.batches_small:
+            self._small = dict.fromkeys(filter(is_small, tensors))
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        self._context.work.dense += gradient.numel
+        gradient = gradient.dense()
+        unmasked = gradient.take(tensor.indices)  # this rank's: DDP averages the flat gradient
+        gradient.clear(self._context.excluded(tensor))  # an entry whose gradient is zero is never offered
+        self._offer_mean(tensor, gradient)
+        return unmasked
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        if tensor not in self._small:
+            nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
+            cols = tensor.shape[-1] if tensor.shape else 1
+            self._offer_mean(tensor, DenseGradient(nothing.new_zeros((0, cols), dtype=self._dtype), nothing))
+
+    def offer_small(self, small: SmallGradients) -> None:
+        self._small.update(small.pairs)
+
+    def winners(self) -> Winners:
+        """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
+        self._offer_mean_of_small()
+        best = self._topk.candidates().best(self._topk.size)
+        gathered = self._ranks.gather(torch.cat([array.view(torch.uint8) for array in best]))
+        parts = gathered.split([array.nbytes for array in best], dim=1)
+        everyone = Entries(*(part.reshape(-1).view(array.dtype) for part, array in zip(parts, best, strict=True)))
+        return everyone.best(self._topk.size).winners()
+
+    def finite(self) -> Tensor:
+        return self._topk.finite
+
+    def _offer_mean(self, tensor: MaskedTensor, gradient: DenseGradient) -> None:
+        """Offers this rank's share of a tensor's mean gradient."""
+        ranks, weight, covered = num_ranks(), tensor.matrix, None
+        number, cols = weight.shape
+        own = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
+        lengths = self._ranks.headers(tensor.number, [own], self._names)
+        least, most = int(lengths.min()), int(lengths.max())
+        if gradient.rows is not None and least != ALL_ROWS and most * ranks < number:
+            if not most:
+                return
+            everyone = self._ranks.gather(pad(gradient.rows, (0, most - own)))  # some more of the first row, with zeros
+            covered, _ = padded_unique(everyone.view(-1))
+            number, gradient = most * ranks, DenseGradient(gradient.values, torch.searchsorted(covered, gradient.rows))
+        at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
+        for start in range(0, number, at_once):
+            values = _rows(gradient, start, min(start + at_once, number), self._dtype)
+            mean = self._ranks.mean_share(values.view(-1))
+            first = start * cols + dist.get_rank() * mean.numel()  # a multiple of cols unless all rows are averaged
+            if covered is None:
+                self._offer(weight.reshape(-1)[first:], mean, tensor.offset + first)
+            else:
+                rows = covered[first // cols :][: mean.numel() // cols]
+                self._topk.offer(self._context.importance, weight, mean.view(-1, cols), rows, tensor.offset)
+
+    def _offer_mean_of_small(self) -> None:
+        """Offers this rank's share of the small tensors' mean gradients."""
+        by_device: dict[torch.device, SmallGradients] = {}
+        for tensor, gradient in self._small.items():
+            device = tensor.parameter.device
+            own = gradient or DenseGradient(torch.zeros(tensor.matrix.shape, dtype=self._dtype, device=device))
+            by_device.setdefault(device, SmallGradients()).add(tensor, own)
+        for small in by_device.values():
+            weight, grad, ids = small.entries(self._context)
+            mean = self._ranks.mean_share(grad.to(self._dtype))
+            first = dist.get_rank() * mean.numel()
+            self._offer(weight[first:], mean, 0, ids[first:])
+
+    def _offer(self, weight: Tensor, mean: Tensor, offset: int, ids: Tensor | None = None) -> None:
+        """Offers entries (n,), of which ``weight`` and ``ids`` have more, or less where ``mean`` ends with padding."""
+        mean, weight = mean[: weight.numel()], weight[: mean.numel()]
+        ids = None if ids is None else ids[: mean.numel()]
+        self._topk.offer(self._context.importance, weight[None], mean[None], None, offset, ids)
+
+
+def _rows(gradient: DenseGradient, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Returns some consecutive rows of a gradient (stop - start, cols), with zeros where it covers none."""
+    if gradient.rows is None:
+        return gradient.values[start:stop].to(dtype).contiguous()
+    at, last = gradient.rows - start, stop - start - 1
+    values = gradient.values.to(dtype).where(((at >= 0) & (at <= last))[:, None], 0)
+    return values.new_zeros(stop - start, values.shape[1]).index_add_(0, at.clamp(0, last), values)
