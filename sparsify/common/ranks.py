@@ -63,7 +63,7 @@ class Ranks:
         a tensor (one of ``names``), ``BEGIN`` or ``END``.
         """
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
-        headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
+        headers = self._swap(torch.tensor(own, dtype=torch.int64, device="cpu"))
         if bool((headers[:, 0] != place).any()):
             raise SparsifyError(_different_places(headers[:, 0].tolist(), names))
         return headers[:, 1 : 1 + len(numbers)]
@@ -115,13 +115,34 @@ class Ranks:
         except (SparsifyError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            raise SparsifyError(
-                f"rank {dist.get_rank()} of {num_ranks()} got no answer from another rank within {self.timeout:.0f} s, "
-                "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
-                "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
-                "in an evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
-            ) from error
+            raise self._lost("another rank") from error
         self.exchanges += 1
+
+    def _swap(self, own: Tensor) -> Tensor:
+        """Gathers CPU tensors (n,) as :meth:`gather` does, one by one: so a rank that is lost can be named."""
+        everyone = own.repeat(num_ranks(), 1)
+        works, who = [], "another rank"
+        try:
+            group = self._group(own.device)
+            for rank in set(range(num_ranks())) - {dist.get_rank()}:
+                who = f"rank {rank}"
+                works.append((who, dist.irecv(everyone[rank], rank, group)))
+                works.append((who, dist.isend(own, rank, group)))
+            for who, work in works:  # noqa: B007 - named where it fails
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(who) from error
+        self.bytes_sent += own.nbytes * (num_ranks() - 1)
+        self.exchanges += 1
+        return everyone
+
+    def _lost(self, who: str) -> SparsifyError:
+        return SparsifyError(
+            f"rank {dist.get_rank()} of {num_ranks()} got no answer from {who} within {self.timeout:.0f} s, or lost "
+            "it: that rank has died (its own error is in its output), or it runs fewer backward passes than this one. "
+            "Every rank has to run as many, over the same modules; a rank that is merely slow, say in an evaluation of "
+            "its own, needs a larger get_unmasker(model).ranks.timeout."
+        )
 
     def _group(self, device: torch.device) -> Any:
         """The process group for tensors on a device; all ranks make them at the same place."""

@@ -167,11 +167,12 @@ class BackwardCollector:
             if num_ranks() > 1:
                 meet_at_end(engine)
             winners, finite = selector.winners(), selector.finite() & grad.isfinite().all()
-            outcome = agree(engine, winners, finite) if num_ranks() > 1 else finite.expand(3)
+            outcome = agree(engine, winners, finite) if num_ranks() > 1 else finite.view(1)
             counts = count_by_tensor(winners.ids, engine.tensors)
             read = torch.cat([counts, outcome.to(counts)]).tolist()  # the step's one wait for a GPU
-            *sizes, is_finite, same_deltas, same_winners = read
-            check_agreement(is_finite, same_deltas, same_winners)
+            sizes, (is_finite, *alike) = read[: counts.numel()], read[counts.numel() :]
+            if alike:
+                check_agreement(is_finite, *alike)
             if not is_finite:
                 return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             with uninterrupted():
