@@ -121,11 +121,14 @@ class Ranks:
     def _swap(self, own: Tensor) -> Tensor:
         """Gathers CPU tensors (n,) as :meth:`gather` does, one by one: so a rank that is lost can be named."""
         everyone = own.repeat(num_ranks(), 1)
-        works, who = [], "another rank"
+        works: list[tuple[str, Any]] = []
+        who = "another rank"
         try:
             group = self._group(own.device)
-            for rank in set(range(num_ranks())) - {dist.get_rank()}:
+            for rank in range(num_ranks()):
                 who = f"rank {rank}"
+                if rank == dist.get_rank():
+                    continue
                 works.append((who, dist.irecv(everyone[rank], rank, group)))
                 works.append((who, dist.isend(own, rank, group)))
             for who, work in works:  # noqa: B007 - named where it fails

@@ -160,6 +160,17 @@ def no_token_on_one_rank(rank):
     return get_unmasker(model).unmasked
 
 
+def a_small_module_on_one_rank_alone(rank):
+    """What is unmasked where the norm runs on the first rank only; ``None`` where that is an error."""
+    model, batches = mlp()
+    sparsify(model, BUDGET, steps=STEPS)
+    if rank == 1:
+        model.norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])
+    with patch("sparsify.selection.small_tensors.LARGEST", 10):  # the norm's and all biases
+        error = error_of(lambda: model(**own_part(batches[0], rank)).backward())
+    return unmasked_sets(model) if error == "no error" else None
+
+
 def saved_and_resumed(rank):
     model, batches = words()
     train(rank, sparsify(model, BUDGET, steps=STEPS), batches, steps=3)
@@ -265,7 +276,10 @@ REFUSED = {
     "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
     "the dense form": (lambda rank: message(rank, check=True), "several ranks train together"),
 }  # fmt: skip
-OWN = [nothing_finite_on_one_rank, no_token_on_one_rank, saved_and_resumed, winners_of_random_tensors]
+OWN = [
+    nothing_finite_on_one_rank, no_token_on_one_rank, a_small_module_on_one_rank_alone, saved_and_resumed,
+    winners_of_random_tensors,
+]  # fmt: skip
 
 
 def all_scenarios(rank, way):
@@ -370,6 +384,12 @@ def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(way):
 @in_each_way
 def test_a_rank_without_tokens_takes_part(way):
     assert on_each(way, no_token_on_one_rank) == [BUDGET // STEPS] * 2
+
+
+def test_a_device_takes_small_tensors_of_which_a_rank_has_no_gradient():
+    first, second = on_each("device", a_small_module_on_one_rank_alone)
+    assert first == second
+    assert sum(map(len, first.values())) == BUDGET // STEPS
 
 
 @in_each_way
