@@ -5,8 +5,8 @@ at different places all raise the same error instead of waiting for each other, 
 numbers that every rank has.
 
 Headers are CPU tensors, over gloo where the ranks' own backend has no CPU (NCCL). So no header waits for a device, and
-a collective call on a device is launched only once all ranks have come to it: a rank that has died is an error at the
-next header at the latest, and leaves no host waiting for its device.
+a collective call on a device is launched only once all ranks have come to it. The host waits for none of these calls
+before the last header: a rank that dies is an error at the next one, and only after the last NCCL has to notice it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ranks:
     def gather(self, own: Tensor) -> Tensor:
         """Gathers tensors of one shape (n,): (ranks, n)."""
         parts = [torch.empty_like(own) for _ in range(num_ranks())]
-        self._call(own.device, dist.all_gather, parts, own.contiguous())
+        self._call(dist.all_gather, parts, own.contiguous())
         self.bytes_sent += own.nbytes * (len(parts) - 1)
         return torch.stack(parts)
 
@@ -63,7 +63,7 @@ class Ranks:
         a tensor (one of ``names``), ``BEGIN`` or ``END``.
         """
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
-        headers = self._swap(torch.tensor(own, dtype=torch.int64, device="cpu"))
+        headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
         if bool((headers[:, 0] != place).any()):
             raise SparsifyError(_different_places(headers[:, 0].tolist(), names))
         return headers[:, 1 : 1 + len(numbers)]
@@ -80,7 +80,7 @@ class Ranks:
         """Sums the ranks' values, of any one shape, in place."""
         ranks = num_ranks()
         if values.numel() and ranks > 1:
-            self._call(values.device, dist.all_reduce, values)
+            self._call(dist.all_reduce, values)
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
 
@@ -98,7 +98,7 @@ class Ranks:
             values = torch.nn.functional.pad(values, (0, missing))
         share = values.new_empty(values.numel() // ranks)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
-        self._call(values.device, reduce_scatter, share, values)
+        self._call(reduce_scatter, share, values)
         self.bytes_sent += share.nbytes * (ranks - 1)
         return share.div_(ranks)
 
@@ -109,43 +109,20 @@ class Ranks:
         self.bytes_sent = before
         return grad
 
-    def _call(self, device: torch.device, collective: Any, *tensors: Any) -> None:
+    def _call(self, collective: Any, *tensors: Any) -> None:
         try:
-            collective(*tensors, group=self._group(device))
+            collective(*tensors, group=self._group(tensors[-1].device))
         except (SparsifyError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            raise self._lost("another rank") from error
+            other = f"rank {1 - dist.get_rank()}" if num_ranks() == 2 else "another rank"  # gloo does not tell which
+            raise SparsifyError(
+                f"rank {dist.get_rank()} of {num_ranks()} got no answer from {other} within {self.timeout:.0f} s, "
+                "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
+                "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
+                "in an evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
+            ) from error
         self.exchanges += 1
-
-    def _swap(self, own: Tensor) -> Tensor:
-        """Gathers CPU tensors (n,) as :meth:`gather` does, one by one: so a rank that is lost can be named."""
-        everyone = own.repeat(num_ranks(), 1)
-        works: list[tuple[str, Any]] = []
-        who = "another rank"
-        try:
-            group = self._group(own.device)
-            for rank in range(num_ranks()):
-                who = f"rank {rank}"
-                if rank == dist.get_rank():
-                    continue
-                works.append((who, dist.irecv(everyone[rank], rank, group)))
-                works.append((who, dist.isend(own, rank, group)))
-            for who, work in works:  # noqa: B007 - named where it fails
-                work.wait()
-        except RuntimeError as error:
-            raise self._lost(who) from error
-        self.bytes_sent += own.nbytes * (num_ranks() - 1)
-        self.exchanges += 1
-        return everyone
-
-    def _lost(self, who: str) -> SparsifyError:
-        return SparsifyError(
-            f"rank {dist.get_rank()} of {num_ranks()} got no answer from {who} within {self.timeout:.0f} s, or lost "
-            "it: that rank has died (its own error is in its output), or it runs fewer backward passes than this one. "
-            "Every rank has to run as many, over the same modules; a rank that is merely slow, say in an evaluation of "
-            "its own, needs a larger get_unmasker(model).ranks.timeout."
-        )
 
     def _group(self, device: torch.device) -> Any:
         """The process group for tensors on a device; all ranks make them at the same place."""

@@ -98,13 +98,13 @@ class ShardedSelector(Selector):
             everyone = self._ranks.gather(pad(gradient.rows, (0, most - own)))  # some more of the first row, with zeros
             covered, _ = padded_unique(everyone.view(-1))
             number, gradient = most * ranks, DenseGradient(gradient.values, torch.searchsorted(covered, gradient.rows))
-        at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
+        entries, at_once = weight.reshape(-1), max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
         for start in range(0, number, at_once):
             values = _rows(gradient, start, min(start + at_once, number), self._dtype)
             mean = self._ranks.mean_share(values.view(-1))
             first = start * cols + dist.get_rank() * mean.numel()  # a multiple of cols unless all rows are averaged
             if covered is None:
-                self._offer(weight.reshape(-1)[first:], mean, tensor.offset + first)
+                self._offer(entries[first:], mean, tensor.offset + first)
             else:
                 rows = covered[first // cols :][: mean.numel() // cols]
                 self._topk.offer(self._context.importance, weight, mean.view(-1, cols), rows, tensor.offset)
