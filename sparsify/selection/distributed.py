@@ -1,9 +1,10 @@
-"""A streaming selector for several ranks, all of which select the same: the best entries of the mean gradient.
+"""A streaming selector for several ranks on CPUs, all of which select the same: the best entries of the mean gradient.
 
     each rank        proposes the entries that could be among the best by its own gradient
     all ranks        gather the proposals, average the gradient at their union, score it, and offer it to the top-k
 
 The top-k of each rank holds the same entries at all times, so that thresholds, counts and decisions are the same too.
+That takes few bytes, and the ranks wait for each other's proposals; a device would wait too (``sharded.py``).
 
 Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
 reaches the threshold reaches it on one rank at least, as long as the importance grows with abs(grad), and that rank

@@ -60,15 +60,16 @@ class ShardedSelector(Selector):
         self._context.work.dense += gradient.numel
         gradient = gradient.dense()
         unmasked = gradient.take(tensor.indices)  # this rank's: DDP averages the flat gradient
-        gradient.clear(self._context.excluded(tensor))  # an entry whose gradient is zero is never offered
+        if (excluded := self._context.excluded(tensor)).numel():
+            gradient.clear(excluded)  # an entry whose gradient is zero is never offered
         self._offer_mean(tensor, gradient)
         return unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
         if tensor not in self._small:
             nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-            cols = tensor.shape[-1] if tensor.shape else 1
-            self._offer_mean(tensor, DenseGradient(nothing.new_zeros((0, cols), dtype=self._dtype), nothing))
+            values = nothing.new_empty((0, tensor.matrix.shape[1]), dtype=self._dtype)
+            self._offer_mean(tensor, DenseGradient(values, nothing))
 
     def offer_small(self, small: SmallGradients) -> None:
         self._small.update(small.pairs)

@@ -160,6 +160,16 @@ def no_token_on_one_rank(rank):
     return get_unmasker(model).unmasked
 
 
+def parts_of_two_lengths(rank):
+    """What is unmasked where one rank has two words and the other six; alone, by the mean of their losses."""
+    model, (batch, *_) = few_words_of_many()
+    sparsify(model, BUDGET, steps=STEPS)
+    parts = [{name: values[own] for name, values in batch.items()} for own in (slice(2), slice(2, 8))]
+    mine = parts if num_ranks() == 1 else [parts[rank]]
+    (sum(model.forward(**part) for part in mine) / len(mine)).backward()
+    return unmasked_sets(model)
+
+
 def a_small_module_on_one_rank_alone(rank):
     """What is unmasked where the norm runs on the first rank only; ``None`` where that is an error."""
     model, batches = mlp()
@@ -277,8 +287,8 @@ REFUSED = {
     "the dense form": (lambda rank: message(rank, check=True), "several ranks train together"),
 }  # fmt: skip
 OWN = [
-    nothing_finite_on_one_rank, no_token_on_one_rank, a_small_module_on_one_rank_alone, saved_and_resumed,
-    winners_of_random_tensors,
+    nothing_finite_on_one_rank, no_token_on_one_rank, parts_of_two_lengths, a_small_module_on_one_rank_alone,
+    saved_and_resumed, winners_of_random_tensors,
 ]  # fmt: skip
 
 
@@ -384,6 +394,11 @@ def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(way):
 @in_each_way
 def test_a_rank_without_tokens_takes_part(way):
     assert on_each(way, no_token_on_one_rank) == [BUDGET // STEPS] * 2
+
+
+@in_each_way
+def test_ranks_with_different_numbers_of_tokens_select_by_the_mean_of_their_gradients(way):
+    assert on_each(way, parts_of_two_lengths) == [parts_of_two_lengths(0)] * 2
 
 
 def test_a_device_takes_small_tensors_of_which_a_rank_has_no_gradient():
