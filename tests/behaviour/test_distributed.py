@@ -14,7 +14,7 @@ import pytest
 import torch
 from oracle import unmasked_sets
 from products import FREE
-from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, words
+from rank_models import BUDGET, STEPS, WAYS, assert_like, error_of, mlp, own_part, selecting, words
 from rank_models import train as train_parallel
 from rank_processes import on_ranks
 from torch import nn
@@ -44,19 +44,6 @@ from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.sharded import ShardedSelector
 from sparsify.selection.topk import TopK
-
-WAYS = ["cpu", "device"]
-
-
-def selecting(way, small=0):
-    """A context in which tensors of up to ``small`` entries are batched by a device, which the CPU is taken for."""
-    limits = ExitStack()
-    if way == "device":
-        limits.enter_context(patch("sparsify.common.devices.AHEAD", ("cpu",)))
-        limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
-        limits.enter_context(patch("sparsify.selection.small_tensors.LARGEST", small))
-        limits.enter_context(patch("sparsify.selection.sharded.MOST_AT_ONCE", 150))  # several blocks for some tensors
-    return limits
 
 
 def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, steps=STEPS, **options):
