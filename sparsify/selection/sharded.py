@@ -15,7 +15,8 @@ A table of which the ranks looked up few rows is averaged over the rows that any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.masked.gradients import DenseGradient, Gradient, padded_unique
+from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient, padded_unique
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.device_topk import DeviceTopK, Entries
@@ -58,6 +59,8 @@ class ShardedSelector(Selector):
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         self._context.work.dense += gradient.numel
+        if isinstance(gradient, (Product, TiedGradient)) and gradient.numel > MOST_AT_ONCE:
+            return self._offer_large(tensor, gradient)
         gradient = gradient.dense()
         unmasked = gradient.take(tensor.indices)  # this rank's: DDP averages the flat gradient
         if (excluded := self._context.excluded(tensor)).numel():
@@ -88,8 +91,7 @@ class ShardedSelector(Selector):
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: DenseGradient) -> None:
         """Offers this rank's share of a tensor's mean gradient."""
-        ranks, weight, covered = num_ranks(), tensor.matrix, None
-        number, cols = weight.shape
+        ranks, number, covered = num_ranks(), tensor.matrix.shape[0], None
         own = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
         lengths = self._ranks.headers(tensor.number, [own], self._names)
         least, most = int(lengths.min()), int(lengths.max())
@@ -99,11 +101,46 @@ class ShardedSelector(Selector):
             everyone = self._ranks.gather(pad(gradient.rows, (0, most - own)))  # some more of the first row, with zeros
             covered, _ = padded_unique(everyone.view(-1))
             number, gradient = most * ranks, DenseGradient(gradient.values, torch.searchsorted(covered, gradient.rows))
-        entries, at_once = weight.reshape(-1), max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
+        self._offer_rows(tensor, number, partial(_rows, gradient, self._dtype), covered)
+
+    def _offer_large(self, tensor: MaskedTensor, gradient: Product | TiedGradient) -> Tensor:
+        """Offers as :meth:`offer` does, with only some rows of the product in memory at a time."""
+        product, looked_up = (
+            (gradient, None) if isinstance(gradient, Product) else (gradient.product, gradient.looked_up)
+        )
+        number, cols = tensor.matrix.shape
+        unmasked, excluded, taken = tensor.indices, self._context.excluded(tensor), []
+
+        def multiply(start: int, stop: int) -> Tensor:
+            values = product.left.new_zeros((stop - start) * cols + 1)  # the last place is that of other rows' entries
+            rows = torch.mm(product.left[:, start:stop].t(), product.right, out=values[:-1].view(-1, cols))
+            if looked_up is not None:
+                rows += _rows(looked_up, rows.dtype, start, stop)
+            taken.append(values.take(_places(unmasked, start * cols, rows.numel())))
+            values.index_fill_(0, _places(excluded, start * cols, rows.numel()), 0)
+            return rows.to(self._dtype)
+
+        self._ranks.headers(tensor.number, [ALL_ROWS], self._names)
+        self._offer_rows(tensor, number, multiply)
+        return torch.stack(taken).sum(0)
+
+    def _offer_rows(
+        self, tensor: MaskedTensor, number: int, rows_of: Callable[[int, int], Tensor], covered: Tensor | None = None
+    ) -> None:
+        """Averages a gradient some rows at a time and offers this rank's shares.
+
+        Args:
+            tensor: whose gradient it is.
+            number: of its rows.
+            rows_of: computes the rows (stop - start, cols) of this rank's gradient, from ``start`` and ``stop``.
+            covered: (number,) int64, the weight's rows that these are; ``None`` for all of them in order.
+        """
+        ranks, weight = num_ranks(), tensor.matrix
+        entries, cols = weight.reshape(-1), weight.shape[1]
+        at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
         for start in range(0, number, at_once):
-            values = _rows(gradient, start, min(start + at_once, number), self._dtype)
-            mean = self._ranks.mean_share(values.view(-1))
-            first = start * cols + dist.get_rank() * mean.numel()  # a multiple of cols unless all rows are averaged
+            mean = self._ranks.mean_share(rows_of(start, min(start + at_once, number)).view(-1))
+            first = start * cols + dist.get_rank() * mean.numel()  # of a row, unless all rows are averaged
             if covered is None:
                 self._offer(entries[first:], mean, tensor.offset + first)
             else:
@@ -130,10 +167,16 @@ class ShardedSelector(Selector):
         self._topk.offer(self._context.importance, weight[None], mean[None], None, offset, ids)
 
 
-def _rows(gradient: DenseGradient, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _rows(gradient: DenseGradient, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """Returns some consecutive rows of a gradient (stop - start, cols), with zeros where it covers none."""
     if gradient.rows is None:
         return gradient.values[start:stop].to(dtype).contiguous()
     at, last = gradient.rows - start, stop - start - 1
     values = gradient.values.to(dtype).where(((at >= 0) & (at <= last))[:, None], 0)
     return values.new_zeros(stop - start, values.shape[1]).index_add_(0, at.clamp(0, last), values)
+
+
+def _places(indices: Tensor, start: int, number: int) -> Tensor:
+    """Where entries (n,) are among so many from a start on; ``number`` for those that are not."""
+    places = indices - start
+    return places.where((places >= 0) & (places < number), number)

@@ -21,6 +21,7 @@ from sparsify import get_unmasker, sparsify
 
 BUDGET, STEPS = 40, 10
 SMALL = 40  # largest number of entries of the tensors that are batched
+LARGE = 300  # and of those whose gradients are multiplied out at once
 
 
 class Deep(nn.Module):
@@ -64,7 +65,10 @@ def third_step(layers, last):
 def main():
     fake_cuda.install()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    with patch("sparsify.selection.small_tensors.LARGEST", SMALL):
+    with (
+        patch("sparsify.selection.small_tensors.LARGEST", SMALL),
+        patch("sparsify.selection.sharded.MOST_AT_ONCE", LARGE),
+    ):
         for layers, last in ((1, "cuda:0"), (4, "cuda:0"), (4, "cuda:1")):
             print(json.dumps(third_step(layers, last)), flush=True)
 
