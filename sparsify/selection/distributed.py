@@ -146,12 +146,12 @@ class DistributedSelector(StreamingSelector):
         rows, values = None, gradient.values.to(self._topk.threshold.dtype)
         if (header.rows == ALL_ROWS).any():
             if gradient.rows is not None:
-                values = values.new_zeros(tensor.matrix.shape).index_copy_(0, gradient.rows, values)
+                values = values.new_zeros(tensor.matrix.shape).index_add_(0, gradient.rows, values)
         else:
             assert gradient.rows is not None
             rows = self._ranks.union(gradient.rows, int(header.rows.max()), tensor.numel)
             at = torch.searchsorted(rows, gradient.rows)
-            values = values.new_zeros(rows.numel(), values.shape[1]).index_copy_(0, at, values)
+            values = values.new_zeros(rows.numel(), values.shape[1]).index_add_(0, at, values)
         self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
         self._topk.cut()  # a higher threshold means fewer proposals
 
