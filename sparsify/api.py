@@ -78,7 +78,8 @@ def sparsify(
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
         sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
-            all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes.
+            all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes
+            (on a GPU the same as ``"exact"``).
         fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
             checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of our
             adapters are drawn again, now, from ``seed``, and only their trained entries are stored.

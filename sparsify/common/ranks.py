@@ -3,6 +3,10 @@
 Every exchange of a backward pass begins with a *header*: a few integers that tell where in its pass each rank is. Ranks
 at different places all raise the same error instead of waiting for each other, and all later decisions are made on
 numbers that every rank has.
+
+Headers are CPU tensors, over gloo where the ranks' own backend has no CPU (NCCL). So no header waits for a device, and
+a collective call on a device is launched only once all ranks have come to it. The host waits for none of these calls
+before the last header: a rank that dies is an error at the next one, and only after the last NCCL has to notice it.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ WIDTH = 8  # integers in a header
 MODES = ("exact", "candidates")
 TIMEOUT_SECONDS = 600.0  # torch's default for NCCL
 
-# a process group of our own for each default group: those of DDP and FSDP are in use during a backward pass
-_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# two process groups of our own for each default group, since those of DDP and FSDP are in use during a backward pass:
+# one of its kind, and one for tensors on a CPU, which may be the same
+_GROUPS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def num_ranks() -> int:
@@ -51,14 +56,14 @@ class Ranks:
         self.bytes_sent += own.nbytes * (len(parts) - 1)
         return torch.stack(parts)
 
-    def headers(self, place: int, numbers: Sequence[int], names: Sequence[str], device: torch.device) -> Tensor:
+    def headers(self, place: int, numbers: Sequence[int], names: Sequence[str]) -> Tensor:
         """Gathers less than ``WIDTH`` numbers of each rank: (ranks, numbers) int64, on the CPU.
 
         Raises ``SparsifyError`` on all ranks unless they are at the same place of their backward passes: the number of
         a tensor (one of ``names``), ``BEGIN`` or ``END``.
         """
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
-        headers = self.gather(torch.tensor(own, dtype=torch.int64, device=device)).cpu()
+        headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
         if bool((headers[:, 0] != place).any()):
             raise SparsifyError(_different_places(headers[:, 0].tolist(), names))
         return headers[:, 1 : 1 + len(numbers)]
@@ -83,6 +88,20 @@ class Ranks:
         """Averages the ranks' values, of any one shape, in place."""
         return self.sum_(values).div_(num_ranks())
 
+    def mean_share(self, values: Tensor) -> Tensor:
+        """Averages the ranks' values (n,) and returns this rank's share (ceil(n / ranks),), in the order of ranks.
+
+        After the last value come zeros.
+        """
+        ranks = num_ranks()
+        if missing := -values.numel() % ranks:
+            values = torch.nn.functional.pad(values, (0, missing))
+        share = values.new_empty(values.numel() // ranks)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+        self._call(reduce_scatter, share, values)
+        self.bytes_sent += share.nbytes * (ranks - 1)
+        return share.div_(ranks)
+
     def average_(self, grad: Tensor) -> Tensor:
         """Averages the ranks' flat gradients in place; ``bytes_sent`` does not count them, as under DDP."""
         before = self.bytes_sent
@@ -91,21 +110,30 @@ class Ranks:
         return grad
 
     def _call(self, collective: Any, *tensors: Any) -> None:
-        world = dist.group.WORLD
         try:
-            if world not in _GROUPS:
-                _GROUPS[world] = dist.new_group(timeout=timedelta(seconds=self.timeout))
-            collective(*tensors, group=_GROUPS[world])
+            collective(*tensors, group=self._group(tensors[-1].device))
         except (SparsifyError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
+            other = f"rank {1 - dist.get_rank()}" if num_ranks() == 2 else "another rank"  # gloo does not tell which
             raise SparsifyError(
-                f"rank {dist.get_rank()} of {num_ranks()} got no answer from another rank within {self.timeout:.0f} s, "
+                f"rank {dist.get_rank()} of {num_ranks()} got no answer from {other} within {self.timeout:.0f} s, "
                 "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
                 "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
                 "in an evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
             ) from error
         self.exchanges += 1
+
+    def _group(self, device: torch.device) -> Any:
+        """The process group for tensors on a device; all ranks make them at the same place."""
+        world = dist.group.WORLD
+        if world not in _GROUPS:
+            timeout = timedelta(seconds=self.timeout)
+            own = dist.new_group(timeout=timeout)
+            has_cpu = "cpu:" in dist.get_backend_config()
+            _GROUPS[world] = own, own if has_cpu else dist.new_group(timeout=timeout, backend="gloo")
+        own, on_cpu = _GROUPS[world]
+        return on_cpu if device.type == "cpu" else own
 
 
 def _different_places(places: Sequence[int], names: Sequence[str]) -> str:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sparsify.common.devices import runs_ahead
-from sparsify.common.ranks import num_ranks
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.recompute import lasting
@@ -117,6 +116,14 @@ class DenseGradient(Gradient):
             self.values.index_add_(0, other.rows, other.values.to(dtype))
         return self
 
+    def some_rows(self, start: int, stop: int) -> Tensor:
+        """Returns some consecutive rows of the weight (stop - start, cols), with zeros where it covers none."""
+        if self.rows is None:
+            return self.values[start:stop].contiguous()
+        at, last = self.rows - start, stop - start - 1
+        values = self.values.where(((at >= 0) & (at <= last))[:, None], 0)
+        return values.new_zeros(stop - start, values.shape[1]).index_add_(0, at.clamp(0, last), values)
+
     def _locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the places of the weight's flat indices in ``values``, and which of them are covered."""
         assert self.rows is not None
@@ -189,6 +196,41 @@ class TiedGradient(Gradient):
         return self.product.add(other).add(self.looked_up)
 
 
+class RowBlocks:
+    """A large product, or tied table, of which only some rows are in memory at a time.
+
+    Args:
+        gradient: what is multiplied out.
+        unmasked: (k,) int64, flat indices of entries whose gradient is wanted.
+        excluded: (e,) int64, flat indices of entries that are set to zero.
+
+    Attributes:
+        taken: (k,) the gradient of the unmasked entries in the rows so far.
+    """
+
+    def __init__(self, gradient: Product | TiedGradient, unmasked: Tensor, excluded: Tensor) -> None:
+        self._product = gradient.product if isinstance(gradient, TiedGradient) else gradient
+        self._looked_up = gradient.looked_up if isinstance(gradient, TiedGradient) else None
+        self._unmasked, self._excluded = unmasked, excluded
+        self.taken = self._product.left.new_zeros(unmasked.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Multiplies out some rows (stop - start, cols); to be called once for each row."""
+        left, right = self._product.left[:, start:stop].t(), self._product.right
+        values = left.new_zeros(left.shape[0] * right.shape[1] + 1)  # the last place is that of other rows' entries
+        rows = torch.mm(left, right, out=values[:-1].view(-1, right.shape[1]))
+        if self._looked_up is not None:
+            rows += self._looked_up.some_rows(start, stop).to(rows.dtype)
+        first, last = start * right.shape[1], rows.numel()
+        unmasked, excluded = (
+            places.where((places >= 0) & (places < last), last)
+            for places in (self._unmasked - first, self._excluded - first)
+        )
+        self.taken = self.taken + values.take(unmasked)
+        values.index_fill_(0, excluded, 0)
+        return rows
+
+
 def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
     """Returns the gradient of a linear layer's weight for inputs (..., in) and output gradients (n, out)."""
     rows = x.reshape(-1, x.shape[-1])  # (n, in)
@@ -222,8 +264,7 @@ def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> 
     The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048. On a GPU
     they are (n, cols), so that the host need not wait for the number of distinct rows.
     """
-    padded = runs_ahead(rows.device) and num_ranks() == 1  # ranks exchange rows, each once
-    unique, inverse = _padded_unique(rows) if padded else rows.unique(return_inverse=True)
+    unique, inverse = padded_unique(rows) if runs_ahead(rows.device) else rows.unique(return_inverse=True)
     total = torch.zeros(unique.numel(), values.shape[1], dtype=_long(values), device=values.device)
     return DenseGradient(_add_rows(total, inverse, values), unique, dtype=dtype or values.dtype)
 
@@ -244,7 +285,7 @@ def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-def _padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
+def padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ``rows.unique(return_inverse=True)`` of ``rows`` (n,), filled up to (n,) by repeating the largest."""
     ordered, order = rows.sort()
     place = ordered.clone()

@@ -8,6 +8,8 @@ the winners are those of :class:`sparsify.selection.topk.TopK`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,24 @@ from sparsify.strategies.importance import Importance
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
 SEEN = 2  # entries for each candidate that may stay until a cut; once as many were offered, there is a threshold
-MOST_MULTIPLIED = 1 << 26  # entries of a product that are multiplied out at once
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
+
+
+class Entries(NamedTuple):
+    """Some entries; those with a score of 0 are none, and their other attributes mean nothing."""
+
+    ids: Tensor  # (n,) int64, global
+    scores: Tensor  # (n,)
+    grads: Tensor  # (n,)
+    weights: Tensor  # (n,)
+
+    def best(self, number: int) -> Entries:
+        """Returns the best of them, highest score first, equal scores by ascending id."""
+        order = best_first(self.ids, self.scores)[:number]
+        return Entries(*(array[order] for array in self))
+
+    def winners(self) -> Winners:
+        return Winners(self.ids.where(self.scores > 0, -1), self.grads, self.weights)
 
 
 class _Held:
@@ -42,38 +60,15 @@ class _Held:
             self._offer(importance, whole._replace(start=start, stop=start + number))
             start += number
 
-    def offer_product(self, importance: Importance, factors: Factors) -> tuple[Tensor, bool]:
-        """Offers the entries of one tensor."""
-        if self._seen > SEEN * self.candidates.limit and screens(self.candidates, importance, factors):
-            if not self._is_cut:
-                self._cut(self.candidates.limit)
-            unmasked = select_product(self.candidates, importance, factors)
-            self._most, self._seen = self.candidates.limit, self._seen + factors.weight.numel()
-            return unmasked, True
-        if factors.weight.numel() > MOST_MULTIPLIED:
-            return self._offer_by_rows(importance, factors), False
-        grad = factors.left.t() @ factors.right
-        unmasked = grad.take(factors.unmasked)
-        if factors.excluded.numel():
-            grad.view(-1).index_fill_(0, factors.excluded, 0)  # and so never selected
-        self.offer(importance, Part(factors.weight, grad, None, factors.offset, None, 0, grad.numel()))
-        return unmasked, False
-
-    def _offer_by_rows(self, importance: Importance, factors: Factors) -> Tensor:
-        """Offers the entries of a large product, of which only some rows are in memory; returns the unmasked ones."""
-        left, right, weight, offset, unmasked, excluded = factors
-        (rows, cols), taken = weight.shape, left.new_zeros(())
-        at_once = max(1, MOST_MULTIPLIED // cols)
-        for first in range(0, rows, at_once):
-            block = slice(first, first + at_once)
-            own, part = left[:, block].t(), weight[block]
-            grad = left.new_zeros(part.numel() + 1)  # the last place is that of entries of other blocks
-            product = torch.mm(own, right, out=grad[:-1].view(-1, cols))
-            ours, others = (_places(indices, first * cols, part.numel()) for indices in (unmasked, excluded))
-            taken = taken + grad.take(ours)
-            grad.index_fill_(0, others, 0)  # and so never selected
-            self.offer(importance, Part(part, product, None, offset + first * cols, None, 0, part.numel()))
-        return taken
+    def screen(self, importance: Importance, factors: Factors) -> Tensor | None:
+        """Offers the entries of one tensor if its product is to be screened."""
+        if self._seen <= SEEN * self.candidates.limit or not screens(self.candidates, importance, factors):
+            return None
+        if not self._is_cut:
+            self._cut(self.candidates.limit)
+        unmasked = select_product(self.candidates, importance, factors)
+        self._most, self._seen = self.candidates.limit, self._seen + factors.weight.numel()
+        return unmasked
 
     def _offer(self, importance: Importance, part: Part) -> None:
         candidates, number = self.candidates, part.stop - part.start
@@ -90,18 +85,12 @@ class _Held:
         cut(self.candidates, limit)
         self._most, self._is_cut = min(self._most, limit), True
 
-    def best(self) -> list[Tensor]:
-        """Returns ids, scores, gradients and weights (size,) of the best, in no order; scores are 0 where none is."""
+    def best(self) -> Entries:
+        """Returns the best (size,), in no order."""
         size = self.candidates.size
         self._cut(size)
         ids, scores, grads, weights = (array[:size] for array in self.candidates.arrays)
-        return [ids, scores.where(self.candidates.held[:size], 0), grads, weights]
-
-
-def _places(indices: Tensor, start: int, number: int) -> Tensor:
-    """Where entries (n,) are among so many from a start on; ``number`` for those that are not."""
-    places = indices - start
-    return places.where((places >= 0) & (places < number), number)
+        return Entries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
 
 
 class DeviceTopK:
@@ -133,24 +122,24 @@ class DeviceTopK:
         """Offers the entries of one tensor; see :meth:`sparsify.selection.topk.TopK.offer`."""
         self._on(grad.device).offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
 
-    def offer_product(self, importance: Importance, factors: Factors) -> tuple[Tensor, bool]:
-        """Offers the entries of one tensor but the excluded ones.
+    def screen(self, importance: Importance, factors: Factors) -> Tensor | None:
+        """Offers the entries of one tensor but the excluded ones, if its product is to be screened.
 
         Returns:
-            The gradient of the unmasked entries (k,), and whether the product was screened.
+            The gradient of the unmasked entries (k,); ``None`` where nothing was offered.
         """
-        return self._on(factors.left.device).offer_product(importance, factors)
+        return self._on(factors.left.device).screen(importance, factors)
 
     def _on(self, device: torch.device) -> _Held:
         if device not in self._held:
             self._held[device] = _Held(*self._settings, device)
         return self._held[device]
 
+    def candidates(self) -> Entries:
+        """Returns the entries (n,) that may be the best, at least ``size``, in no order; scores are 0 where none is."""
+        best = [held.best() for held in self._held.values()]
+        return Entries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True)))
+
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""
-        best = [held.best() for held in self._held.values()]
-        ids, scores, grads, weights = (
-            torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True)
-        )
-        order = best_first(ids, scores)[: self.size]
-        return Winners(ids.where(scores > 0, -1)[order], grads[order], weights[order])
+        return self.candidates().best(self.size).winners()

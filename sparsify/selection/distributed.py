@@ -1,9 +1,10 @@
-"""A streaming selector for several ranks, all of which select the same: the best entries of the mean gradient.
+"""A streaming selector for several ranks on CPUs, all of which select the same: the best entries of the mean gradient.
 
     each rank        proposes the entries that could be among the best by its own gradient
     all ranks        gather the proposals, average the gradient at their union, score it, and offer it to the top-k
 
 The top-k of each rank holds the same entries at all times, so that thresholds, counts and decisions are the same too.
+That takes few bytes, and the ranks wait for each other's proposals; a device would wait too (``sharded.py``).
 
 Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
 reaches the threshold reaches it on one rank at least, as long as the importance grows with abs(grad), and that rank
@@ -117,8 +118,7 @@ class DistributedSelector(StreamingSelector):
     def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
         numbers = (proposed.numel(), int(complete), rows)
-        device = self._topk.threshold.device
-        return Header(*self._ranks.headers(tensor.number, numbers, self._names, device).unbind(1))
+        return Header(*self._ranks.headers(tensor.number, numbers, self._names).unbind(1))
 
     def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
         """Whether exchanging the proposals takes no more bytes than averaging the whole gradient."""
@@ -146,12 +146,12 @@ class DistributedSelector(StreamingSelector):
         rows, values = None, gradient.values.to(self._topk.threshold.dtype)
         if (header.rows == ALL_ROWS).any():
             if gradient.rows is not None:
-                values = values.new_zeros(tensor.matrix.shape).index_copy_(0, gradient.rows, values)
+                values = values.new_zeros(tensor.matrix.shape).index_add_(0, gradient.rows, values)
         else:
             assert gradient.rows is not None
             rows = self._ranks.union(gradient.rows, int(header.rows.max()), tensor.numel)
             at = torch.searchsorted(rows, gradient.rows)
-            values = values.new_zeros(rows.numel(), values.shape[1]).index_copy_(0, at, values)
+            values = values.new_zeros(rows.numel(), values.shape[1]).index_add_(0, at, values)
         self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
         self._topk.cut()  # a higher threshold means fewer proposals
 

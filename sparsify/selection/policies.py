@@ -26,6 +26,7 @@ from sparsify.selection.dense_check import CheckedSelector
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.selectors import RankedSelector, Selector, StreamingSelector
+from sparsify.selection.sharded import ShardedSelector
 from sparsify.selection.static import rank_by_weight
 from sparsify.selection.topk import TopK, Winners
 from sparsify.strategies.importance import D3, Fisher
@@ -56,7 +57,7 @@ class UnmaskingPolicy:
     tensors: Sequence[MaskedTensor]  # by ascending offset
     seed: int  # of a random importance
     ranks: Ranks
-    sync_mode: str  # how several ranks select the same entries: "exact" or "candidates"
+    sync_mode: str  # how several ranks select the same entries: "exact" or "candidates"; devices are always exact
     active: Tensor | None = field(default=None, init=False)
 
     static = True
@@ -86,7 +87,7 @@ class UnmaskingPolicy:
         if not self.importance.uses_gradient:
             return RankedSelector(self._rank(progress, number, values), self.tensors, values)
         topk: TopK | DeviceTopK
-        if num_ranks() == 1 and runs_ahead(values.device):
+        if runs_ahead(values.device):
             total = self.tensors[-1].offset + self.tensors[-1].numel
             topk = DeviceTopK(number, total, values.dtype, values.device)
         else:
@@ -99,6 +100,8 @@ class UnmaskingPolicy:
                 "get_unmasker(model).check is set, and several ranks train together; one process alone can compare "
                 "its selection with the dense form: unset it, or train without ranks."
             )
+        if isinstance(topk, DeviceTopK):
+            return ShardedSelector(context, self.ranks, self.tensors, values.dtype)
         return DistributedSelector(context, self.ranks, self.tensors, self.sync_mode)
 
     def unmask(self, winners: Winners, progress: Progress, slots: Tensor, capacity: int) -> Winners:

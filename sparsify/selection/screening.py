@@ -15,13 +15,14 @@ from sparsify.kernels.candidates import Factors
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.norm_bound import screen
 from sparsify.kernels.sddmm import sddmm
-from sparsify.masked.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.masked.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext, scan_dense
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.topk import TopK
 from sparsify.strategies.importance import ROUNDING_SLACK
 
+MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
 
 
@@ -33,17 +34,38 @@ def scan(
     Returns:
         The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
     """
-    if isinstance(context.topk, DeviceTopK) and isinstance(gradient, Product):
-        factors = Factors(gradient.left, gradient.right, tensor.matrix, tensor.offset, tensor.indices, excluded)
-        taken, screened = context.topk.offer_product(context.importance, factors)
-        context.work.screened += gradient.numel * screened
-        context.work.dense += gradient.numel * (not screened)
-        return taken, gradient
+    if isinstance(context.topk, DeviceTopK) and isinstance(gradient, (Product, TiedGradient)):
+        unmasked = _scan_product_on_device(context, tensor, gradient, excluded)
+        if unmasked is not None:
+            return unmasked, gradient
     if can_screen(context, gradient):
         unmasked = scan_screened(context, tensor, gradient, excluded)
         if unmasked is not None:
             return unmasked, gradient
     return scan_dense(context, tensor, gradient, excluded)
+
+
+def _scan_product_on_device(
+    context: SelectionContext, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor
+) -> Tensor | None:
+    """Offers the entries of a product that is screened, or multiplied out in blocks; ``None`` where it is neither."""
+    topk, weight = context.topk, tensor.matrix
+    assert isinstance(topk, DeviceTopK)
+    if isinstance(gradient, Product):
+        factors = Factors(gradient.left, gradient.right, weight, tensor.offset, tensor.indices, excluded)
+        unmasked = topk.screen(context.importance, factors)
+        if unmasked is not None:
+            context.work.screened += gradient.numel
+            return unmasked
+    if gradient.numel <= MOST_MULTIPLIED:
+        return None
+    context.work.dense += gradient.numel
+    blocks, cols = RowBlocks(gradient, tensor.indices, excluded), weight.shape[1]
+    for start in range(0, weight.shape[0], max(1, MOST_MULTIPLIED // cols)):
+        some = weight[start : start + max(1, MOST_MULTIPLIED // cols)]
+        rows = blocks.rows(start, start + some.shape[0])
+        topk.offer(context.importance, some, rows, None, tensor.offset + start * cols)
+    return blocks.taken
 
 
 def can_screen(context: SelectionContext, gradient: Gradient) -> bool:

@@ -19,9 +19,9 @@ from sparsify.selection.context import SelectionContext
 LARGEST = 1 << 14  # entries of a small tensor
 
 
-def is_small(gradient: Gradient) -> bool:
-    """Whether a gradient is to be batched."""
-    return gradient.rows is None and gradient.numel <= LARGEST
+def is_small(tensor: MaskedTensor) -> bool:
+    """Whether a tensor's gradient is to be batched."""
+    return tensor.numel <= LARGEST
 
 
 class SmallGradients:
@@ -41,7 +41,11 @@ class SmallGradients:
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
-        self.pairs.append((tensor, gradient.dense().own()))
+        gradient = gradient.dense()
+        if gradient.rows is not None:
+            cols = gradient.values.shape[1]
+            gradient = DenseGradient(gradient.values.new_zeros(tensor.numel // cols, cols)).add(gradient)
+        self.pairs.append((tensor, gradient.own()))
 
     def take(self) -> Tensor:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
@@ -49,6 +53,11 @@ class SmallGradients:
 
     def offer(self, context: SelectionContext) -> None:
         """Offers the entries to a top-k."""
+        weight, grad, ids = self.entries(context)
+        context.topk.offer(context.importance, weight[None], grad[None], None, 0, ids)
+
+    def entries(self, context: SelectionContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, gradients and global ids (n,) of all entries; those that are no candidates have no gradient."""
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
         context.work.dense += grad.numel()
         excluded = self._places([context.excluded(tensor) for tensor in self.tensors])
@@ -57,7 +66,7 @@ class SmallGradients:
         less = [start - tensor.offset for start, tensor in zip(self._starts(), self.tensors, strict=True)]
         ids = torch.arange(grad.numel(), device=grad.device)
         ids -= _repeated(less, self.sizes, grad.device)
-        context.topk.offer(context.importance, weight[None], grad[None], None, 0, ids)
+        return weight, grad, ids
 
     def _joined(self) -> Tensor:
         """All gradients (n,) in one new vector."""

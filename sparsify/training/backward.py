@@ -33,7 +33,7 @@ from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
 from sparsify.selection.topk import Winners
 from sparsify.training.anchors import Anchors
-from sparsify.training.rank_checks import agree_on_winners, check_ranks_alike
+from sparsify.training.rank_checks import agree, check_agreement, check_ranks_alike, meet_at_end
 
 if TYPE_CHECKING:
     from sparsify.training.engine import Engine
@@ -73,7 +73,7 @@ class BackwardPass:
                 return
             again = tensor in self._settled  # a graph that was kept runs backward together with a newer one
             self._settled.add(tensor)
-            if is_small(gradient) and self._keeps_small and not again:
+            if is_small(tensor) and self._keeps_small and not again:
                 self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
                 return
             if self.selector is not None and not again:
@@ -164,11 +164,15 @@ class BackwardCollector:
         if engine.unmasked != current.unmasked:
             raise SparsifyError(OVERLAPPING)
         if selector is not None:
-            winners, finite = selector.winners(), selector.finite() & grad.isfinite().all()
             if num_ranks() > 1:
-                finite = agree_on_winners(engine, winners, finite)
+                meet_at_end(engine)
+            winners, finite = selector.winners(), selector.finite() & grad.isfinite().all()
+            outcome = agree(engine, winners, finite) if num_ranks() > 1 else finite.view(1)
             counts = count_by_tensor(winners.ids, engine.tensors)
-            *sizes, is_finite = torch.cat([counts, finite.view(1).to(counts)]).tolist()  # the step's one wait for a GPU
+            read = torch.cat([counts, outcome.to(counts)]).tolist()  # the step's one wait for a GPU
+            sizes, (is_finite, *alike) = read[: counts.numel()], read[counts.numel() :]
+            if alike:
+                check_agreement(is_finite, *alike)
             if not is_finite:
                 return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             with uninterrupted():

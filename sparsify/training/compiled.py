@@ -108,7 +108,7 @@ class CompiledGraphs:
         if own is None:
             return
         whole = is_alone and waiting > 0 and self._uses[tensor] == 1
-        if not whole or is_small(own):  # it is held, and copied, since a compiled graph uses its buffers again
+        if not whole or is_small(tensor):  # it is held, and copied, since a compiled graph uses its buffers again
             with without_autocast(own.device):
                 own = own.dense().own()
         collector.collect(tensor, own, whole=whole)

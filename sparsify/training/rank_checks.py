@@ -43,28 +43,45 @@ def check_ranks_alike(engine: Engine) -> None:
     """Compares all ranks; raises ``SparsifyError`` on each of them when they differ."""
     parts = _parts(engine)
     names = [tensor.name for tensor in engine.tensors]
-    headers = engine.ranks.headers(BEGIN, list(parts.values()), names, engine.values.device)
+    headers = engine.ranks.headers(BEGIN, list(parts.values()), names)
     if differing := [
         part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()
     ]:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 
-def agree_on_winners(engine: Engine, winners: Winners, finite: Tensor) -> Tensor:
-    """Whether no rank saw a gradient that is not finite, ``finite`` () bool of this one; raises where they differ."""
+def meet_at_end(engine: Engine) -> None:
+    """Raises ``SparsifyError`` on all ranks unless all have come to the end of their backward passes."""
+    engine.ranks.headers(END, (), [tensor.name for tensor in engine.tensors])
+
+
+def agree(engine: Engine, winners: Winners, finite: Tensor) -> Tensor:
+    """Compares the ends of all ranks' backward passes, without a wait for their devices.
+
+    Args:
+        engine: of this rank.
+        winners: what this rank's selector found.
+        finite: () bool, whether the gradients that this rank saw are finite.
+
+    Returns:
+        (3,) bool: whether those of all ranks are, and whether they have the same flat deltas and winners.
+    """
     bits = engine.values.detach().view(torch.int32).sum(dtype=torch.int64)
     order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
-    own = torch.stack([finite.long(), (winners.ids * order).sum(), bits]).tolist()
-    names = [tensor.name for tensor in engine.tensors]
-    everyone, chosen, delta = engine.ranks.headers(END, own, names, engine.values.device).unbind(1)
-    if (delta != delta[0]).any():
+    everyone = engine.ranks.gather(torch.stack([finite.to(bits), bits, (winners.ids * order).sum()]))
+    same = (everyone == everyone[0]).all(0)
+    return torch.cat([everyone[:, :1].all().view(1), same[1:]])
+
+
+def check_agreement(is_finite: bool, same_deltas: bool, same_winners: bool) -> None:
+    """Raises ``SparsifyError`` where :func:`agree` found that the ranks have parted."""
+    if not same_deltas:
         raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
-    if everyone.all() and (chosen != chosen[0]).any():
+    if is_finite and not same_winners:
         raise SparsifyError(
             "the ranks chose different entries from the same gradients, so their weights are not the same or their "
             "hardware rounds differently; sparsify.integrations.distributed.check_ranks(model) tells which."
         )
-    return everyone.all()
 
 
 def _parts(engine: Engine) -> dict[str, int]:

@@ -26,11 +26,8 @@ TORCH = "2.13"  # that its C++ was written for
 STREAMS = ["default", "side", "two streams", "two devices"]
 PLACES = [*STREAMS, "side on two devices"]
 AUTOCAST = ["float16", "bfloat16"]
-# of a step, beyond full fine-tuning's; that of ranks grows with the number of tensors
-MOST_WAITS = {
-    "everything": 3, "float16": 2, "magnitude": 3, "d3-repeat": 6, "snip repeat": 6, "exact ranks": 350,
-    "candidates ranks": 360,
-}  # fmt: skip
+# of a step, beyond full fine-tuning's
+MOST_WAITS = {"everything": 3, "float16": 2, "magnitude": 3, "d3-repeat": 6, "snip repeat": 6}
 
 
 def missing():

@@ -1,18 +1,20 @@
 """Several ranks train as one process with all their batches would: gloo processes on the CPU, many checks a spawn.
 
 Each scenario is a function that every rank runs; a test compares what came back with one process, or among the ranks.
+The ranks select in either of two ways: that of CPUs, and that of devices that the host runs ahead of.
 """
 
 import os
 import time
 from contextlib import ExitStack
+from functools import cache
 from unittest.mock import patch
 
 import pytest
 import torch
 from oracle import unmasked_sets
 from products import FREE
-from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, words
+from rank_models import BUDGET, STEPS, WAYS, assert_like, error_of, mlp, own_part, selecting, words
 from rank_models import train as train_parallel
 from rank_processes import on_ranks
 from torch import nn
@@ -32,12 +34,15 @@ from sparsify import (
     sparsify,
     summary,
 )
+from sparsify.common.devices import runs_ahead
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.integrations.distributed import check_ranks
 from sparsify.masked.gradients import DenseGradient
 from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
+from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
+from sparsify.selection.sharded import ShardedSelector
 from sparsify.selection.topk import TopK
 
 
@@ -69,11 +74,26 @@ def of(importance, selection=Increment()):  # noqa: B008 - frozen
     return {"strategy": Strategy(importance, selection)}
 
 
+def few_words_of_many():
+    """A table that is looked up in, more rows than the batches have tokens; and one with fewer."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"many": nn.Embedding(300, 4), "few": nn.Embedding(15, 4), "out": nn.Linear(4, 3)}).double()
+
+    def forward(x, labels):
+        return nn.functional.cross_entropy(model["out"](torch.tanh(model["many"](x) + model["few"](x % 15))), labels)
+
+    model.forward = forward
+    return model, [{"x": torch.randint(300, (8,)), "labels": torch.randint(3, (8,))} for _ in range(STEPS)]
+
+
 # name -> model and batches, arguments of sparsify(), arguments of train()
 RUNS = {
     "exact": (words, {}, {}),
     "in float32": (lambda: words(torch.float32), {}, {}),
+    "in bfloat16": (lambda: words(torch.bfloat16), {}, {}),
+    "in float16": (lambda: words(torch.float16), {}, {}),
     "screened": (lambda: words(torch.float32), {}, {}),  # as large layers are
+    "embeddings": (few_words_of_many, {}, {}),
     "unmasking less than all steps": (words, {"steps": STEPS - 2}, {}),
     "options of DDP": (words, of(SNIP()), {"gradient_as_bucket_view": True, "find_unused_parameters": True}),
     "a static graph": (words, {}, {"static_graph": True}),
@@ -85,6 +105,7 @@ RUNS = {
     "static beside a dense head": (mlp, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}, {}),
     "candidates": (words, {"sync": "candidates"}, {}),  # with ranks exact but for entries in no rank's own top
 }
+SHORT = ["in bfloat16", "in float16"]  # whose sums are rounded otherwise in one process
 
 
 def trained(rank, name):
@@ -126,6 +147,27 @@ def no_token_on_one_rank(rank):
     return get_unmasker(model).unmasked
 
 
+def parts_of_two_lengths(rank):
+    """What is unmasked where one rank has two words and the other six; alone, by the mean of their losses."""
+    model, (batch, *_) = few_words_of_many()
+    sparsify(model, BUDGET, steps=STEPS)
+    parts = [{name: values[own] for name, values in batch.items()} for own in (slice(2), slice(2, 8))]
+    mine = parts if num_ranks() == 1 else [parts[rank]]
+    (sum(model.forward(**part) for part in mine) / len(mine)).backward()
+    return unmasked_sets(model)
+
+
+def a_small_module_on_one_rank_alone(rank):
+    """What is unmasked where the norm runs on the first rank only; ``None`` where that is an error."""
+    model, batches = mlp()
+    sparsify(model, BUDGET, steps=STEPS)
+    if rank == 1:
+        model.norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])
+    with patch("sparsify.selection.small_tensors.LARGEST", 10):  # the norm's and all biases
+        error = error_of(lambda: model(**own_part(batches[0], rank)).backward())
+    return unmasked_sets(model) if error == "no error" else None
+
+
 def saved_and_resumed(rank):
     model, batches = words()
     train(rank, sparsify(model, BUDGET, steps=STEPS), batches, steps=3)
@@ -136,6 +178,12 @@ def saved_and_resumed(rank):
     desparsify(other)
     left = hasattr(other, "_ddp_params_and_buffers_to_ignore")
     return resumed["sets"], SparseDelta.from_model(model).num_entries, left
+
+
+def topk_of(size):
+    if runs_ahead(torch.device("cpu")):
+        return DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
+    return TopK(size, torch.float32, "cpu")
 
 
 def winners_of_random_tensors(rank):
@@ -151,8 +199,11 @@ def winners_of_random_tensors(rank):
         tensors = get_unmasker(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
-        topk, expected = TopK(size, torch.float32, "cpu"), TopK(size, torch.float32, "cpu")
-        selector = DistributedSelector(SelectionContext(topk, importance, Work()), Ranks(), tensors, "exact")
+        expected, context = TopK(size, torch.float32, "cpu"), SelectionContext(topk_of(size), importance, Work())
+        if isinstance(context.topk, TopK):
+            selector = DistributedSelector(context, Ranks(), tensors, "exact")
+        else:
+            selector = ShardedSelector(context, Ranks(), tensors, torch.float32)
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -160,6 +211,8 @@ def winners_of_random_tensors(rank):
             grads = (grads * 4 ** (seed % 4)).round() / 4 ** (seed % 4)  # their sums are exact, in any order
             if seed % 5 == 0:
                 grads[:, ::2] = 0
+            if seed % 7 == 0:
+                grads *= torch.rand(*grads.shape[:2], 1, generator=generator) < 0.2 * (seed % 2) + 0.1
             mean = grads.clone().sum(0) / num_ranks()
             expected.offer(importance, tensor.matrix, mean, None, tensor.offset)
             gradient = DenseGradient(grads[rank].clone())
@@ -167,7 +220,8 @@ def winners_of_random_tensors(rank):
                 rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
                 gradient = DenseGradient(grads[rank][rows], rows)
             selector.offer(tensor, gradient)
-        if selector.winners().ids.tolist() != expected.winners().ids.tolist():
+        found = selector.winners().ids
+        if found[found >= 0].tolist() != expected.winners().ids.tolist():
             wrong.append(seed)
     return wrong
 
@@ -219,55 +273,77 @@ REFUSED = {
     "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
     "the dense form": (lambda rank: message(rank, check=True), "several ranks train together"),
 }  # fmt: skip
-OWN = [nothing_finite_on_one_rank, no_token_on_one_rank, saved_and_resumed, winners_of_random_tensors]
+OWN = [
+    nothing_finite_on_one_rank, no_token_on_one_rank, parts_of_two_lengths, a_small_module_on_one_rank_alone,
+    saved_and_resumed, winners_of_random_tensors,
+]  # fmt: skip
 
 
-def all_scenarios(rank):
-    own = {scenario.__name__: scenario(rank) for scenario in OWN}
-    refused = {name: scenario(rank) for name, (scenario, *_) in REFUSED.items()}
-    return {**own, **refused, **{name: trained(rank, name) for name in RUNS}}
+def all_scenarios(rank, way):
+    with selecting(way):
+        own = {scenario.__name__: scenario(rank) for scenario in OWN}
+        refused = {name: scenario(rank) for name, (scenario, *_) in REFUSED.items()}
+    with selecting(way, small=100):
+        return {**own, **refused, **{name: trained(rank, name) for name in RUNS}}
 
 
-@pytest.fixture(scope="module")
-def two():
+@cache
+def two(way):
     """The results of every scenario on each of two ranks."""
-    return on_ranks(2, all_scenarios)
+    return on_ranks(2, all_scenarios, way)
 
 
-def on_each(results, scenario):
-    return [result[scenario.__name__] for result in results]
+def on_each(way, scenario):
+    return [result[scenario.__name__] for result in two(way)]
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "candidates"])
-def test_two_ranks_train_like_one_process_with_both_batches(two, name):
-    assert_like([result[name] for result in two], trained(0, name))
+in_each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def four_ranks(rank):
-    return trained(rank, "exact"), trained(rank, "candidates"), winners_of_random_tensors(rank)
+@in_each_way
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ["candidates", *SHORT]])
+def test_two_ranks_train_like_one_process_with_both_batches(name, way):
+    assert_like([result[name] for result in two(way)], trained(0, name))
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_devices_average_short_gradients_as_cpus_do(name):
+    assert_like([result[name] for result in two("device")], two("cpu")[0][name])
+
+
+def four_ranks(rank, way):
+    with selecting(way):
+        return trained(rank, "exact"), trained(rank, "candidates"), winners_of_random_tensors(rank)
 
 
 @pytest.mark.slow
-def test_four_ranks_train_like_one_process_with_all_batches():
-    exact, candidates, wrong = zip(*on_ranks(4, four_ranks), strict=True)
+@in_each_way
+def test_four_ranks_train_like_one_process_with_all_batches(way):
+    exact, candidates, wrong = zip(*on_ranks(4, four_ranks, way), strict=True)
     assert_like(exact, trained(0, "exact"))
     assert wrong == ([],) * 4
     assert len({str(own["sets"]) for own in candidates}) == 1
 
 
-def test_the_winners_are_those_of_the_mean_gradient_whatever_the_gradients(two):
-    assert on_each(two, winners_of_random_tensors) == [[], []]
+@in_each_way
+def test_the_winners_are_those_of_the_mean_gradient_whatever_the_gradients(way):
+    assert on_each(way, winners_of_random_tensors) == [[], []]
 
 
-def test_candidates_are_the_same_on_all_ranks(two):
-    first, second = (result["candidates"] for result in two)
+def test_candidates_are_the_same_on_all_ranks():
+    first, second = (result["candidates"] for result in two("cpu"))
     assert first["sets"] == second["sets"]
     assert sum(map(len, first["sets"].values())) == BUDGET
     assert torch.equal(first["delta"], second["delta"])
 
 
-def test_only_steps_that_choose_by_gradients_send_anything(two):
-    for result in two:
+def test_a_device_is_exact_with_candidates_too():
+    assert_like([result["candidates"] for result in two("device")], trained(0, "exact"))
+
+
+@in_each_way
+def test_only_steps_that_choose_by_gradients_send_anything(way):
+    for result in two(way):
         run = result["unmasking less than all steps"]
         sent = run["sent"]
         assert all(number > 0 for number, _ in sent[:-2])
@@ -277,8 +353,8 @@ def test_only_steps_that_choose_by_gradients_send_anything(two):
         assert [exchanges for _, exchanges in of_a_known_set[:3]] == [1, 1, 0], "that all ranks hold the same"
 
 
-def test_each_rank_counts_what_it_looked_at(two):
-    for result in two:
+def test_each_rank_counts_what_it_looked_at():
+    for result in two("cpu"):
         plain, with_a_screen = result["in float32"]["work"], result["screened"]["work"]
         assert plain.dense > 0
         assert plain.screened == plain.verified == 0
@@ -286,40 +362,56 @@ def test_each_rank_counts_what_it_looked_at(two):
         assert 0 < with_a_screen.dense < plain.dense
 
 
+@in_each_way
 @pytest.mark.parametrize("name", REFUSED)
-def test_ranks_that_part_are_told_so(two, name):
+def test_ranks_that_part_are_told_so(name, way):
     _, *texts = REFUSED[name]
-    for result in two:
+    for result in two(way):
         assert all(text in result[name] for text in texts), result[name]
 
 
-def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(two):
-    first, second = on_each(two, nothing_finite_on_one_rank)
+@in_each_way
+def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(way):
+    first, second = on_each(way, nothing_finite_on_one_rank)
     assert first == second
     assert first[0] == (True, 0)
     assert first[1] == BUDGET // STEPS
 
 
-def test_a_rank_without_tokens_takes_part(two):
-    assert on_each(two, no_token_on_one_rank) == [BUDGET // STEPS] * 2
+@in_each_way
+def test_a_rank_without_tokens_takes_part(way):
+    assert on_each(way, no_token_on_one_rank) == [BUDGET // STEPS] * 2
 
 
-def test_ranks_save_and_resume(two):
-    first, second = on_each(two, saved_and_resumed)
+@in_each_way
+def test_ranks_with_different_numbers_of_tokens_select_by_the_mean_of_their_gradients(way):
+    assert on_each(way, parts_of_two_lengths) == [parts_of_two_lengths(0)] * 2
+
+
+def test_a_device_takes_small_tensors_of_which_a_rank_has_no_gradient():
+    first, second = on_each("device", a_small_module_on_one_rank_alone)
+    assert first == second
+    assert sum(map(len, first.values())) == BUDGET // STEPS
+
+
+@in_each_way
+def test_ranks_save_and_resume(way):
+    first, second = on_each(way, saved_and_resumed)
     assert first == second
     assert first[1] == BUDGET // 2
     assert sum(map(len, first[0].values())) == BUDGET // STEPS * 5
     assert first[2] is False  # nothing is left on the model of what DDP was told
 
 
-def dying(rank, die):
+def dying(rank, die, way):
     model, batches = mlp()
     sparsify(model, BUDGET, steps=STEPS)
     get_unmasker(model).ranks.timeout = 2
     if rank == 1:
         model.norm.register_full_backward_hook(die)
     started = time.monotonic()
-    message = error_of(lambda: model(**own_part(batches[0], rank)).backward())
+    with selecting(way), patch("torch.distributed.get_backend_config", lambda: "cuda:nccl"):  # headers: a group apart
+        message = error_of(lambda: model(**own_part(batches[0], rank)).backward())
     return message, time.monotonic() - started
 
 
@@ -332,9 +424,9 @@ def stall(*_):
     os._exit(0)
 
 
-@pytest.mark.parametrize("die", [vanish, stall])
-def test_a_rank_that_dies_or_stalls_is_an_error_within_the_time_limit(die):
-    message, seconds = on_ranks(2, dying, die)[0]
-    assert "got no answer from another rank within 2 s, or lost it" in message
+@pytest.mark.parametrize(("die", "way"), [(vanish, "cpu"), (stall, "cpu"), (vanish, "device")])
+def test_a_rank_that_dies_or_stalls_is_an_error_within_the_time_limit(die, way):
+    message, seconds = on_ranks(2, dying, die, way)[0]
+    assert "rank 0 of 2 got no answer from rank 1 within 2 s, or lost it" in message
     assert "ranks.timeout" in message
     assert seconds < 60

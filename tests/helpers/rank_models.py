@@ -1,6 +1,7 @@
 """Small models and batches that every rank of a test makes alike, and training on each rank's part of a batch."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sparsify.common.ranks import num_ranks
 
 STEPS, BUDGET, BATCH = 6, 60, 8
 VOCABULARY, WIDTH = 24, 12
+WAYS = ["cpu", "device"]  # in which ranks select
 
 
 class Words(nn.Module):
@@ -106,3 +108,14 @@ def error_of(function, *args):
     except SparsifyError as error:
         return str(error)
     return "no error"
+
+
+def selecting(way, small=0):
+    """A context in which tensors of up to ``small`` entries are batched by a device, which the CPU is taken for."""
+    limits = ExitStack()
+    if way == "device":
+        limits.enter_context(patch("sparsify.common.devices.AHEAD", ("cpu",)))
+        limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
+        limits.enter_context(patch("sparsify.selection.small_tensors.LARGEST", small))
+        limits.enter_context(patch("sparsify.selection.sharded.MOST_AT_ONCE", 150))  # several blocks for some tensors
+    return limits

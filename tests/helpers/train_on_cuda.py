@@ -31,6 +31,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparsify import SparseDelta, base_weights, get_unmasker, register_importance, sparsify
+from sparsify.common.ranks import Ranks
 from sparsify.kernels import costs
 from sparsify.selection import device_topk, small_tensors
 from sparsify.strategies.importance import D3, SNIP, Fisher, GraSP, Magnitude
@@ -254,15 +255,24 @@ def is_restored(model, case, place):
     return equal and all(torch.equal(parameter, base[name]) for name, parameter in fresh.named_parameters())
 
 
+def gather(ranks, own, gather=Ranks.gather):
+    """What the ranks gather; the candidates of the first one alone, which has those of all entries."""
+    everyone = gather(ranks, own)
+    if own.dtype == torch.uint8:
+        everyone[1:].zero_()
+    return everyone
+
+
 @contextlib.contextmanager
 def two_ranks(mocked):
-    """A process group in which the other rank sends what this one sends."""
+    """A process group in which nothing is added to what this rank sends; its share of a mean is all of it."""
     if not mocked:
         yield
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield
+        with patch.object(Ranks, "gather", gather), patch.object(Ranks, "mean_share", lambda _, own: own / 2):
+            yield
     finally:
         dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from oracle import unmasked_sets
-from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, train, words
+from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, selecting, train, words
 from rank_processes import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -31,6 +31,11 @@ def shard(model, **options):
 def tied_and_twice_used(rank):
     model, batches = words()
     return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches)
+
+
+def selecting_as_on_a_device(rank):
+    with selecting("device", small=100):
+        return tied_and_twice_used(rank)
 
 
 def rows_that_do_not_divide(rank):
@@ -60,7 +65,8 @@ def checkpointed(rank):
 
 
 LIKE_ONE_PROCESS = [
-    tied_and_twice_used, rows_that_do_not_divide, static_beside_a_dense_head, accumulating, checkpointed,
+    tied_and_twice_used, selecting_as_on_a_device, rows_that_do_not_divide, static_beside_a_dense_head,
+    accumulating, checkpointed,
 ]  # fmt: skip
 
 

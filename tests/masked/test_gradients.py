@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sparsify.masked.gradients import DenseGradient, Product, TiedGradient, row_gradient, sum_rows
+from sparsify.masked.gradients import DenseGradient, Product, RowBlocks, TiedGradient, row_gradient, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
 
 ROWS, COLS = 12, 10
@@ -60,6 +60,20 @@ def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
         assert total.rows.tolist() == sorted({*first, *second})
     for (values, before), own in zip(shared, owned, strict=True):
         assert own or torch.equal(values, before)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(rows=row_sets, indices=index_sets, excluded=index_sets, at_once=st.integers(1, ROWS + 1))
+def test_a_large_product_or_tied_table_is_multiplied_out_some_rows_at_a_time(rows, indices, excluded, at_once):
+    gradient = product(3) if rows is None else TiedGradient(product(3), of_rows(rows))
+    expected = gradient.product.dense().values.clone() if rows else gradient.dense().values.clone()
+    if rows:
+        expected[rows] += gradient.looked_up.values
+    blocks = RowBlocks(gradient, indices, excluded)
+    parts = [blocks.rows(start, min(start + at_once, ROWS)) for start in range(0, ROWS, at_once)]
+    torch.testing.assert_close(blocks.taken, expected.take(indices))
+    expected.view(-1)[excluded] = 0
+    torch.testing.assert_close(torch.cat(parts), expected)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -16,8 +16,7 @@ from twins import Twins
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
 from sparsify.kernels import costs
-from sparsify.kernels.candidates import Factors
-from sparsify.selection import device_topk, small_tensors
+from sparsify.selection import device_topk, screening, small_tensors
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.topk import TopK
 
@@ -38,7 +37,8 @@ def like_a_gpu(request, device, monkeypatch):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Tensors of a few entries come in several parts, with cuts between them."""
+    """Tensors of a few entries come in several parts, with cuts between them, and so do products."""
+    monkeypatch.setattr(screening, "MOST_MULTIPLIED", 60)
     monkeypatch.setattr(device_topk, "FEWEST_AT_ONCE", 8)
     monkeypatch.setattr(device_topk, "MOST_AT_ONCE", 40)
     monkeypatch.setattr(device_topk, "SMALLEST_CUT", 1)
@@ -235,23 +235,3 @@ def test_layers_may_be_screened_once_there_is_a_threshold(monkeypatch):
     assert work[0].screened + work[0].dense == work[1].dense
     assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
     torch.testing.assert_close(*(run.state_dict() for run in runs))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_a_large_product_only_some_rows_are_in_memory(dtype, like_a_gpu, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(9, width, generator=generator).to(dtype) for width in (23, 10))
-    weight, unmasked = torch.randn(23, 10, generator=generator).to(dtype), torch.tensor([229, 0, 57, 58])
-    factors = Factors(left, right, weight, 100, unmasked, torch.cat([unmasked, torch.arange(60, 70)]))
-    results = []
-    for most in (1000, 40, 3):
-        monkeypatch.setattr(device_topk, "MOST_MULTIPLIED", most)
-        topk = DeviceTopK(50, 330, torch.float32, torch.device("cpu"))
-        taken, screened = topk.offer_product(D3(), factors)
-        assert not screened
-        winners = topk.winners()
-        results.append((taken, winners.ids, winners.grads))
-    for result in results[1:]:
-        for one, other in zip(result, results[0], strict=True):
-            torch.testing.assert_close(one, other)
-    assert not torch.isin(results[0][1], factors.excluded + 100).any()

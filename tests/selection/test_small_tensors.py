@@ -9,7 +9,7 @@ from recorder import mask
 from torch import nn
 
 from sparsify import D3
-from sparsify.masked.gradients import DenseGradient, Product
+from sparsify.masked.gradients import DenseGradient
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
 from sparsify.selection.topk import TopK
@@ -91,8 +91,17 @@ def test_a_number_that_is_not_finite_is_noticed():
     assert not context.topk.finite
 
 
-def test_what_is_small_is_whole_and_has_few_entries():
-    assert is_small(DenseGradient(torch.zeros(1, LARGEST)))
-    assert is_small(Product(torch.zeros(3, 16), torch.zeros(3, 8)))
-    assert not is_small(DenseGradient(torch.zeros(1, LARGEST + 1)))
-    assert not is_small(DenseGradient(torch.zeros(2, 4), torch.tensor([0, 3]))), "rows that a batch used"
+def test_a_tensor_with_few_entries_is_small():
+    widths = [LARGEST // 2, LARGEST // 2 + 1]
+    assert [is_small(mask(nn.Linear(width, 2), "weight")[1]["weight"]) for width in widths] == [True, False]
+
+
+def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
+    tensors = small_tensors([[], [], [6, 1]])
+    rows = DenseGradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 3]))
+    small = kept(tensors[2:], [rows])
+    assert small.take().tolist() == [3.0, 2.0]
+    weight, grad, ids = small.entries(context_of(3, masked_only=False))
+    assert grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0]
+    assert torch.equal(weight, tensors[2].weight.flatten())
+    assert ids.tolist() == list(range(300, 308))
