@@ -60,11 +60,12 @@ def _scan_product_on_device(
     if gradient.numel <= MOST_MULTIPLIED:
         return None
     context.work.dense += gradient.numel
-    blocks, cols = RowBlocks(gradient, tensor.indices, excluded), weight.shape[1]
-    for start in range(0, weight.shape[0], max(1, MOST_MULTIPLIED // cols)):
-        some = weight[start : start + max(1, MOST_MULTIPLIED // cols)]
-        rows = blocks.rows(start, start + some.shape[0])
-        topk.offer(context.importance, some, rows, None, tensor.offset + start * cols)
+    blocks, (height, cols) = RowBlocks(gradient, tensor.indices, excluded), weight.shape
+    at_once = max(1, MOST_MULTIPLIED // cols)
+    for start in range(0, height, at_once):
+        rows = slice(start, min(start + at_once, height))
+        values = blocks.rows(rows.start, rows.stop)
+        topk.offer(context.importance, weight[rows], values, None, tensor.offset + start * cols)
     return blocks.taken
 
 
