@@ -28,8 +28,9 @@ class Candidates:
         self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)  # global
         self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))
         # the number of candidates; for the Triton forms also the number of places that were left when entries found too
-        # few of them, the number of candidates after the last cut, and the number of entries that screening noted
-        self.count = torch.zeros(4, dtype=torch.int64, device=device)
+        # few of them, the number of candidates after the last cut, the number of entries that screening noted, and
+        # whether it is in its second round
+        self.count = torch.zeros(5, dtype=torch.int64, device=device)
         # (1,) each
         self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)  # the score that is needed to join
         self.finite = torch.ones(1, dtype=torch.bool, device=device)  # whether all gradients so far were finite

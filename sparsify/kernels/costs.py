@@ -95,7 +95,7 @@ def _costs_on_gpu(left: Tensor, right: Tensor) -> Costs:
     number = left.dtype.itemsize * entries / BYTES  # of a factor, read or written once
     direct = 2 * SECTOR * entries / BYTES
     if left.dtype not in SHORT or not has_triton(left.device):
-        return Costs(rows * cols, math.inf, 0, math.inf, 0, direct)
+        return Costs(rows * cols, math.inf, 0, math.inf, 0)
     # the norms take two passes, and both ways begin by transposing
     norms = 4 * (rows + cols) * number + LAUNCHES * entries / max(1, n)
     return Costs(rows * cols, norms, 2 * entries / TILE_OPERATIONS, 2 * (rows + cols) * number, 2 * number, direct)

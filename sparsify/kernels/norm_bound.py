@@ -150,15 +150,15 @@ def _norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms_slack(tokens: int) -> float:
-    """What the product of two norms is taken times, for their rounding and that of an entry."""
+    """Factor for the rounding of two norms, and of an entry."""
     return 1 + (tokens + 8) * 2.0**-22
 
 
 def underflow(number: int) -> float:
-    """How much the norm of so many numbers may be too small by."""
+    """Largest amount that the norm of so many numbers lacks."""
     return max(1, number) ** 0.5 * SQUARES_UNDERFLOW
 
 
 def rounding_of(tokens: int, factors: float) -> float:
-    """Error of a product, relative to its norms, of factors that are rounded by so much together."""
+    """Largest error of a product, relative to its norms, of factors that are rounded by so much together."""
     return factors + tokens * 2.0**-23

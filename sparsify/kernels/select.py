@@ -18,9 +18,9 @@ from torch import Tensor
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Factors, Part, at_least_float32
 from sparsify.kernels.costs import costs_of
+from sparsify.kernels.sddmm import SHORT
 from sparsify.strategies.importance import D3, Importance
 
-SHORT = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton form computes with, in float32
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 
 
@@ -47,12 +47,14 @@ def select(candidates: Candidates, importance: Importance, part: Part, *, overfl
         plain_select(candidates, importance, part)
 
 
-def screens(candidates: Candidates, importance: Importance, factors: Factors) -> bool:
-    """Whether :func:`select_product` takes a product, and is expected to cost less than multiplying it out."""
+def screens(candidates: Candidates, importance: Importance, factors: Factors, expected: float) -> bool:
+    """Whether :func:`select_product` takes a product, of which so many entries are expected to reach the threshold, and
+    costs less than multiplying it out."""
     left, right, weight, _, unmasked, _ = factors
     limits = costs_of(left, right).limits(unmasked.numel())
     return (
         limits is not None
+        and limits.candidates >= expected
         and 2 * limits.multiplied >= weight.numel()  # what the norms rule out is not known here: half of it at least
         and left.dtype == right.dtype
         and type(importance) is D3

@@ -1,4 +1,4 @@
-"""The gradients that the nodes of masked modules hand to a collector, in four forms.
+"""The gradients that the nodes of masked modules hand to a collector, in three forms.
 
     DenseGradient   values, of all rows of the weight or of the rows that were used
     Product         left^T right: a linear layer's factors, not multiplied out
@@ -212,15 +212,21 @@ class RowBlocks:
         self._product = gradient.product if isinstance(gradient, TiedGradient) else gradient
         self._looked_up = gradient.looked_up if isinstance(gradient, TiedGradient) else None
         self._unmasked, self._excluded = unmasked, excluded
-        self.taken = self._product.left.new_zeros(unmasked.shape)
+        self._dtype = self._product.left.dtype
+        if self._looked_up is not None:
+            self._dtype = torch.promote_types(self._dtype, self._looked_up.values.dtype)
+        self.taken = torch.zeros_like(unmasked, dtype=self._dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Multiplies out some rows (stop - start, cols); to be called once for each row."""
         left, right = self._product.left[:, start:stop].t(), self._product.right
-        values = left.new_zeros(left.shape[0] * right.shape[1] + 1)  # the last place is that of other rows' entries
-        rows = torch.mm(left, right, out=values[:-1].view(-1, right.shape[1]))
+        values = left.new_empty(left.shape[0] * right.shape[1] + 1)
+        torch.mm(left, right, out=values[:-1].view(-1, right.shape[1]))
+        values[-1:].zero_()  # the place of other rows' entries
+        values = values.to(self._dtype)
+        rows = values[:-1].view(-1, right.shape[1])
         if self._looked_up is not None:
-            rows += self._looked_up.some_rows(start, stop).to(rows.dtype)
+            rows += self._looked_up.some_rows(start, stop)
         first, last = start * right.shape[1], rows.numel()
         unmasked, excluded = (
             places.where((places >= 0) & (places < last), last)

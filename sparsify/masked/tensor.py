@@ -180,6 +180,12 @@ class MaskedTensor:
         return as_matrix(self.weight)
 
     @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape of :attr:`matrix`, without gathering it."""
+        cols = self.shape[-1] if self.shape else 1
+        return self.numel // max(1, cols), cols
+
+    @property
     def num_candidates(self) -> int:
         """Number of entries that may be unmasked."""
         return self.numel - (0 if self.frozen_row is None else self.shape[-1])
@@ -187,7 +193,7 @@ class MaskedTensor:
     @property
     def never_candidates(self) -> Tensor:
         """Flat indices, ascending, of the frozen row's entries."""
-        device, cols = self.parameter.device, self.shape[-1] if self.shape else 1
+        device, (_, cols) = self.parameter.device, self.matrix_shape
         if self.frozen_row is None:
             return torch.empty(0, dtype=torch.int64, device=device)
         return torch.arange(self.frozen_row * cols, (self.frozen_row + 1) * cols, device=device)

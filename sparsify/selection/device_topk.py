@@ -62,7 +62,10 @@ class _Held:
 
     def screen(self, importance: Importance, factors: Factors) -> Tensor | None:
         """Offers the entries of one tensor if its product is to be screened."""
-        if self._seen <= SEEN * self.candidates.limit or not screens(self.candidates, importance, factors):
+        if self._seen <= SEEN * self.candidates.limit:
+            return None
+        expected = factors.weight.numel() * self.candidates.size / self._seen  # as many of it as of the entries so far
+        if not screens(self.candidates, importance, factors, expected):
             return None
         if not self._is_cut:
             self._cut(self.candidates.limit)

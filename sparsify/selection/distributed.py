@@ -91,7 +91,7 @@ class DistributedSelector(StreamingSelector):
 
     def skip(self, tensor: MaskedTensor) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-        self.offer(tensor, DenseGradient(torch.zeros(0, _cols(tensor), device=nothing.device), nothing))
+        self.offer(tensor, DenseGradient(torch.zeros(0, tensor.matrix_shape[1], device=nothing.device), nothing))
 
     def _propose(
         self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
@@ -126,7 +126,7 @@ class DistributedSelector(StreamingSelector):
             return False
         whole = tensor.numel
         if not (header.rows == ALL_ROWS).any():
-            whole = min(whole, int(header.rows.sum()) * _cols(tensor))
+            whole = min(whole, int(header.rows.sum()) * tensor.matrix_shape[1])
         # each rank's indices, as many as the longest list has, then the gradient at their union, twice on its way
         return 4 * int(header.number.max()) * header.number.numel() + 8 * int(header.number.sum()) <= 8 * whole
 
@@ -146,7 +146,7 @@ class DistributedSelector(StreamingSelector):
         rows, values = None, gradient.values.to(self._topk.threshold.dtype)
         if (header.rows == ALL_ROWS).any():
             if gradient.rows is not None:
-                values = values.new_zeros(tensor.matrix.shape).index_add_(0, gradient.rows, values)
+                values = values.new_zeros(tensor.matrix_shape).index_add_(0, gradient.rows, values)
         else:
             assert gradient.rows is not None
             rows = self._ranks.union(gradient.rows, int(header.rows.max()), tensor.numel)
@@ -154,7 +154,3 @@ class DistributedSelector(StreamingSelector):
             values = values.new_zeros(rows.numel(), values.shape[1]).index_add_(0, at, values)
         self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
         self._topk.cut()  # a higher threshold means fewer proposals
-
-
-def _cols(tensor: MaskedTensor) -> int:
-    return tensor.shape[-1] if tensor.shape else 1

@@ -49,10 +49,10 @@ def _scan_product_on_device(
     context: SelectionContext, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor
 ) -> Tensor | None:
     """Offers the entries of a product that is screened, or multiplied out in blocks; ``None`` where it is neither."""
-    topk, weight = context.topk, tensor.matrix
+    topk, (height, cols) = context.topk, tensor.matrix_shape
     assert isinstance(topk, DeviceTopK)
     if isinstance(gradient, Product):
-        factors = Factors(gradient.left, gradient.right, weight, tensor.offset, tensor.indices, excluded)
+        factors = Factors(gradient.left, gradient.right, tensor.matrix, tensor.offset, tensor.indices, excluded)
         unmasked = topk.screen(context.importance, factors)
         if unmasked is not None:
             context.work.screened += gradient.numel
@@ -60,7 +60,7 @@ def _scan_product_on_device(
     if gradient.numel <= MOST_MULTIPLIED:
         return None
     context.work.dense += gradient.numel
-    blocks, (height, cols) = RowBlocks(gradient, tensor.indices, excluded), weight.shape
+    blocks, weight = RowBlocks(gradient, tensor.indices, excluded), tensor.matrix
     at_once = max(1, MOST_MULTIPLIED // cols)
     for start in range(0, height, at_once):
         rows = slice(start, min(start + at_once, height))

@@ -61,7 +61,7 @@ class ShardedSelector(Selector):
         if isinstance(gradient, (Product, TiedGradient)) and gradient.numel > MOST_AT_ONCE:
             blocks = RowBlocks(gradient, tensor.indices, self._context.excluded(tensor))
             self._ranks.headers(tensor.number, [ALL_ROWS], self._names)
-            self._offer_rows(tensor, tensor.matrix.shape[0], blocks.rows)
+            self._offer_rows(tensor, tensor.matrix_shape[0], blocks.rows)
             return blocks.taken
         gradient = gradient.dense()
         unmasked = gradient.take(tensor.indices)  # this rank's: DDP averages the flat gradient
@@ -73,7 +73,7 @@ class ShardedSelector(Selector):
     def skip(self, tensor: MaskedTensor) -> None:
         if tensor not in self._small:
             nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-            values = nothing.new_empty((0, tensor.matrix.shape[1]), dtype=self._dtype)
+            values = nothing.new_empty((0, tensor.matrix_shape[1]), dtype=self._dtype)
             self._offer_mean(tensor, DenseGradient(values, nothing))
 
     def offer_small(self, small: SmallGradients) -> None:
@@ -93,7 +93,7 @@ class ShardedSelector(Selector):
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: DenseGradient) -> None:
         """Offers this rank's share of a tensor's mean gradient."""
-        ranks, number, covered = num_ranks(), tensor.matrix.shape[0], None
+        ranks, number, covered = num_ranks(), tensor.matrix_shape[0], None
         own = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
         lengths = self._ranks.headers(tensor.number, [own], self._names)
         least, most = int(lengths.min()), int(lengths.max())
@@ -134,7 +134,7 @@ class ShardedSelector(Selector):
         by_device: dict[torch.device, SmallGradients] = {}
         for tensor, gradient in self._small.items():
             device = tensor.parameter.device
-            own = gradient or DenseGradient(torch.zeros(tensor.matrix.shape, dtype=self._dtype, device=device))
+            own = gradient or DenseGradient(torch.zeros(tensor.matrix_shape, dtype=self._dtype, device=device))
             by_device.setdefault(device, SmallGradients()).add(tensor, own)
         for small in by_device.values():
             weight, grad, ids = small.entries(self._context)

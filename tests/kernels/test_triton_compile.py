@@ -64,11 +64,12 @@ for short in ("fp32", "bf16", "fp16"):
     types = CANDIDATES | factors | {"marks": "*i32", "noted": "*i64", "lowest": "fp32", "slack": "fp32", "eps": "fp32",
                                     "rounding": "fp32", "weight": "*" + short, "offset": "i64", "exp": "fp32"}
     tile = {"widens": False, "tile": packed.TILE, "depth": norm_bound.depth_of(2 if short != "fp32" else 4)}
-    build(norm_bound._screen, types, norm_bound.SCREEN_WARPS, 100, **tile, group=norm_bound.GROUP)
-    build(norm_bound._verify, types, exact_exp=-1, block=norm_bound.VERIFIED, at_once=packed.TOKENS)
+    build(norm_bound._screen, types, norm_bound.SCREEN_WARPS, 100, second=0, **tile, group=norm_bound.GROUP)
+    build(norm_bound._verify, types, second=1, exact_exp=-1, block=norm_bound.VERIFIED, at_once=packed.TOKENS)
     tile |= {"tile": norm_bound.SMALL_TILE, "depth": norm_bound.SMALL_DEPTH}
     build(norm_bound._screen_again, types, select.AGAIN_WARPS, exact_exp=-1, **tile)
 build(norm_bound._mark, {"marks": "*i32", "indices": "*i64"}, block=1024)
+build(norm_bound._raise, CANDIDATES, **CUT)
 build(select._cut, CANDIDATES, **CUT)
 for bits in ("i16", "i32", "i64"):
     types = {"addresses": "*i64", "indices": "*i64", "values": "*" + bits}

@@ -92,7 +92,7 @@ def test_the_best_of_a_product_are_those_of_the_product_multiplied_out(
     assert set(best.tolist()) <= set(places.tolist())
     assert number == (reaching if reaching <= LIMIT else number) <= LIMIT
     assert candidates.finite
-    assert candidates.count.tolist() == [number, 0, number, 0]
+    assert candidates.count.tolist() == [number, 0, number, 0, 0]
     assert threshold <= candidates.threshold <= max(threshold, ranked.values[min(SIZE, len(scores)) - 1])
 
 
@@ -148,6 +148,27 @@ def test_what_the_norms_rule_out_is_not_multiplied(monkeypatch):
     assert again.finite
 
 
+def test_a_second_round_has_room_for_what_the_first_had_not(monkeypatch):
+    left, right = factors("random", 50, 150, 150)
+    nothing, noted, last = torch.empty(0, dtype=torch.int64), [], triton_norm_bound._screen_again
+
+    class Last:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                noted.append(args[5][3:].tolist())  # how many entries, and in which round
+                last[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(triton_norm_bound, "_screen_again", Last())
+    candidates, _ = offer(D3(), Factors(left, right, torch.zeros(150, 150), 0, nothing, nothing), 1e-3)
+    ((number, second),) = noted
+    assert number < 1100
+    assert second
+    best = exact(left, right).abs().view(-1).topk(SIZE).indices
+    assert set(best.tolist()) <= set(candidates.ids[: candidates.count[0]].tolist())
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("side", [0, 1])
 def test_what_is_not_finite_is_noticed(bad, side):
@@ -179,9 +200,11 @@ def test_entries_beyond_the_range_of_32_bits_are_found():
     marks = torch.zeros(rows * cols // 32 + 1, dtype=torch.int32)
     unmasked = torch.tensor([last * cols + 1029])
     triton_norm_bound._mark[(1,)](marks, unmasked, 1, block=16)
-    found, count = torch.zeros(10, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    found, count = torch.zeros(10, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
     at = 1030 // 128 * 8  # with the 8 rows of tiles that go together
-    program = partial(triton_norm_bound._screen.__getitem__((at + 1,)), tile=128, depth=64, group=8, widens=False)
+    program = partial(
+        triton_norm_bound._screen.__getitem__((at + 1,)), tile=128, depth=64, group=8, widens=False, second=0
+    )
     rest = torch.full((1,), 5.0), torch.ones(1, dtype=torch.int8), 1.0, 1.0, 0.0, 0.0
     program(values, order, norms, marks, found, 10, count, *rest, rows, cols, 128, 64)
     assert count[3] == 1

@@ -6,8 +6,10 @@ Both factors are packed (``packed.py``) in the order of their norms (``norms.py`
 ``_screen``        a program multiplies one tile, unless the norms rule it out, and notes the entries that could reach
                    the threshold; the tile is never written
 ``_verify``        computes the noted entries as dot products, scores them, and keeps candidates as ``_select`` does
-``_screen_again``  a single program, which cuts. Where more entries were noted than find room, it takes tile by tile of
-                   what the norms leave in full, and cuts whenever the places run out
+``_raise``         a single program: where more entries were noted than find room, those that did give a higher threshold
+                   for a second round of both
+``_screen_again``  a single program, which cuts. Where the second round was too much as well, which takes many equal
+                   scores, it takes tile by tile of what the norms leave in full, and cuts whenever places run out
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from sparsify.kernels.triton.norms import norms_of
 from sparsify.kernels.triton.packed import TILE, TOKENS, dots, pack, packed_sddmm
 from sparsify.kernels.triton.select import (
     AGAIN_WARPS,
+    CUT_BLOCK,
+    CUT_WARPS,
     append,
     arrays,
     exact_exponent,
@@ -59,26 +63,33 @@ def screen_d3(candidates: Candidates, importance: D3, factors: Factors) -> Tenso
         packed = pack(left, right, order)
         if excluded.numel():
             _mark[(triton.cdiv(excluded.numel(), 1024),)](marks, excluded, excluded.numel(), block=1024)
-        rounding = rounding_of(tokens, 2 * TF32_ROUNDING if left.dtype == torch.float32 else 0)
-        product = (
-            *(packed.values, order, norms, marks, noted, noted.numel(), candidates.count, candidates.threshold),
-            *(finite, importance.eps**importance.exp / ROUNDING_SLACK, norms_slack(tokens), rounding),
-            *(underflow(tokens), *packed.sizes),
-        )
-        tiles = triton.cdiv(rows, TILE) * triton.cdiv(cols, TILE)
+        # what is verified is summed once more
+        rounding = rounding_of(2 * tokens, 2 * TF32_ROUNDING if left.dtype == torch.float32 else 0)
+        lowest, slack = importance.eps**importance.exp / ROUNDING_SLACK, norms_slack(tokens)
+        state = noted.numel(), candidates.count, candidates.threshold, finite
+        scoring = weight, offset, importance.eps, float(importance.exp)
         # the interpreter multiplies the bits of bfloat16
         widens = left.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
-        form: dict[str, Any] = {"widens": widens, "tile": TILE, "depth": depth_of(left.itemsize), "group": GROUP}
-        _screen[(tiles,)](*product, **form, num_warps=SCREEN_WARPS)
-        scoring = weight, offset, importance.eps, float(importance.exp)
-        form = {"exact_exp": exact_exponent(importance)}
-        _verify[(min(VERIFIERS, triton.cdiv(noted.numel(), VERIFIED)),)](
-            *(packed.values, packed.places, noted, noted.numel(), *packed.sizes, *scoring, finite),
-            *(*arrays(candidates), candidates.capacity),
-            **(form | {"block": VERIFIED, "at_once": TOKENS}),
-        )
+        form: dict[str, Any] = {"exact_exp": exact_exponent(importance)}
+        for second in (0, 1):
+            _screen[(triton.cdiv(rows, TILE) * triton.cdiv(cols, TILE),)](
+                *(packed.values, order, norms, marks, noted, *state, lowest, slack, rounding, underflow(tokens)),
+                *(*packed.sizes, second, widens, TILE, depth_of(left.itemsize), GROUP),
+                num_warps=SCREEN_WARPS,
+            )
+            _verify[(min(VERIFIERS, triton.cdiv(noted.numel(), VERIFIED)),)](
+                *(packed.values, packed.places, noted, noted.numel(), *packed.sizes, *scoring, finite),
+                *(*arrays(candidates), candidates.capacity, second),
+                **(form | {"block": VERIFIED, "at_once": TOKENS}),
+            )
+            if not second:
+                _raise[(1,)](
+                    *(*arrays(candidates), noted.numel(), candidates.size, candidates.total.bit_length(), CUT_BLOCK),
+                    num_warps=CUT_WARPS,
+                )
         _screen_again[(1,)](
-            *(*product, *scoring, *arrays(candidates)[:4], *sizes(candidates, candidates.limit)),
+            *(packed.values, order, norms, marks, *state, lowest, slack, *packed.sizes, *scoring),
+            *(*arrays(candidates)[:4], *sizes(candidates, candidates.limit)),
             **(form | {"widens": widens, "tile": SMALL_TILE, "depth": SMALL_DEPTH, "num_warps": AGAIN_WARPS}),
         )
         return packed_sddmm(packed, unmasked) if unmasked.numel() else norms[:0]
@@ -102,7 +113,7 @@ def _mark(marks, indices, number, block: tl.constexpr):
 def _screen(
     values, order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
     underflow, rows, cols, left_places, pitch,
-    widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr, group: tl.constexpr,
+    second: tl.constexpr, widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(rows, tile)
     in_group = group * tl.cdiv(cols, tile)
@@ -110,8 +121,8 @@ def _screen(
     height = tl.minimum(group, tiles - start)
     i = (start + tl.program_id(0) % in_group % height) * tile
     j = tl.program_id(0) % in_group // height * tile
-    # once a gradient is not finite, or more is noted than there is room for, no entry matters any more
-    if (tl.load(finite) != 0) & (tl.load(count + 3) <= room):
+    # once a gradient is not finite, no entry matters any more; a second round is for what the first had no room for
+    if (tl.load(finite) != 0) & (tl.load(count + 4) == second):
         least = least_gradient(tl.load(threshold), lowest)
         if may_reach(least, order, norms, rows, i, j, slack):
             total = _multiplied(values, left_places, pitch, i, j, tile, depth, "tf32", widens)
@@ -143,20 +154,21 @@ def _note(
     near = inside & ((most < least) == 0)
     if tl.sum(near.to(tl.int32)) > 0:
         index = row[:, None] * cols + column[None, :]
-        near = near & (is_marked(marks, index, near) == 0)
-        slot = tl.atomic_add(count + 3 + tl.zeros_like(index), tl.full(index.shape, 1, tl.int64), mask=near)
-        tl.store(noted + slot, index, mask=near & (slot < room))
+        index, near = tl.ravel(index), tl.ravel(near & (is_marked(marks, index, near) == 0))
+        first = tl.atomic_add(count + 3, tl.sum(near.to(tl.int32)).to(tl.int64), sem="relaxed")
+        target = first + tl.cumsum(near.to(tl.int32), 0) - 1
+        tl.store(noted + target, index, mask=near & (target < room))
 
 
 @triton.jit
 def _verify(
     values, places, noted, room, rows, cols, left_places, pitch, weight, offset, eps, exp, finite,
     ids, scores, grads, weights, count, threshold, capacity,
-    exact_exp: tl.constexpr, block: tl.constexpr, at_once: tl.constexpr,
+    second: tl.constexpr, exact_exp: tl.constexpr, block: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
-    number = tl.load(count + 3)
+    number = tl.where(tl.load(count + 4) == second, tl.minimum(tl.load(count + 3), room), 0)
     first = tl.program_id(0).to(tl.int64) * block
-    while (first < number) & (number <= room):
+    while first < number:
         entry = first + tl.arange(0, block)
         inside = entry < number
         index = tl.load(noted + entry, mask=inside, other=0)
@@ -171,15 +183,41 @@ def _verify(
 
 
 @triton.jit
+def _raise(ids, scores, grads, weights, count, threshold, room, size, id_bits, block: tl.constexpr):
+    if tl.load(count + 3) > room:
+        number, worst = _as_before(ids, scores, grads, weights, count, threshold, size, id_bits, block)
+        tl.store(threshold, worst)
+        tl.store(count, number)
+        tl.store(count + 2, number)
+        tl.store(count + 3, tl.full((), 0, tl.int64))
+        tl.store(count + 4, tl.full((), 1, tl.int64))
+
+
+@triton.jit
+def _as_before(ids, scores, grads, weights, count, threshold, size, id_bits, block: tl.constexpr):
+    """Drops the candidates since the last cut; before that, all of them raise the threshold.
+
+    Returns how many candidates are left, and the threshold.
+    """
+    number = tl.load(count)
+    before = tl.load(count + 2)
+    worst = tl.load(threshold)
+    if number >= size:
+        worst, last = worst_of_best(ids, scores, number, size, id_bits, block)
+        before = keep_best(ids, scores, grads, weights, before, worst, last, block)
+    return before, worst
+
+
+@triton.jit
 def _screen_again(
-    values, order, norms, marks, noted, room, count, threshold, finite, lowest, slack, rounding,
-    underflow, rows, cols, left_places, pitch, weight, offset, eps, exp,
-    ids, scores, grads, weights, size, limit, capacity, id_bits,
+    values, order, norms, marks, room, count, threshold, finite, lowest, slack, rows, cols, left_places, pitch,
+    weight, offset, eps, exp, ids, scores, grads, weights, size, limit, capacity, id_bits,
     exact_exp: tl.constexpr, widens: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(count)
     worst = tl.load(threshold)
     if (tl.load(count + 3) > room) & (tl.load(finite) != 0):
+        number, worst = _as_before(ids, scores, grads, weights, count, threshold, size, id_bits, tile * tile)
         for i in range(0, rows, tile):
             for j in range(0, cols, tile):
                 if may_reach(least_gradient(worst, lowest), order, norms, rows, i, j, slack):
@@ -206,6 +244,7 @@ def _screen_again(
     tl.store(count, number)
     tl.store(count + 2, number)
     tl.store(count + 3, tl.full((), 0, tl.int64))
+    tl.store(count + 4, tl.full((), 0, tl.int64))
 
 
 @triton.jit

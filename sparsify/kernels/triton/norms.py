@@ -65,7 +65,7 @@ def _row_norm(factor, token, tokens, number, token_stride, column_stride, block:
     squares = tl.zeros((block,), tl.float32)
     bad = tl.zeros((block,), tl.int32)
     for first in range(0, number, at_once):
-        column = first + tl.arange(0, at_once)
+        column = first + tl.arange(0, at_once).to(tl.int64)
         inside = (token < tokens)[:, None] & (column < number)[None, :]
         place = token[:, None] * token_stride + column[None, :] * column_stride
         x = tl.abs(tl.load(factor + place, mask=inside, other=0.0).to(tl.float32))
@@ -98,7 +98,7 @@ def _column_norms(
     factor, scales, norms, keys, first, tokens, number, token_stride, column_stride, underflow, is_right: tl.constexpr,
     width: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
-    column = first + tl.arange(0, width)
+    column = first + tl.arange(0, width).to(tl.int64)
     squares = tl.zeros((width,), tl.float32)
     for start in range(0, tokens, at_once):
         token = (start + tl.arange(0, at_once)).to(tl.int64)

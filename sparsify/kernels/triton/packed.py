@@ -36,7 +36,7 @@ class Packed(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """What kernels take."""
+        """The sizes as kernels take them."""
         return self.rows, self.cols, self.left_places, self.tokens
 
 
@@ -52,7 +52,7 @@ def pack(left: Tensor, right: Tensor, order: Tensor | None = None) -> Packed:
     places = torch.empty(rows + cols, dtype=torch.int32, device=left.device)
     packed = Packed(values, places, rows, cols, left_places)
     with torch.cuda.device_of(left):
-        _pack[(blocks, values.shape[0] // BLOCK)](
+        _pack[(values.shape[0] // BLOCK, blocks)](
             *(left, right, places if order is None else order, values, places),
             *(tokens, *packed.sizes, *left.stride(), *right.stride()),
             **{"has_order": order is not None, "block": BLOCK},
@@ -77,7 +77,7 @@ def _pack(
     left, right, order, values, places, tokens, rows, cols, left_places, pitch,
     left_token, left_column, right_token, right_column, has_order: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(1) * block
+    first = tl.program_id(0) * block  # places first: programs that run together read the same tokens
     if first < left_places:
         _pack_block(
             left, order, 0, values, places, first, tokens, rows, pitch, left_token, left_column, has_order, block
@@ -97,7 +97,7 @@ def _pack_block(
     has_order: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     place = first.to(tl.int64) + tl.arange(0, block)
-    token = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    token = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     there = place < number
     column = place
     if has_order:
@@ -105,7 +105,7 @@ def _pack_block(
     inside = (token < tokens)[:, None] & there[None, :]
     read = tl.load(factor + token[:, None] * token_stride + column[None, :] * column_stride, mask=inside, other=0.0)
     tl.store(values + place[:, None] * pitch + token[None, :], tl.trans(read))
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(places + column, place.to(tl.int32), mask=there)
 
 

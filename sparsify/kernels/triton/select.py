@@ -64,7 +64,7 @@ def arrays(candidates: Candidates) -> tuple[torch.Tensor, ...]:
 
 
 def sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
-    """What the kernels that cut take: how many to keep, from how many on, how many find room, and bits of an id."""
+    """Sizes as kernels that cut take them: candidates to keep, the limit, the capacity, and the bits of an id."""
     return candidates.size, limit, candidates.capacity, candidates.total.bit_length()
 
 
