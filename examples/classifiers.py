@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -42,7 +42,9 @@ class MeanBertForSequenceClassification(BertForSequenceClassification):
         hidden = self.bert(input_ids, attention_mask, token_type_ids).last_hidden_state  # (b, l, d)
         weights = attention_mask.unsqueeze(-1).to(hidden.dtype)  # (b, l, 1)
         logits = self.classifier(self.dropout((hidden * weights).sum(1) / weights.sum(1)))
-        loss = None if labels is None else cross_entropy(logits, labels)
+        loss = None
+        if labels is not None:  # of real numbers where there is one output
+            loss = cross_entropy(logits, labels) if self.num_labels > 1 else mse_loss(logits.squeeze(-1), labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 

@@ -47,7 +47,7 @@ class Method:
             unused |= {"shape": None, "until": None}
         if self.strategy not in (_id3, _d3_static, _d3_repeat):
             unused |= {"exp": None, "eps": None}
-        if strategy is None:
+        if strategy is None or self.adapter == "lora":  # PEFT keeps the head dense
             unused["head"] = "dense"
         return replace(settings, **unused)
 
@@ -117,14 +117,13 @@ def prepare(
         return model
     strategy = method.strategy(settings)
     growth = {"schedule": Schedule(settings.shape, until=settings.until)} if settings.shape else {}
-    own_head = method.adapter == "lora"  # PEFT keeps it dense by itself
     return sparsify(
         model,
         settings.budget,
         strategy,
         steps=steps,
         target_modules="all-linear" if settings.candidates == "linear" else None,
-        modules_to_save=head if settings.head == "dense" and not own_head else None,
+        modules_to_save=head if settings.head == "dense" and method.adapter != "lora" else None,
         calibration=calibration if strategy.calibrates else None,
         seed=settings.seed,
         **growth,

@@ -45,16 +45,16 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
     labels = Labels.of(task, [*every_row[0], *every_row[1]])
     encoder = Encoder(task, labels, settings)
     model, head = load_model(task, labels, encoder, settings)
-    train_set = [encoder.encode(row) for row in train_rows]
+    train_set, judged_set = ([encoder.encode(row) for row in rows] for rows in (train_rows, judged_rows))
     loader, calibration = (_shuffled(train_set, encoder, settings) for _ in range(2))
     steps = settings.steps or settings.epochs * len(loader)
     model = prepare(model.to(device), settings, head, task.tags, steps, calibration)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    epochs, training_loss = train(model, loader, steps, settings, lambda: evaluate(model, judged_rows, encoder, device))
+    epochs, loss = train(model, loader, steps, settings, lambda: evaluate(model, judged_rows, judged_set, encoder))
     return {
         "settings": asdict(settings),
         "epochs": epochs,
-        "training_loss": training_loss,
+        "training_loss": _rounded(loss),
         "trained": trained,
         "head": sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and _is_head(name, head)),
         "steps": steps,
@@ -84,7 +84,7 @@ def train(
             optimizer.zero_grad()
             losses.append(loss.detach())
         found.append(judge())
-    return found, round(float(torch.stack(losses).mean()), 5)
+    return found, float(torch.stack(losses).mean())
 
 
 def rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:
@@ -100,17 +100,20 @@ def rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, rows: list[dict], encoder: Encoder, device: str) -> dict[str, Any]:
+def evaluate(model: nn.Module, rows: list[dict], encoded: list[dict], encoder: Encoder) -> dict[str, Any]:
     """The metric on all rows and on each half of them, and the mean loss over the batches' rows."""
     model.eval()
-    predictions, loss = [], 0.0
+    device, loss = next(model.parameters()).device, 0.0
+    pairs: list[Any] = [None] * len(rows)  # true label and prediction
+    by_length = sorted(range(len(rows)), key=lambda i: len(encoded[i]["input_ids"]))
     for start in range(0, len(rows), EVALUATION_BATCH):
-        own = rows[start : start + EVALUATION_BATCH]
-        batch = encoder.collate([encoder.encode(row) for row in own])
+        own = by_length[start : start + EVALUATION_BATCH]
+        batch = encoder.collate([encoded[i] for i in own])
         output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
-        predictions += encoder.predict(output.logits.float().cpu(), batch["labels"])
+        predictions = encoder.predict(output.logits.float().cpu(), batch["labels"])
+        for i, prediction in zip(own, predictions, strict=True):
+            pairs[i] = encoder.truth(rows[i], prediction)
         loss += float(output.loss) * len(own)
-    pairs = [encoder.truth(row, prediction) for row, prediction in zip(rows, predictions, strict=True)]
 
     def score_of(numbers: Iterable[int]) -> float:
         return score(encoder.task.metric, *zip(*(pairs[i] for i in numbers), strict=True))
@@ -118,8 +121,13 @@ def evaluate(model: nn.Module, rows: list[dict], encoder: Encoder, device: str) 
     return {
         "score": score_of(range(len(pairs))),
         "halves": [score_of(half) for half in halves(len(pairs))],
-        "loss": round(loss / len(rows), 5) if math.isfinite(loss) else None,
+        "loss": _rounded(loss / len(rows)),
     }
+
+
+def _rounded(loss: float) -> float | None:
+    """A loss for JSON, which has no NaN."""
+    return round(loss, 5) if math.isfinite(loss) else None
 
 
 def _shuffled(rows: list[dict], encoder: Encoder, settings: Settings) -> DataLoader:
