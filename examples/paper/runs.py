@@ -10,18 +10,27 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from examples.paper.settings import Settings
 
+Run = dict[str, Any]
 ROOT = Path(__file__).parents[2]  # holds the package `examples`
 WORKER = ("-m", "examples.paper.worker")
 POLL_SECONDS = 0.2
-Run = dict[str, Any]
+SHOWN = 2_000  # characters of a failed run's messages
+
+
+class Started(NamedTuple):
+    """A run under way; its messages are shown only if it fails."""
+
+    process: subprocess.Popen[bytes]
+    messages: IO[bytes]
 
 
 def settings_of(line: Run) -> Settings:
@@ -59,7 +68,7 @@ def run_missing(wanted: Sequence[Settings], path: Path, jobs: int, device: str, 
     """
     done = read(path)
     missing = [settings for settings in wanted if settings.key not in done]
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    running: dict[str, Started] = {}
     failed: list[str] = []
     try:
         for number, settings in enumerate(missing, start=1):
@@ -69,8 +78,8 @@ def run_missing(wanted: Sequence[Settings], path: Path, jobs: int, device: str, 
                 running[settings.key] = _start(settings, path, jobs, device, command)
         _wait(running, failed, fewer_than=1)
     finally:
-        for process in running.values():
-            process.terminate()
+        for started in running.values():
+            started.process.terminate()
     return failed
 
 
@@ -80,18 +89,25 @@ def describe(settings: Settings) -> str:
     return f"{settings.task} {settings.method}{budget} at {settings.rate:g}, seed {settings.seed}"
 
 
-def _start(settings: Settings, path: Path, jobs: int, device: str, command: str) -> subprocess.Popen[bytes]:
+def _start(settings: Settings, path: Path, jobs: int, device: str, command: str) -> Started:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     task = {"settings": asdict(settings), "path": str(path), "device": device, "command": command}
-    return subprocess.Popen([sys.executable, *WORKER, json.dumps(task)], env=environment)
+    messages = tempfile.TemporaryFile()  # noqa: SIM115, closed when the run has ended
+    process = subprocess.Popen([sys.executable, *WORKER, json.dumps(task)], env=environment, stderr=messages)
+    return Started(process, messages)
 
 
-def _wait(running: dict[str, subprocess.Popen[bytes]], failed: list[str], fewer_than: int) -> None:
-    """Waits until fewer than so many processes run; notes those that failed."""
+def _wait(running: dict[str, Started], failed: list[str], fewer_than: int) -> None:
+    """Waits until fewer than so many processes run; notes those that failed, and shows what they said."""
     while len(running) >= fewer_than and running:
-        for key, process in list(running.items()):
-            if (code := process.poll()) is not None:
-                del running[key]
-                failed.extend([key] if code else [])
+        for key, (process, messages) in list(running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del running[key]
+            with messages:
+                if code:
+                    failed.append(key)
+                    messages.seek(0)
+                    print(messages.read().decode(errors="replace")[-SHOWN:], file=sys.stderr)
         time.sleep(POLL_SECONDS if len(running) >= fewer_than else 0)

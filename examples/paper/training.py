@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterable
@@ -149,7 +148,7 @@ def _facts(train_rows: list[dict], judged_rows: list[dict], device: str) -> dict
         "transformers": transformers.__version__,
         "peft": peft.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"cpu, {os.uname().machine}",
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"cpu, {platform.machine()}",
         "threads": torch.get_num_threads(),
         "train_rows": len(train_rows),
         "judged_rows": len(judged_rows),

@@ -175,7 +175,7 @@ rate = task["settings"]["rate"]
 while rate == 99:
     time.sleep(0.1)
 if rate == 13:
-    sys.exit(1)
+    sys.exit("no luck")
 append(Path(task["path"]), {"settings": task["settings"], "run": time.time()})
 """
 
@@ -201,7 +201,9 @@ def test_what_is_missing_is_run_and_a_failure_stops_nothing(worker, tmp_path, ca
     again = runs.read(path)
     assert again.items() >= first.items()
     assert len(path.read_text().splitlines()) == len(again) == 3
-    assert capsys.readouterr().out.splitlines()[-1].endswith("1 of 1: sst2 id3 50 at 3, seed 0")
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1].endswith("1 of 1: sst2 id3 50 at 3, seed 0")
+    assert shown.err.strip() == "no luck"
 
 
 def test_a_killed_command_loses_nothing_that_has_finished(worker, tmp_path):
