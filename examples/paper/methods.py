@@ -116,17 +116,16 @@ def prepare(
     if method.strategy is None:
         return model
     strategy = method.strategy(settings)
-    growth = {"schedule": Schedule(settings.shape, until=settings.until)} if settings.shape else {}
     return sparsify(
         model,
         settings.budget,
         strategy,
         steps=steps,
+        schedule=Schedule(settings.shape or "uniform", until=settings.until or 1.0),
         target_modules="all-linear" if settings.candidates == "linear" else None,
         modules_to_save=head if settings.head == "dense" and method.adapter != "lora" else None,
         calibration=calibration if strategy.calibrates else None,
         seed=settings.seed,
-        **growth,
     )
 
 

@@ -1,8 +1,8 @@
 """One run: a pretrained model, trained as its settings say, and judged after every epoch.
 
 In: settings. Out: a dict of plain JSON types, a line of the results: the settings; for every epoch the metric in
-percent on all rows and on each half of them, and the mean loss; the mean training loss of the last epoch; how many
-numbers were trained, steps, seconds; and the facts that it takes to run it again.
+percent on all rows and on each half of them, and the mean loss; which rows the last epoch has right; the mean training
+loss of the last epoch; how many numbers were trained, steps, seconds; and the facts that it takes to run it again.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
     epochs, loss = train(model, loader, steps, settings, lambda: evaluate(model, judged_rows, judged_set, encoder))
     return {
         "settings": asdict(settings),
+        "right": [epoch.pop("right") for epoch in epochs][-1],
         "epochs": epochs,
         "training_loss": _rounded(loss),
         "trained": trained,
@@ -100,7 +101,7 @@ def rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, rows: list[dict], encoded: list[dict], encoder: Encoder) -> dict[str, Any]:
-    """The metric on all rows and on each half of them, and the mean loss over the batches' rows."""
+    """The metric on all rows and on each half of them, the mean loss over the rows, and which rows are right."""
     model.eval()
     device, loss = next(model.parameters()).device, 0.0
     pairs: list[Any] = [None] * len(rows)  # true label and prediction
@@ -121,7 +122,13 @@ def evaluate(model: nn.Module, rows: list[dict], encoded: list[dict], encoder: E
         "score": score_of(range(len(pairs))),
         "halves": [score_of(half) for half in halves(len(pairs))],
         "loss": _rounded(loss / len(rows)),
+        "right": None if encoder.task.tags or encoder.task.regression else packed([a == b for a, b in pairs]),
     }
+
+
+def packed(right: list[bool]) -> str:
+    """A bit for each row, the first row's the highest, as a hexadecimal number."""
+    return f"{int(''.join(str(int(one)) for one in right), 2):x}"
 
 
 def _rounded(loss: float) -> float | None:

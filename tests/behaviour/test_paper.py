@@ -94,6 +94,14 @@ def test_pairs_numbers_and_tags_are_learned(tiny, task, labels):
     assert line["epochs"][-1]["score"] > 60
 
 
+def test_a_line_holds_which_rows_are_right(tiny):
+    line = trained(tiny, method="full", rate=1e-2, steps=12)
+    assert 100 * int(line["right"], 16).bit_count() / len(ROWS["sst2"]) == pytest.approx(
+        line["epochs"][-1]["score"], 1e-3
+    )
+    assert training.packed([True, False, False, False, True]) == "11"
+
+
 def test_a_run_is_the_same_when_it_is_run_again(tiny):
     first, second = (trained(tiny, until=0.5, decay="linear", warmup=0.4, candidates="linear") for _ in range(2))
     assert first["epochs"] == second["epochs"]
@@ -346,3 +354,10 @@ def test_the_command_runs_what_is_missing_prints_tables_and_prints_them_again(ti
     assert {"sparsify", "torch", "device", "threads", "rows_sha256"} <= line["facts"].keys()
     run.main([*options, "--table"])
     assert capsys.readouterr().out == shown[shown.index("1 of 1 runs") :]
+
+
+@pytest.mark.parametrize("task", ["sst2", "stsb", "wnut17"])
+def test_a_run_that_diverges_is_a_result_too(tiny, task):
+    last = trained(tiny, task=task, method="full", rate=1e30, steps=4)
+    assert json.loads(json.dumps(last, allow_nan=False)) == last
+    assert last["epochs"][-1]["loss"] is None
