@@ -14,7 +14,8 @@ import json
 import os
 
 import torch
-from text_classification import HEADS, add_task_arguments, add_training_arguments, check_arguments, load_task, number
+from classifiers import HEADS
+from text_classification import add_task_arguments, add_training_arguments, check_arguments, load_task, number
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler

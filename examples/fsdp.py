@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 
 import torch
+from classifiers import HEADS
 from ddp import parse_arguments, share_rows, start, train
-from text_classification import HEADS, load_task
+from text_classification import load_task
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

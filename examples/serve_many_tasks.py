@@ -28,10 +28,11 @@ from pathlib import Path
 
 import torch
 import uvicorn
+from classifiers import classifier_class
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field, model_validator
 from torch.func import functional_call
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from sparsify import DeltaSwitch, SparseDelta
 from sparsify.errors import SparsifyError
@@ -120,7 +121,7 @@ def fitting(head: Mapping[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
 
 def load(base: str, paths: Mapping[str, Path]) -> Tasks:
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model, loading = AutoModelForSequenceClassification.from_pretrained(base, output_loading_info=True)
+    model, loading = classifier_class(base).from_pretrained(base, output_loading_info=True)
     if tokenizer.pad_token is None:  # decoders often have none
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -23,6 +23,7 @@ from pathlib import Path
 import serve_many_tasks
 import text_classification
 import uvicorn
+from classifiers import model_path
 from fastapi import FastAPI
 from transformers.utils import logging
 
@@ -86,7 +87,7 @@ def train(task: str, training: list[Example], held_out: list[Example], folder: P
 def run(training: list[Example], held_out: list[Example], steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = {task: train(task, training, held_out, Path(folder), steps) for task in LABELS}
-        tasks = serve_many_tasks.load(text_classification.model_path("MiniLM"), paths)
+        tasks = serve_many_tasks.load(model_path("MiniLM"), paths)
     with served(serve_many_tasks.make_app(tasks)) as url:
         for task, labels in LABELS.items():
             answer = ask(f"{url}/predict", {"task": task, "texts": TEXTS})

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from classifiers import HEADS
 from text_classification import (
     CALIBRATED,
-    HEADS,
     add_task_arguments,
     add_training_arguments,
     check_arguments,

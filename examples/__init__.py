@@ -1,0 +1,1 @@
+"""Examples; `python -m examples.paper.run` needs them as a package."""

@@ -1,0 +1,160 @@
+"""Methods: what of the model is trained, as rows of one table.
+
+A method is a strategy, an adapter (LoRA or Pfeiffer's), or both: the strategy then selects among the adapter's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from examples.paper.settings import Settings
+from sparsify import D3, Increment, Magnitude, Schedule, Static, Strategy, sparsify
+from sparsify.adapters import add_adapters
+from sparsify.strategies.strategy import PRESETS
+
+REDUCTION_FACTOR = 2  # of Pfeiffer's adapters, the paper's
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained.
+
+    Args:
+        strategy: of the run's settings; ``None``: the adapter or model is trained whole.
+        adapter: ``"lora"``, ``"pfeiffer"`` or none.
+        rank: of the LoRA; ``None``: the one whose size is nearest to the budget.
+        takes_budget: whether the budget decides how many numbers are trained.
+        rates: which of a suite's learning rates are for this method.
+    """
+
+    strategy: Callable[[Settings], Strategy] | None = None
+    adapter: str | None = None
+    rank: int | None = None
+    takes_budget: bool = True
+    rates: str = "selective"
+
+    def normalise(self, settings: Settings) -> Settings:
+        """The settings without those that this method does not depend on."""
+        unused: dict[str, Any] = {} if self.takes_budget else {"budget": None}
+        if self.strategy is None or self.adapter or not self.takes_budget:
+            unused["candidates"] = None
+        strategy = self.strategy(settings) if self.strategy else None
+        if strategy is None or not isinstance(strategy.selection, Increment):
+            unused |= {"shape": None, "until": None}
+        if self.strategy not in (_id3, _d3_static, _d3_repeat):
+            unused |= {"exp": None, "eps": None}
+        if strategy is None or self.adapter == "lora":  # PEFT keeps the head dense
+            unused["head"] = "dense"
+        return replace(settings, **unused)
+
+
+def _preset(name: str) -> Callable[[Settings], Strategy]:
+    return lambda settings: PRESETS[name]
+
+
+def _d3(settings: Settings) -> D3:
+    return D3(exp=2 if settings.exp is None else settings.exp, eps=1 if settings.eps is None else settings.eps)
+
+
+def _id3(settings: Settings) -> Strategy:
+    return Strategy(_d3(settings), Increment())
+
+
+def _d3_static(settings: Settings) -> Strategy:
+    return Strategy(_d3(settings), Static())
+
+
+def _d3_repeat(settings: Settings) -> Strategy:
+    return Strategy(_d3(settings), PRESETS["d3-repeat"].selection)
+
+
+def _static_gradient(settings: Settings) -> Strategy:
+    """The largest gradients, the same density in every tensor: Liu et al. 2024, arXiv 2412.13488."""
+    return Strategy(D3(exp=0, eps=1), Static(allocation="uniform"))
+
+
+METHODS = {
+    "id3": Method(_id3),
+    "pafi": Method(_preset("pafi")),
+    "fish": Method(_preset("fish")),
+    "bitfit": Method(_preset("bitfit"), takes_budget=False),
+    "random": Method(_preset("random")),
+    "magnitude-increment": Method(lambda settings: Strategy(Magnitude(), Increment())),
+    "static-gradient": Method(_static_gradient),
+    "d3-static": Method(_d3_static),
+    "d3-repeat": Method(_d3_repeat),
+    "lora": Method(adapter="lora"),  # at as many trained numbers
+    "lora-8": Method(adapter="lora", rank=8, takes_budget=False),
+    "id3+lora": Method(_id3, "lora", rank=8),
+    "pafi+lora": Method(_preset("pafi"), "lora", rank=8),
+    "pfeiffer": Method(adapter="pfeiffer", takes_budget=False),
+    "id3+pfeiffer": Method(_id3, "pfeiffer"),
+    "full": Method(takes_budget=False, rates="full"),
+}
+
+
+def prepare(
+    model: nn.Module, settings: Settings, head: list[str], tags: bool, steps: int, calibration: Iterable[Any]
+) -> nn.Module:
+    """Leaves trainable what the method trains, and the new head with it; returns the model to train.
+
+    Args:
+        head: the model's new modules.
+        tags: whether the task is one of tagging.
+        steps: of the optimizer.
+        calibration: batches for strategies that select by gradients before training.
+    """
+    method = METHODS[settings.method]
+    if method.adapter == "lora":
+        model = _add_lora(model, method.rank or _rank(model, head, settings.budget), head, tags)
+    elif method.adapter == "pfeiffer":
+        model = add_adapters(model, "pfeiffer", REDUCTION_FACTOR)
+    if method.strategy is None:
+        return model
+    strategy = method.strategy(settings)
+    return sparsify(
+        model,
+        settings.budget,
+        strategy,
+        steps=steps,
+        schedule=Schedule(settings.shape or "uniform", until=settings.until or 1.0),
+        target_modules="all-linear" if settings.candidates == "linear" else None,
+        modules_to_save=head if settings.head == "dense" and method.adapter != "lora" else None,
+        calibration=calibration if strategy.calibrates else None,
+        seed=settings.seed,
+    )
+
+
+def linear_layers(model: nn.Module, head: list[str]) -> dict[str, nn.Linear]:
+    """The encoder's linear layers by name; a pooler belongs to the head."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not {*head, "pooler"} & set(name.split("."))
+    }
+
+
+def _rank(model: nn.Module, head: list[str], budget: int | None) -> int:
+    """The rank of a LoRA on every linear layer that trains about as many numbers as the budget, at least 1."""
+    size = sum(layer.in_features + layer.out_features for layer in linear_layers(model, head).values())
+    return max(1, round((budget or 0) / size))
+
+
+def _add_lora(model: nn.Module, rank: int, head: list[str], tags: bool) -> nn.Module:
+    """PEFT's LoRA on every linear layer of the encoder, at the paper's scale: alpha = rank."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type="TOKEN_CLS" if tags else "SEQ_CLS",
+            r=rank,
+            lora_alpha=rank,
+            target_modules=list(linear_layers(model, head)),
+            modules_to_save=head,
+        ),
+    )

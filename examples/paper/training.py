@@ -1,0 +1,163 @@
+"""One run: a pretrained model, trained as its settings say, and judged after every epoch.
+
+In: settings. Out: a dict of plain JSON types, a line of the results: the settings; for every epoch the metric in
+percent on all rows and on each half of them, and the mean loss; which rows the last epoch has right; the mean training
+loss of the last epoch; how many numbers were trained, steps, seconds; and the facts that it takes to run it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+import sparsify
+from examples.paper.methods import prepare
+from examples.paper.models import Encoder, Labels, load_model
+from examples.paper.settings import Settings
+from examples.paper.tasks import TASKS, choose_rows, halves, load_rows, score
+from examples.rows import LengthBatches
+
+MAX_NORM = 1.0  # of the gradient
+EVALUATION_BATCH = 64
+
+
+def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
+    """Trains once; the result as described above."""
+    started = time.perf_counter()
+    task = TASKS[settings.task]
+    every_row = load_rows(task)
+    train_rows, judged_rows = choose_rows(*every_row, settings.rows, settings.held_out)
+    labels = Labels.of(task, [*every_row[0], *every_row[1]])
+    encoder = Encoder(task, labels, settings)
+    model, head = load_model(task, labels, encoder, settings)
+    train_set, judged_set = ([encoder.encode(row) for row in rows] for rows in (train_rows, judged_rows))
+    loader, calibration = (_shuffled(train_set, encoder, settings) for _ in range(2))
+    steps = settings.steps or settings.epochs * len(loader)
+    model = prepare(model.to(device), settings, head, task.tags, steps, calibration)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    epochs, loss = train(model, loader, steps, settings, lambda: evaluate(model, judged_rows, judged_set, encoder))
+    return {
+        "settings": asdict(settings),
+        "right": [epoch.pop("right") for epoch in epochs][-1],
+        "epochs": epochs,
+        "training_loss": _rounded(loss),
+        "trained": trained,
+        "head": sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and _is_head(name, head)),
+        "steps": steps,
+        "seconds": round(time.perf_counter() - started, 1),
+        "facts": _facts(train_rows, judged_rows, device),
+    }
+
+
+def train(
+    model: nn.Module, loader: DataLoader, steps: int, settings: Settings, judge: Callable[[], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], float]:
+    """Trains with AdamW; returns what ``judge`` found after each epoch, and the mean loss of the last epoch."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
+    device, found, losses = parameters[0].device, [], []
+    torch.manual_seed(settings.seed)  # dropout, whatever the method has drawn
+    for first in range(0, steps, len(loader)):
+        model.train()
+        losses, length = [], min(len(loader), steps - first)
+        for batch in tqdm(islice(loader, length), total=length, leave=False, disable=None):
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append(judge())
+    return found, float(torch.stack(losses).mean())
+
+
+def rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:
+    """The factor of the learning rate at a step: rising during the warm-up, then constant or falling to 0."""
+    warmup = round(settings.warmup * steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 1.0 if settings.decay == "constant" else max(0.0, (steps - step) / (steps - warmup))
+
+    return factor
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, rows: list[dict], encoded: list[dict], encoder: Encoder) -> dict[str, Any]:
+    """The metric on all rows and on each half of them, the mean loss over the rows, and which rows are right."""
+    model.eval()
+    device, loss = next(model.parameters()).device, 0.0
+    pairs: list[Any] = [None] * len(rows)  # true label and prediction
+    by_length = sorted(range(len(rows)), key=lambda i: len(encoded[i]["input_ids"]))
+    for start in range(0, len(rows), EVALUATION_BATCH):
+        own = by_length[start : start + EVALUATION_BATCH]
+        batch = encoder.collate([encoded[i] for i in own])
+        output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
+        predictions = encoder.predict(output.logits.float().cpu(), batch["labels"])
+        for i, prediction in zip(own, predictions, strict=True):
+            pairs[i] = encoder.truth(rows[i], prediction)
+        loss += float(output.loss) * len(own)
+
+    def score_of(numbers: Iterable[int]) -> float:
+        return score(encoder.task.metric, *zip(*(pairs[i] for i in numbers), strict=True))
+
+    return {
+        "score": score_of(range(len(pairs))),
+        "halves": [score_of(half) for half in halves(len(pairs))],
+        "loss": _rounded(loss / len(rows)),
+        "right": None if encoder.task.tags or encoder.task.regression else packed([a == b for a, b in pairs]),
+    }
+
+
+def packed(right: list[bool]) -> str:
+    """A bit for each row, the first row's the highest, as a hexadecimal number."""
+    return f"{int(''.join(str(int(one)) for one in right), 2):x}"
+
+
+def _rounded(loss: float) -> float | None:
+    """A loss for JSON, which has no NaN."""
+    return round(loss, 5) if math.isfinite(loss) else None
+
+
+def _shuffled(rows: list[dict], encoder: Encoder, settings: Settings) -> DataLoader:
+    """Batches in an order that the seed decides."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    batches = LengthBatches(lengths, settings.batch_size, settings.seed)
+    return DataLoader(rows, batch_sampler=batches, collate_fn=encoder.collate)
+
+
+def _is_head(name: str, head: list[str]) -> bool:
+    return bool(set(head) & set(name.split(".")))
+
+
+def _facts(train_rows: list[dict], judged_rows: list[dict], device: str) -> dict[str, Any]:
+    digest = hashlib.sha256(json.dumps([train_rows, judged_rows], sort_keys=True).encode()).hexdigest()
+    return {
+        "sparsify": sparsify.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"cpu, {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "train_rows": len(train_rows),
+        "judged_rows": len(judged_rows),
+        "rows_sha256": digest[:16],
+    }

@@ -1,0 +1,363 @@
+"""The paper's experiments: methods and kinds of tasks train, nothing that has finished is lost, scores are right."""
+
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from scipy import stats
+from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # holds the package `examples`
+from examples.paper import protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
+from examples.paper.methods import METHODS  # noqa: E402
+from examples.paper.settings import Settings  # noqa: E402
+from sparsify.cli.demo.classifier import default_model  # noqa: E402
+
+BUDGET, WIDTH = 50, 16
+HEAD = 2 * WIDTH + 2
+BASE = Settings(task="sst2", model="", method="id3", rate=1e-3, seed=0, budget=BUDGET, epochs=2, steps=3, batch_size=4)
+TEXTS = ("a fine film", "dull and far too long", "warm and funny", "a waste of time")
+ROWS = {
+    "sst2": [{"sentence": text, "label": i % 2} for i, text in enumerate(TEXTS)] * 3,
+    "mrpc": [{"sentence1": text, "sentence2": TEXTS[0], "label": i % 2} for i, text in enumerate(TEXTS)] * 3,
+    "stsb": [{"sentence1": text, "sentence2": TEXTS[0], "label": i / 2} for i, text in enumerate(TEXTS)] * 3,
+    "wnut17": [{"tokens": ["unbelievable", text, "Rome"], "ner_tags": ["O", "O", "B-location"]} for text in TEXTS] * 3,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for task, rows in ROWS.items():
+        (folder / task).mkdir()
+        for split in ("train", "validation"):
+            (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSIFY_DATA", str(folder))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of a sentence encoder with random weights."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH}
+    return saved(BertModel(BertConfig(**sizes)), tmp_path_factory.mktemp("bert"))
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(default_model()).save_pretrained(folder)
+    return str(folder)
+
+
+def trained(tiny, **changes):
+    settings = replace(BASE, model=tiny, **changes)
+    return training.run(METHODS[settings.method].normalise(settings))
+
+
+LORA = 4 * 2 * WIDTH + 2 * 2 * WIDTH  # of rank 1: four layers of the attention, two of the feed-forward network
+BIASES = 8 * WIDTH  # six layers and two norms; the embeddings' norm has one more
+NUMBERS = {method: BUDGET for method, row in METHODS.items() if row.takes_budget} | {
+    "bitfit": BIASES + WIDTH,
+    "lora": LORA,
+    "lora-8": 8 * LORA,
+    "pfeiffer": 2 * WIDTH * WIDTH // 2 + WIDTH // 2 + WIDTH,
+    "full": 30522 * WIDTH + (512 + 2 + 2) * WIDTH + 6 * WIDTH * WIDTH + BIASES + 2 * WIDTH,
+    "d3-repeat": 3 * BUDGET,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_its_numbers_and_a_dense_head(tiny, method):
+    line = trained(tiny, method=method)
+    assert line["head"] == HEAD
+    assert line["trained"] == NUMBERS[method] + HEAD
+    assert line["steps"] == 3
+    assert [0 <= epoch["score"] <= 100 for epoch in line["epochs"]] == [True]
+    assert json.loads(json.dumps(line)) == line
+
+
+@pytest.mark.parametrize(("task", "labels"), [("mrpc", 2), ("stsb", 1), ("wnut17", 2)])
+def test_pairs_numbers_and_tags_are_learned(tiny, task, labels):
+    line = trained(tiny, task=task, steps=None, epochs=4, method="full", rate=1e-2)
+    assert line["head"] == labels * (WIDTH + 1)
+    assert [epoch["loss"] for epoch in line["epochs"]][-1] < line["epochs"][0]["loss"]
+    assert len(line["epochs"]) == 4
+    assert line["epochs"][-1]["score"] > 60
+
+
+def test_a_line_holds_which_rows_are_right(tiny):
+    line = trained(tiny, method="full", rate=1e-2, steps=12)
+    assert 100 * int(line["right"], 16).bit_count() / len(ROWS["sst2"]) == pytest.approx(
+        line["epochs"][-1]["score"], 1e-3
+    )
+    assert training.packed([True, False, False, False, True]) == "11"
+
+
+def test_a_run_is_the_same_when_it_is_run_again(tiny):
+    first, second = (trained(tiny, until=0.5, decay="linear", warmup=0.4, candidates="linear") for _ in range(2))
+    assert first["epochs"] == second["epochs"]
+    assert first["facts"] == second["facts"]
+
+
+def test_the_papers_head_is_part_of_the_budget_new_pooler_included(tmp_path):
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH,
+             "vocab_size": 30522, "pooler_hidden_size": WIDTH}  # fmt: skip
+    path = saved(DebertaV2ForMaskedLM(DebertaV2Config(**sizes)), tmp_path)
+    assert trained(path, head="budget")["trained"] == BUDGET
+    dense = trained(path, head="dense")
+    assert dense["trained"] - BUDGET == dense["head"] == HEAD + WIDTH * WIDTH + WIDTH
+
+
+def test_held_out_rows_train_no_run_and_the_halves_share_no_row():
+    rows = [{"number": i} for i in range(20)]
+    train, judged = tasks.choose_rows(rows, [], rows=10, held_out=5)
+    more, same = tasks.choose_rows(rows, [], rows=None, held_out=5)
+    assert judged == same
+    assert (len(train), len(more), len(judged)) == (10, 15, 5)
+    assert more[:10] == train
+    assert not any(row in judged for row in more)
+    assert tasks.choose_rows(rows, rows, rows=None, held_out=None)[1] == rows
+    first, second = tasks.halves(9)
+    assert sorted(first + second) == list(range(9))
+    with pytest.raises(SystemExit, match="--held-out 20, and there are 20 training rows"):
+        tasks.choose_rows(rows, [], None, 20)
+
+
+def test_words_that_are_cut_off_count_as_outside_of_entities(tiny):
+    assert trained(tiny, task="wnut17", max_length=4, method="full", steps=1)["epochs"][0]["score"] == 0
+
+
+def test_the_rate_rises_and_falls():
+    factor = training.rate_factor(replace(BASE, warmup=0.2, decay="linear"), 10)
+    assert [factor(step) for step in (0, 1, 2, 6, 10)] == [0.5, 1.0, 1.0, 0.5, 0.0]
+    factor = training.rate_factor(BASE, 10)
+    assert {factor(step) for step in range(10)} == {1.0}
+
+
+def test_missing_data_or_seqeval_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit, match=r"`qqp` is not in SPARSIFY_DATA=.*pip install 'sparsify-ft\[paper\]'"):
+        tasks.load_rows(tasks.TASKS["qqp"])
+    monkeypatch.setitem(sys.modules, "seqeval.metrics", None)
+    with pytest.raises(SystemExit, match=r"seqeval's: pip install 'sparsify-ft\[paper\]'"):
+        tasks.score("entity f1", [["O"]], [["O"]])
+
+
+def test_a_run_is_planned_once_whatever_it_does_not_depend_on():
+    suite = replace(suites.SUITES["local"], tasks=("sst2",), seeds=(0,))
+    recipes = [{"until": 0.2}, {"until": 1.0}]
+    planned = suites.plan(suite, recipes, {})
+    count = {method: sum(settings.method == method for settings in planned) for method in suite.methods}
+    # four rates; two budgets; two recipes
+    assert (count["id3"], count["pafi"], count["lora"], count["full"], count["bitfit"]) == (16, 8, 8, 4, 4)
+    assert {settings.rate for settings in planned if settings.method == "full"} == set(suite.rates["full"])
+    assert len({settings.key for settings in planned}) == len(planned)
+    seeds = [settings.seed for settings in suites.plan(replace(suite, seeds=(0, 1)), recipes, {})]
+    assert seeds == sorted(seeds), "a table of one seed is complete before the next begins"
+
+
+def test_every_suite_can_be_planned():
+    for name in suites.SUITES:
+        options = run.parse_arguments(["--suite", name, "--exp", "0", "2", "--rows", "5"])
+        planned = suites.plan(run.chosen_suite(options), run.chosen_recipes(options), {})
+        assert {settings.rows for settings in planned} == {5}
+        assert {settings.exp for settings in planned if settings.method == "id3"} == {0, 2}
+
+
+# a worker that trains nothing: a rate of 13 fails, one of 99 does not end
+WORKER = """
+import json, sys, time
+from pathlib import Path
+from examples.paper.runs import append
+task = json.loads(sys.argv[1])
+rate = task["settings"]["rate"]
+while rate == 99:
+    time.sleep(0.1)
+if rate == 13:
+    sys.exit("no luck")
+append(Path(task["path"]), {"settings": task["settings"], "run": time.time()})
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    monkeypatch.setattr(runs, "WORKER", (str(script),))
+    return script
+
+
+def at(*rates):
+    return [replace(BASE, rate=rate) for rate in rates]
+
+
+def test_what_is_missing_is_run_and_a_failure_stops_nothing(worker, tmp_path, capsys):
+    path = tmp_path / "results" / "runs.jsonl"
+    assert runs.run_missing(at(1, 13, 2), path, 2, "cpu", "") == [at(13)[0].key]
+    first = runs.read(path)
+    assert first.keys() == {settings.key for settings in at(1, 2)}
+    assert runs.run_missing(at(1, 2, 3), path, 1, "cpu", "") == []
+    again = runs.read(path)
+    assert again.items() >= first.items()
+    assert len(path.read_text().splitlines()) == len(again) == 3
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1].endswith("1 of 1: sst2 id3 50 at 3, seed 0")
+    assert shown.err.strip() == "no luck"
+
+
+def test_a_killed_command_loses_nothing_that_has_finished(worker, tmp_path):
+    path, rates = tmp_path / "runs.jsonl", [1, 2, 99, 3]
+    script = (
+        "import signal, sys\nfrom pathlib import Path\nfrom examples.paper import runs\n"
+        "from examples.paper.settings import Settings\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))\n"
+        f"runs.WORKER = ({str(worker)!r},)\nbase = {asdict(BASE)!r}\n"
+        f"wanted = [Settings(**base | {{'rate': rate}}) for rate in {rates}]\n"
+        f"runs.run_missing(wanted, Path({str(path)!r}), 2, 'cpu', '')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.time() + 60
+        while len(runs.read(path)) < 3 and time.time() < deadline:
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) != 0
+    assert runs.read(path).keys() == {settings.key for settings in at(1, 2, 3)}
+
+
+def test_a_line_that_was_cut_off_is_run_again_and_spoils_no_other(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    first, second = ({"settings": asdict(settings)} for settings in at(1, 2))
+    runs.append(path, first)
+    whole = path.read_text()
+    path.write_text(whole + whole[: len(whole) // 2])
+    assert list(runs.read(path).values()) == [first]
+    runs.append(path, second)
+    assert list(runs.read(path).values()) == [first, second]
+
+
+def test_a_line_from_before_a_setting_was_added_has_its_default(tmp_path):
+    old = {"settings": {name: value for name, value in asdict(BASE).items() if name != "warmup"}}
+    runs.append(tmp_path / "runs.jsonl", old)
+    assert list(runs.read(tmp_path / "runs.jsonl")) == [BASE.key]
+
+
+def line(rate, seed, *halves, method="id3", task="sst2", loss=0.5, **settings):
+    """A run whose epochs have these scores on the two halves; on all rows, their mean."""
+    own = replace(BASE, method=method, task=task, rate=rate, seed=seed, **settings)
+    epochs = [{"score": statistics.mean(pair), "halves": list(pair), "loss": loss} for pair in halves]
+    return {"settings": asdict(own), "epochs": epochs, "trained": 84}
+
+
+RUNS = [
+    line(1, 0, (70, 90), (80, 60)),  # best epoch 80, last 70
+    line(1, 1, (82, 62)),
+    line(2, 0, (40, 40), (60, 80)),
+    line(2, 1, (62, 84)),
+    line(3, 0, (99, 99)),  # a seed is missing: not to be chosen
+]
+
+
+def test_the_papers_score_is_the_mean_of_each_runs_best_epoch():
+    cell = protocol.paper_cell(RUNS)
+    assert cell.scores == (80, 72, 70, 73, 99)
+    assert cell.mean == pytest.approx(78.8)
+    assert cell.rates == (1, 2, 3)
+
+
+def test_the_strict_score_is_of_rows_that_chose_nothing():
+    cell = protocol.strict_cell(RUNS)
+    assert cell.rates == (1, 2)  # the first half chooses 1, the second 2
+    # seed 0: the second half at rate 1, and the first at rate 2: (60 + 60) / 2; seed 1: (62 + 62) / 2
+    assert cell.scores == (60, 62)
+    assert cell.seeds == (0, 1)
+
+
+def test_a_loss_that_was_not_finite_is_not_a_number_in_the_mean():
+    assert math.isnan(protocol.paper_cell([line(1, 0, (1, 2), loss=None)]).loss)
+
+
+def cells(**scores):
+    """Strict cells by task; seeds from 0."""
+    return {task: protocol.Cell(tuple(own), (1,), tuple(range(len(own))), 0.5, 84) for task, own in scores.items()}
+
+
+def test_a_difference_has_welchs_interval_and_pairs_of_the_same_task_and_seed():
+    a, b = [84.0, 85.0, 83.5], [82.0, 82.5, 83.0]
+    found = significance.strict_difference(cells(sst2=a), cells(sst2=b, cola=[1]))
+    low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    assert found.mean == pytest.approx((low + high) / 2)
+    assert found.half_width == pytest.approx((high - low) / 2)
+    assert found.p == stats.wilcoxon([2, 2.5, 0.5], alternative="greater").pvalue == 0.125
+    assert (found.pairs, found.tasks) == (3, 1)
+    two = significance.strict_difference(cells(sst2=a, cola=b), cells(sst2=b, cola=b))
+    assert two.mean == pytest.approx(found.mean / 2)
+    assert math.isnan(significance.strict_difference(cells(sst2=[1]), cells(sst2=[2])).half_width)
+
+
+def test_the_papers_pairs_are_all_runs_with_all_runs():
+    found = significance.paper_difference(cells(sst2=[3, 4], cola=[9]), cells(sst2=[1, 2, 2], cola=[5, 6]))
+    assert found.pairs == 2 * 3 + 1 * 2
+    assert found.p == stats.wilcoxon([2, 1, 1, 3, 2, 2, 4, 3], alternative="greater").pvalue
+    assert significance.wilcoxon([(1, 1), (2, 2)]) == 1
+
+
+def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
+    scores = {0: [70, 71], 1: [74, 75], 2: [80, 82]}
+    lines = [line(i, 0, (score, score), exp=float(exp)) for exp, own in scores.items() for i, score in enumerate(own)]
+    (found,) = significance.anova(lines, "exp").values()
+    expected = stats.f_oneway(*scores.values())
+    assert found == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue), 3)
+    other_task = [{**one, "settings": {**one["settings"], "task": "cola"}} for one in lines]
+    for one in other_task:
+        one["epochs"] = [{**epoch, "score": epoch["score"] - 50} for epoch in one["epochs"]]
+    (both,) = significance.anova(lines + other_task, "exp").values()
+    assert both[0] > found[0], "the tasks' own levels are no noise"
+    assert significance.anova(lines[:2], "exp") == {}
+
+
+def test_the_tables_name_what_differs_and_compare_within_a_budget():
+    lines = [line(1, seed, (80 + seed, 80 + seed), until=until) for seed in (0, 1) for until in (0.2, 1.0)]
+    lines += [line(1, seed, (70, 70), method="lora", exp=None, eps=None, until=None, shape=None) for seed in (0, 1)]
+    lines += [line(1, 0, (90, 90), method="lora", budget=99, exp=None, eps=None, until=None, shape=None)]
+    shown = tables.report(lines, "id3").splitlines()
+    assert "| id3 50 (until=0.2) | 84 | 80.5 ± 0.7 | 80.5 | 0.500 | 2 |" in shown
+    assert "| id3 50 (until=1.0) | 84 | 80.5 ± 6.4 (1) | 80.5 | 0.500 | 2 |" in shown
+    assert "| lora 99 | 84 | 90.0 (1) | 90.0 | 0.500 | 1 |" in shown
+    assert "| id3 50 (until=0.2) | lora 50 | +10.5 ± 6.4 | 0.25 | 2 | 1 |" in shown
+    assert not any("lora 99 |" in text and "id3" in text for text in shown)
+    assert shown[-1] == "- id3, 50 entries: F = 0.00, p = 1, 2 values"
+
+
+def test_the_command_runs_what_is_missing_prints_tables_and_prints_them_again(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    options = ["--suite", "local", "--tasks", "sst2", "--model", tiny, "--methods", "id3", "--budgets", "50",
+               "--rates", "1e-3", "--seeds", "0", "--steps", "2", "--until", "0.5",
+               "--results", str(tmp_path / "runs.jsonl")]  # fmt: skip
+    run.main([*options, "--table"])
+    assert "0 of 1 runs" in capsys.readouterr().out
+    run.main([*options, "--jobs", "2"])
+    shown = capsys.readouterr().out
+    (line,) = [json.loads(text) for text in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert line["settings"].items() >= {"method": "id3", "until": 0.5, "rows": 2_000, "head": "dense"}.items()
+    assert "--until 0.5" in line["command"]
+    assert {"sparsify", "torch", "device", "threads", "rows_sha256"} <= line["facts"].keys()
+    run.main([*options, "--table"])
+    assert capsys.readouterr().out == shown[shown.index("1 of 1 runs") :]
+
+
+@pytest.mark.parametrize("task", ["sst2", "stsb", "wnut17"])
+def test_a_run_that_diverges_is_a_result_too(tiny, task):
+    last = trained(tiny, task=task, method="full", rate=1e30, steps=4)
+    assert json.loads(json.dumps(last, allow_nan=False)) == last
+    assert last["epochs"][-1]["loss"] is None
