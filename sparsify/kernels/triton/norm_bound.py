@@ -6,8 +6,8 @@ Both factors are packed (``packed.py``) in the order of their norms (``norms.py`
 ``_screen``        a program multiplies one tile, unless the norms rule it out, and notes the entries that could reach
                    the threshold; the tile is never written
 ``_verify``        computes the noted entries as dot products, scores them, and keeps candidates as ``_select`` does
-``_raise``         a single program: where more entries were noted than find room, those that did give a higher threshold
-                   for a second round of both
+``_raise``         a single program: where more entries were noted than find room, those that did give a higher
+                   threshold for a second round of both
 ``_screen_again``  a single program, which cuts. Where the second round was too much as well, which takes many equal
                    scores, it takes tile by tile of what the norms leave in full, and cuts whenever places run out
 """
