@@ -25,7 +25,7 @@ GPUS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 REACHED = 0.6, 0.8  # of these
 LAUNCH = 6e-6  # seconds of the host
 RANK = 8
-SCREENING = 5  # launches for each weight, beyond those of the dense selection
+SCREENING = 8  # launches for each weight, beyond those of the dense selection
 Phase = tuple[float, float, float]  # operations, bytes, operations a second
 
 

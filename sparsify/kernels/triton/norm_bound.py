@@ -154,10 +154,10 @@ def _note(
     near = inside & ((most < least) == 0)
     if tl.sum(near.to(tl.int32)) > 0:
         index = row[:, None] * cols + column[None, :]
-        index, near = tl.ravel(index), tl.ravel(near & (is_marked(marks, index, near) == 0))
-        first = tl.atomic_add(count + 3, tl.sum(near.to(tl.int32)).to(tl.int64), sem="relaxed")
-        target = first + tl.cumsum(near.to(tl.int32), 0) - 1
-        tl.store(noted + target, index, mask=near & (target < room))
+        kept = tl.ravel(near & (is_marked(marks, index, near) == 0))
+        first = tl.atomic_add(count + 3, tl.sum(kept.to(tl.int32)).to(tl.int64), sem="relaxed")
+        target = first + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(noted + target, tl.ravel(index), mask=kept & (target < room))
 
 
 @triton.jit
