@@ -173,13 +173,19 @@ def _verify(
         inside = entry < number
         index = tl.load(noted + entry, mask=inside, other=0)
         g = dots(values, places, index, rows, cols, left_places, pitch, block, at_once)
-        w = tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
-        score = score_of(g, w, eps, exp, exact_exp)
-        if tl.sum((inside & ((tl.abs(g) < float("inf")) == 0)).to(tl.int32)) > 0:
-            tl.store(finite, 0)
-        keep = inside & may_be_selected(g, score) & (score >= tl.load(threshold))
+        w, score, keep = _scored(weight, index, inside, g, tl.load(threshold), eps, exp, finite, exact_exp)
         append(ids, scores, grads, weights, count, capacity, index + offset, score, g, w, keep)
         first += tl.num_programs(0).to(tl.int64) * block
+
+
+@triton.jit
+def _scored(weight, index, inside, g, threshold, eps, exp, finite, exact_exp: tl.constexpr):
+    """Weights and scores of entries, and which reach the threshold; a gradient that is not finite is noted."""
+    w = tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
+    score = score_of(g, w, eps, exp, exact_exp)
+    if tl.sum((inside & ((tl.abs(g) < float("inf")) == 0)).to(tl.int32)) > 0:
+        tl.store(finite, 0)
+    return w, score, inside & may_be_selected(g, score) & (score >= threshold)
 
 
 @triton.jit
@@ -225,11 +231,7 @@ def _screen_again(
                     row, column, inside = _columns_of(order, rows, cols, i, j, tile, tile)
                     index, inside = tl.ravel(row[:, None] * cols + column[None, :]), tl.ravel(inside)
                     inside = inside & (is_marked(marks, index, inside) == 0)
-                    w = tl.load(weight + index, mask=inside, other=0.0).to(tl.float32)
-                    score = score_of(g, w, eps, exp, exact_exp)
-                    if tl.sum((inside & ((tl.abs(g) < float("inf")) == 0)).to(tl.int32)) > 0:
-                        tl.store(finite, 0)
-                    keep = inside & may_be_selected(g, score) & (score >= worst)
+                    w, score, keep = _scored(weight, index, inside, g, worst, eps, exp, finite, exact_exp)
                     target = number + tl.cumsum(keep.to(tl.int32), 0) - 1
                     store(ids, scores, grads, weights, target, index + offset, score, g, w, keep)
                     number += tl.sum(keep.to(tl.int32))
