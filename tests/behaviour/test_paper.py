@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
 from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM
@@ -312,6 +313,11 @@ def test_the_papers_pairs_are_all_runs_with_all_runs():
     assert significance.wilcoxon([(1, 1), (2, 2)]) == 1
 
 
+def _squared_rest(design, values):
+    """The squared error of the best linear prediction."""
+    return np.square(values - design @ np.linalg.pinv(design) @ values).sum()
+
+
 def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     scores = {0: [70, 71], 1: [74, 75], 2: [80, 82]}
     lines = [line(i, 0, (score, score), exp=float(exp)) for exp, own in scores.items() for i, score in enumerate(own)]
@@ -322,7 +328,11 @@ def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     for one in other_task:
         one["epochs"] = [{**epoch, "score": epoch["score"] - 50} for epoch in one["epochs"]]
     (both,) = significance.anova(lines + other_task, "exp").values()
-    assert both[0] > found[0], "the tasks' own levels are no noise"
+    groups, tasks = np.tile(np.repeat(np.eye(3), 2, axis=0), (2, 1)), np.repeat(np.eye(2), 6, axis=0)
+    values = np.array([score for own in scores.values() for score in own] * 2)
+    rest = [_squared_rest(design, values) for design in (tasks, np.hstack([tasks, groups]))]
+    expected = (rest[0] - rest[1]) / 2 / (rest[1] / 8)  # of the linear model of tasks and groups: 12 - 3 - 1 freedoms
+    assert both == (pytest.approx(expected), pytest.approx(stats.f.sf(expected, 2, 8)), 3)
     assert significance.anova(lines[:2], "exp") == {}
 
 
