@@ -1,6 +1,7 @@
 """The paper's experiments: runs what is missing of a suite, and prints its tables.
 
     python -m examples.paper.run --suite glue --model microsoft/deberta-v3-base --device cuda
+    python -m examples.paper.run --suite math --model meta-llama/Llama-2-7b-hf --dtype bfloat16 --device cuda
     python -m examples.paper.run --suite local --jobs 2 --seeds 0 --budgets 38000
     python -m examples.paper.run --suite local --tasks sst2 --methods id3 --until 0.2 1.0 --decay linear constant
     python -m examples.paper.run --suite local --table
@@ -34,7 +35,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--method", default="id3", choices=METHODS, help="compared with each of the others")
+    parser.add_argument(
+        "--method", choices=METHODS, help="compared with each of the others; default: the suite's first"
+    )
     choice = parser.add_argument_group("instead of the suite's")
     choice.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK")
     choice.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
@@ -94,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = [runs[settings.key] for settings in wanted if settings.key in runs]
     print(f"{len(found)} of {len(wanted)} runs in {path}\n")
     if found:
-        print(report(found, options.method))
+        print(report(found, options.method or SUITES[options.suite].methods[0]))
     if failed:
         raise SystemExit(f"{len(failed)} runs failed, the first with these settings: {failed[0]}")
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.error import URLError
 
+import datasets
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     LlamaConfig,
@@ -203,7 +205,7 @@ SMOKE = "--steps 4 --rows 16 --judged 2 --target-length 5 --batch-size 8"
     ("suite", "options", "shown"),
     [
         ("summarization", "--tasks docstrings --budgets 100", "docstrings rougeL"),
-        ("math", "--method id3+lora-32", "math aqua accuracy"),
+        ("math", "", "| id3+lora-32 (exp=0.0) | lora-2 |"),
         ("math-full", "--budgets 100", "math addsub accuracy"),
     ],
 )
@@ -248,6 +250,25 @@ def test_the_papers_sets_come_from_their_authors_or_the_error_says_what_to_do(mo
     monkeypatch.setattr(sources, "urlopen", fail)
     with pytest.raises(SystemExit, match=r"math_10k.json cannot be read \(no network\); .*train_gsm8k.jsonl"):
         tasks.load_rows(tasks.TASKS["math"])
+
+
+@pytest.mark.parametrize(
+    ("task", "place", "parts"),
+    [
+        ("cnn_dailymail", ("abisee/cnn_dailymail", "3.0.0", None), [""]),
+        ("mnli", ("nyu-mll/glue", "mnli", None), ["matched", "mismatched"]),
+    ],
+)
+def test_the_hubs_splits_are_those_of_the_task(task, place, parts, monkeypatch):
+    def load_dataset(path, name, revision):
+        assert (path, name, revision) == place
+        return {split: Dataset.from_list([{"split": split}]) for split in ("train", *tasks.TASKS[task].judged)}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    train, sets = tasks.load_rows(tasks.TASKS[task])
+    assert train == [{"split": "train"}]
+    assert list(sets) == parts
+    assert sets[parts[-1]] == [{"split": tasks.TASKS[task].judged[-1]}]
 
 
 def test_rouge_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
