@@ -7,7 +7,7 @@
     training     one run: train, judge each epoch       suites       which runs an experiment is made of
     runs         a JSON line for each finished run      protocol     from runs to a score
     tables       scores as Markdown                     significance   intervals and tests
-    run          the command
+    run          the command                            analysis     where entries are selected, how far they move
 
 Imports go from the bottom up: nothing here imports what is listed below it.
 """

@@ -67,7 +67,7 @@ def score_table(scores: Scores, show: Callable[[Cell], str]) -> str:
         trained = f"{max(cell.trained for cell in cells.values()):,}".replace(",", " ")
         seeds = min(len(cell.seeds) for cell in cells.values())
         rows.append([names[method], trained, *shown, mean, loss, str(seeds)])
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def difference_table(
@@ -81,7 +81,7 @@ def difference_table(
         found = compare(scores[method], scores[rival])
         difference = _plus_minus(found.mean, found.half_width, sign=True)
         rows.append([names[method], names[rival], difference, f"{found.p:.2g}", str(found.pairs), str(found.tasks)])
-    return _markdown(["method", "rival", "difference", "Wilcoxon p", "pairs", "tasks"], rows)
+    return markdown(["method", "rival", "difference", "Wilcoxon p", "pairs", "tasks"], rows)
 
 
 def anova_text(runs: Iterable[Run], setting: str) -> str:
@@ -117,6 +117,7 @@ def _plus_minus(value: float, spread: float, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}")
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, its first column to the left, the others to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

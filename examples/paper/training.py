@@ -49,9 +49,20 @@ class Judged(NamedTuple):
     encoded: dict[str, Any]
 
 
-def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
-    """Trains once; the result as described above."""
-    started = time.perf_counter()
+class Experiment(NamedTuple):
+    """A model that is ready to train, and its data."""
+
+    encoder: Encoder
+    model: nn.Module
+    head: list[str]
+    loader: DataLoader
+    steps: int
+    train_rows: list[dict]
+    judged: list[Judged]
+
+
+def load(settings: Settings, device: str = "cpu") -> Experiment:
+    """The model with what its method trains left trainable, and the rows to train and to judge on."""
     task = TASKS[settings.task]
     train_rows, sets = load_rows(task)
     every_row = [row for rows in (train_rows, *sets.values()) for row in rows]
@@ -63,25 +74,31 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
     loader, calibration = (_shuffled(train_set, encoder, settings) for _ in range(2))
     steps = settings.steps or settings.epochs * len(loader)
     model = prepare(model.to(device), settings, head, encoder.task_type, steps, calibration)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    epochs, loss = train(model, loader, steps, settings, lambda: evaluate(model, judged, encoder))
+    return Experiment(encoder, model, head, loader, steps, train_rows, judged)
+
+
+def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
+    """Trains once; the result as described above."""
+    started = time.perf_counter()
+    loaded = load(settings, device)
+    trained = {name: p.numel() for name, p in loaded.model.named_parameters() if p.requires_grad}
+    epochs, loss = train(loaded, settings)
     return {
         "settings": asdict(settings),
         "right": [epoch.pop("right") for epoch in epochs][-1],
         "epochs": epochs,
         "training_loss": _rounded(loss),
-        "trained": trained,
-        "head": sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and _is_head(name, head)),
-        "steps": steps,
+        "trained": sum(trained.values()),
+        "head": sum(number for name, number in trained.items() if set(loaded.head) & set(name.split("."))),
+        "steps": loaded.steps,
         "seconds": round(time.perf_counter() - started, 1),
-        "facts": _facts(train_rows, [one.row for one in judged], device),
+        "facts": _facts(loaded.train_rows, [one.row for one in loaded.judged], device),
     }
 
 
-def train(
-    model: nn.Module, loader: DataLoader, steps: int, settings: Settings, judge: Callable[[], dict[str, Any]]
-) -> tuple[list[dict[str, Any]], float]:
-    """Trains with AdamW; returns what ``judge`` found after each epoch, and the mean loss of the last epoch."""
+def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]], float]:
+    """Trains with AdamW; returns what :func:`evaluate` found after each epoch, and the mean loss of the last epoch."""
+    model, loader, steps = loaded.model, loaded.loader, loaded.steps
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
@@ -98,7 +115,7 @@ def train(
             scheduler.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        found.append(judge())
+        found.append(evaluate(model, loaded.judged, loaded.encoder))
     return found, float(torch.stack(losses).mean())
 
 
@@ -165,10 +182,6 @@ def _shuffled(rows: list[dict], encoder: Encoder, settings: Settings) -> DataLoa
     lengths = [len(row["input_ids"]) for row in rows]
     batches = LengthBatches(lengths, settings.batch_size, settings.seed)
     return DataLoader(rows, batch_sampler=batches, collate_fn=encoder.collate)
-
-
-def _is_head(name: str, head: list[str]) -> bool:
-    return bool(set(head) & set(name.split(".")))
 
 
 def _facts(train_rows: list[dict], judged_rows: list[dict], device: str) -> dict[str, Any]:

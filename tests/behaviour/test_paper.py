@@ -1,5 +1,6 @@
 """The paper's experiments: methods and kinds of tasks train, nothing that has finished is lost, scores are right."""
 
+import itertools
 import json
 import math
 import signal
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, 
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # holds the package `examples`
-from examples.paper import metrics, protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
+from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
 from examples.paper.methods import METHODS  # noqa: E402
 from examples.paper.settings import Settings  # noqa: E402
 from sparsify.cli.demo.classifier import default_model  # noqa: E402
@@ -396,3 +397,24 @@ def test_a_run_that_diverges_is_a_result_too(tiny, task):
     last = trained(tiny, task=task, method="full", rate=1e30, steps=4)
     assert json.loads(json.dumps(last, allow_nan=False)) == last
     assert last["epochs"][-1]["loss"] is None
+
+
+def test_the_analyses_compare_what_increment_repeat_and_full_fine_tuning_change(tiny, tmp_path, capsys):
+    analysis.main(["--model", tiny, "--steps", "4", "--budget", str(BUDGET), "--out", str(tmp_path / "pictures")])
+    shown = capsys.readouterr().out
+    rows = {cells[0]: cells for text in shown.splitlines() if len(cells := text.strip("| ").split(" | ")) > 5}
+    entries = {name: int(rows[name][2].replace(",", "")) for name in analysis.NAMES.values()}
+    assert entries["ID3, increment-S"] == BUDGET < entries["D3, repeat-S"] < entries["full"]
+    assert rows["ID3, increment-S"][4] == rows["ID3, increment-S"][5], "all it changed are its entries"
+    assert 0 < float(rows["full"][6]) < 1
+    assert -1 <= float(shown.split()[-1]) <= 1
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"selection.png", "changes.png"}
+
+
+def test_the_curves_are_those_of_the_training_steps(tiny):
+    experiment = training.load(replace(BASE, model=tiny, steps=4, head="budget"))
+    curve = analysis.recorded(experiment)
+    training.train(experiment, BASE)
+    assert [step for step, *_ in curve] == [0, 1, 2, 3]
+    assert curve[0][1:] == (1.0, 0.0)
+    assert all(earlier >= later for (_, earlier, _), (_, later, _) in itertools.pairwise(curve)), "none is masked again"
