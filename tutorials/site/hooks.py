@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 
-
-def on_serve(server: Any, **event: Any) -> None:
+def on_serve(server: Any, config: Any, **event: Any) -> None:
     """Called once, after the first build."""
-    server.unwatch(str(ROOT))
+    server.unwatch(config.docs_dir)
     for path in ("README.md", "tutorials", "examples", "sparsify"):
-        server.watch(str(ROOT / path))
+        server.watch(str(Path(config.docs_dir) / path))
