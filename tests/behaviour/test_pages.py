@@ -7,6 +7,7 @@ block is what that block prints, warns of or raises; ``...`` stands for anything
 import importlib
 import io
 import re
+import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
 
 def test_every_public_name_is_in_the_reference():
     entries = [entry for page in PAGES for entry in re.findall(r"(?m)^::: (\S+)$", page.read_text(encoding="utf-8"))]
+    assert {entry for entry in entries if entry in sys.modules} == set(), "a function's module would be shown instead"
     documented = {id(find(entry)) for entry in entries}
     for module in ("sparsify", "sparsify.analysis", "sparsify.adapters"):
         public = {f"{module}.{each}" for each in importlib.import_module(module).__all__} - {"sparsify.__version__"}
