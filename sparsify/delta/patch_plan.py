@@ -198,14 +198,25 @@ def new_values(
             "added to them. For an exact result load the base quantized as in training, or dequantize that.",
             stacklevel=2,
         )
-    new = delta.values.to(old.dtype)
-    if delta.kind == "add":
+    return trained_values(name, delta.kind, delta.values, old, place)
+
+
+def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str = "the model") -> Tensor:
+    """The trained values (count,) in the base's dtype, from a delta's values and the base's, which are not checked.
+
+    Raises:
+        BaseMismatchError: when they are not finite in that dtype.
+    """
+    if kind == "replace" and values.dtype == old.dtype:
+        return values
+    new = values.to(old.dtype)
+    if kind == "add":
         wide = torch.promote_types(old.dtype, torch.float32)
-        new = (old.to(wide) + delta.values.to(wide)).to(old.dtype)
+        new = (old.to(wide) + values.to(wide)).to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
         raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in {place}'s {new.dtype}: "
-            f"load the base in {delta.dtype}."
+            f"tensor `{name}`: {bad} of {new.numel()} trained values are not finite in {place}'s {new.dtype}: "
+            "load the base in the dtype that it was trained in."
         )
     return new
 
