@@ -1,6 +1,7 @@
 """What an engine exports again and again is at every step what ``SparseDelta.from_model`` takes, to the bit."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_tensors_of_several_dtypes_and_dense_ones():
     assert {entries.values.dtype for entries in versions[-1].tensors.values()} == {torch.float32, torch.bfloat16}
     assert set(versions[0].whole) == {"classifier.weight", "classifier.bias"}
     heads = [version.whole["classifier.weight"] for version in versions]
-    assert not any(torch.equal(one, other) for one, other in zip(heads, heads[1:], strict=False))
+    assert not any(torch.equal(one, other) for one, other in pairwise(heads))
 
 
 def test_buffers_that_training_changes():
