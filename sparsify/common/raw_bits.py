@@ -15,7 +15,7 @@ def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     Unlike ``Tensor.put_``, it is allowed under ``torch.use_deterministic_algorithms(True)``.
     """
     if tensor.is_contiguous():
-        tensor.view(-1).index_put_((indices,), values)
+        tensor.view(-1).index_copy_(0, indices, values)  # faster than index_put_
     else:
         tensor.index_put_(torch.unravel_index(indices, tensor.shape), values)
     return tensor

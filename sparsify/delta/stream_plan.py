@@ -90,7 +90,8 @@ def plan_update(message: Message, held: Held, model: nn.Module) -> tuple[PatchPl
     """Plans an update on the version before; raises where it does not fit what is held, or the model."""
     entries, whole = dict(held.entries), dict(held.whole)
     steps = [step for dtype, known in message.known.items() for step in _known_values(known, dtype, entries)]
-    targets = find_targets([*message.tensors, *message.whole], model, message.whole)
+    names = [*message.tensors, *message.whole]
+    targets = find_targets(names, model, message.whole) if names else {}
     for name, part in message.tensors.items():
         _check(name not in whole, f"it has entries of `{name}`, which is stored whole")
         steps.append(plan_entries(name, part, targets[name]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,9 +68,10 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
             "or None for all of them."
         )
     tensors: dict[str, TensorDelta] = {}
-    whole = dense_tensors(engine)
+    parameters = dict(engine.root.named_parameters())
+    whole = dense_tensors(engine, parameters)
     in_whole = 0  # entries
-    for name, tensor in trained_tensors(engine).items():
+    for name, tensor in trained_tensors(engine, parameters).items():
         plain = plain_name(name)
         indices, values, base = entries_of(tensor, budget)
         recipe, sha = engine.recipes.get(name) or (None, digest(base))
@@ -93,16 +94,14 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
     return tensors, {name: own_copy(tensor) for name, tensor in whole.items()}, config
 
 
-def dense_tensors(engine: Engine) -> dict[str, Tensor]:
+def dense_tensors(engine: Engine, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``modules_to_save`` and the buffers that training changed, by plain name; they are not copied."""
-    parameters = dict(engine.root.named_parameters())
     whole = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
     return whole | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
 
 
-def trained_tensors(engine: Engine) -> dict[str, MaskedTensor | Untrained]:
+def trained_tensors(engine: Engine, parameters: Mapping[str, Tensor]) -> dict[str, MaskedTensor | Untrained]:
     """The masked tensors, and the other parameters that the base does not have, by their names in the model."""
-    parameters = dict(engine.root.named_parameters())
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     found: dict[str, MaskedTensor | Untrained] = {t.name: t for t in engine.tensors if id(t.parameter) in there}
     new = (name for name in engine.new_names if name in parameters and name not in found)

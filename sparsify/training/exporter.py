@@ -70,11 +70,12 @@ class Exporter:
     def __call__(self) -> Version:
         engine = self._engine
         prepare(engine, CALL)
-        parts = trained_tensors(engine)
+        parameters = dict(engine.root.named_parameters())
+        parts = trained_tensors(engine, parameters)
         stored_whole = {name: part for name, part in parts.items() if is_stored_whole(engine, name, part)}
         self._find_entries({name: part for name, part in parts.items() if name not in stored_whole})
         tensors = {name: entries for group in self._groups for name, entries in self._export(group).items()}
-        whole = dense_tensors(engine)
+        whole = dense_tensors(engine, parameters)
         whole |= {plain_name(name): as_of(part, engine.unmasked) for name, part in stored_whole.items()}
         config = {**self._config, "steps_done": engine.step}
         return Version(
@@ -135,5 +136,5 @@ class Exporter:
         engine = self._engine
         if not (group.packed or engine.weights.are_sums or engine.sharded):
             return torch.cat([own_copy(entries_of(t, engine.unmasked)[1]) for t in group.tensors.values()])
-        delta = engine.values.detach()[group.slots]
+        delta = engine.values.detach().index_select(0, group.slots)
         return own_copy((delta if group.packed else group.base + delta).to(group.dtype))
