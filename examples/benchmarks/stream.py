@@ -10,7 +10,8 @@ all        every weight, from the trainer's memory straight into the follower's
 
 Trainer and followers are processes with a model each, and sockets between them (loopback). In every round the trained
 entries get new values, all of which differ; then each method in turn brings the same weights over. In the end every
-follower's weights are compared with the trainer's.
+follower's weights are compared with the trainer's. "CPU" are seconds of the trainer and of one follower together, which
+other processes on the machine change less.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ SHAPES = {
     "tiny": lambda: LlamaForCausalLM(LlamaConfig(**{k: v for k, v in TINY_LLAMA.items() if "dropout" not in k})),
 }
 METHODS = ("updates", "diffs", "all")
+PARTS = ("extract", "apply", "total", "cpu")  # seconds
 _FRAME = struct.Struct("<8sQ")  # the method, and the number of bytes that follow
+_DONE = struct.Struct("<dd")  # the follower's seconds to apply them, and of its CPU since the frame
 
 
 def main(
@@ -57,21 +60,18 @@ def main(
     """Measure updates of a stream beside diffs of snapshots and beside sending all weights."""
     check_names([shape], SHAPES, "shape")
     torch.set_num_threads(threads)
-    results = [
-        result
-        for number in map(int, followers.split(","))
-        for result in measure(shape, density, number, rounds, threads)
-    ]
+    numbers = [int(number) for number in followers.split(",")]
+    results = [result for number in numbers for result in measure(shape, density, number, rounds, threads)]
     entries = results[0]["entries"]
     report(
         f"{shape} in bfloat16, {entries:,} trained entries ({density:.2%}): medians of {rounds} rounds in turns, "
         f"{threads} thread(s) a process",
-        ["method", "followers", "MB each", "bytes/entry", "extract (ms)", "apply (ms)", "all done (ms)"],
+        ["method", "followers", "MB each", "bytes/entry", "extract (ms)", "apply (ms)", "all done (ms)", "CPU (ms)"],
         [
             (
                 result["method"], result["followers"], f"{result['bytes'] / MB:,.2f}",
                 f"{result['bytes'] / entries:,.3f}",
-                *(f"{1000 * statistics.median(result[part]):,.1f}" for part in ("extract", "apply", "total")),
+                *(f"{1000 * statistics.median(result[part]):,.1f}" for part in PARTS),
             )
             for result in results
         ],
@@ -81,17 +81,17 @@ def main(
 
 def measure(shape: str, density: float, number: int, rounds: int, threads: int) -> list[dict[str, Any]]:
     """Seconds of each method's parts, round by round, with a number of followers."""
-    model = build(SHAPES[shape], torch.bfloat16)
-    budget = round(density * sum(parameter.numel() for parameter in model.parameters()))
     server = socket.create_server(("127.0.0.1", 0))
-    context = get_context("spawn")
+    context = get_context("fork")  # which has imported everything
     processes = [context.Process(target=follow, args=(shape, server.getsockname()[1], threads)) for _ in range(number)]
     for process in processes:
         process.start()
+    model = build(SHAPES[shape], torch.bfloat16)
+    budget = round(density * sum(parameter.numel() for parameter in model.parameters()))
     followers = [at_once(server.accept()[0]) for _ in processes]
     trainer = Trainer(sparsify(model, budget, "random"), followers)
-    results = [{"method": method, "followers": number, "entries": budget, "extract": [], "apply": [], "total": []}
-               for method in METHODS]  # fmt: skip
+    same = {"followers": number, "entries": budget}
+    results: list[dict[str, Any]] = [{"method": name, **same, **{part: [] for part in PARTS}} for name in METHODS]
     for turn in range(rounds + 1):
         trainer.step(turn)
         for result in results:
@@ -130,26 +130,22 @@ class Trainer:
 
     def bring(self, method: str) -> dict[str, Any]:
         """Brings the present weights to all followers by one method: seconds and bytes."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         parts = self.makers[method]()
         extracted = time.perf_counter()
-        applied = self.send(method, parts)
-        end, nbytes = time.perf_counter(), sum(part.nbytes for part in parts)
-        return {
-            "extract": extracted - start,
-            "apply": statistics.median(applied),
-            "total": end - start,
-            "bytes": nbytes,
-        }
+        applied, follower_cpu = zip(*self.send(method, parts), strict=True)
+        total, cpu = time.perf_counter() - start, time.process_time() - cpu
+        seconds = extracted - start, statistics.median(applied), total, cpu + statistics.median(follower_cpu)
+        return {**dict(zip(PARTS, seconds, strict=True)), "bytes": sum(part.nbytes for part in parts)}
 
-    def send(self, method: str, parts: list[memoryview]) -> list[float]:
-        """Sends to all followers at a time; the seconds that each took to apply."""
+    def send(self, method: str, parts: list[memoryview]) -> list[tuple[float, float]]:
+        """Sends to all followers at a time; the seconds that each took to apply, and those of its CPU."""
 
-        def send_to(follower: socket.socket) -> float:
+        def send_to(follower: socket.socket) -> tuple[float, float]:
             follower.sendall(_FRAME.pack(method.encode(), sum(part.nbytes for part in parts)))
             for part in parts:
                 follower.sendall(part)
-            return float(struct.unpack("<d", receive(follower, 8))[0])
+            return _DONE.unpack(receive(follower, _DONE.size))
 
         return list(self.senders.map(send_to, self.followers))
 
@@ -160,6 +156,7 @@ class Trainer:
             follower.sendall(_FRAME.pack(b"check", 0))
             if receive(follower, len(own)).tobytes().decode() != own:
                 raise RuntimeError("a follower has other weights than the trainer")
+        self.senders.shutdown()
 
 
 def follow(shape: str, port: int, threads: int) -> None:
@@ -174,7 +171,7 @@ def follow(shape: str, port: int, threads: int) -> None:
         if method == "check":
             trainer.sendall("".join(map(digest, weights)).encode())
             return
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         if method == "all":
             for weight in weights:
                 receive(trainer, weight.nbytes, raw(weight))
@@ -182,7 +179,7 @@ def follow(shape: str, port: int, threads: int) -> None:
             data = receive(trainer, nbytes)
             start = time.perf_counter()
             subscriber.apply(bytes(data)) if method == "updates" else write(weights, data)
-        trainer.sendall(struct.pack("<d", time.perf_counter() - start))
+        trainer.sendall(_DONE.pack(time.perf_counter() - start, time.process_time() - cpu))
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
