@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsify.common.raw_bits import all_finite
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices
 from sparsify.delta.format import DeltaFile, fill_in, header_end
@@ -121,7 +122,7 @@ def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValue
         raise DeltaFormatError(
             f"`{name}.known` is {values.dtype} of shape {tuple(values.shape)}, expected (n,) {dtype}"
         )
-    if not bool(values.isfinite().all()):
+    if not all_finite(values):
         raise DeltaFormatError(f"`{name}.known` has values that are not finite")
     if stored is None:
         return KnownValues(values)

@@ -171,7 +171,7 @@ def _with_reverted(entries: Entries, reverted: Entries) -> Entries:
 def _changed(old: Tensor, new: Tensor) -> KnownValues:
     """All values (n,), or those whose bits changed and their places, whichever takes fewer bytes."""
     changed = as_bits(old) != as_bits(new)
-    number = int(changed.sum())
+    number = int(changed.count_nonzero())
     if number * (2 + new.itemsize) >= new.nbytes:  # a place takes two bytes, as a rule
         return KnownValues(new)
     places = changed.nonzero().flatten()

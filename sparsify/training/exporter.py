@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
+from sparsify.common.raw_bits import all_finite
 from sparsify.delta.patch_plan import own_copy
 from sparsify.delta.version import Entries, Version
 from sparsify.errors import SparsifyError
@@ -45,7 +46,7 @@ class _Group(NamedTuple):
     tensors: dict[str, MaskedTensor]
     entries: dict[str, Entries]  # of an earlier version, by plain name
     slots: Tensor  # (n,) of all of these entries, on the flat delta's device
-    base: Tensor  # (n,)
+    base: Tensor  # (n,) there, in the dtype of base + delta
 
 
 class Exporter:
@@ -116,14 +117,15 @@ class Exporter:
         for (name, tensor), indices, old in zip(tensors.items(), *host, strict=True):
             kind, old = "add" if packed else "replace", old.to(tensor.dtype)
             entries[name] = Entries(tuple(tensor.shape_now), tensor.dtype, kind, tensor.scheme, indices, old, old)
-        return _Group(dtype, packed, tensors, entries, slots.to(device), base.to(device))
+        wide = torch.promote_types(base.dtype, self._engine.values.dtype)
+        return _Group(dtype, packed, tensors, entries, slots.to(device), base.to(device, wide))
 
     def _export(self, group: _Group) -> dict[str, Entries]:
         """The entries of a group with their present values; raises where one is not finite."""
         values = self._values(group)
         parts = values.split([entries.indices.numel() for entries in group.entries.values()])
         found = {n: e._replace(values=own) for (n, e), own in zip(group.entries.items(), parts, strict=True)}
-        if not bool(values.isfinite().all()):
+        if not all_finite(values):
             for name, entries in found.items():
                 try:
                     entries.delta()
