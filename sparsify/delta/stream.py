@@ -72,8 +72,9 @@ class DeltaUpdate:
             checkpoint: the path of the checkpoint that the engine has loaded, as for :meth:`SparseDelta.patches`.
 
         Returns:
-            Patches with int32 positions, as vLLM's sparse weight transfer takes them; of an update those that bring
-            the version before to this one, of a snapshot those that bring the base to it.
+            Patches with int32 positions; of an update those that bring the version before to this one, of a snapshot
+            those that bring the base to it. For vLLM's sparse weight transfer a patch ``p`` with indices is
+            ``SparseWeightPatch(name=p.name, indices=p.indices, values=p.values, full_shape=p.shape)``.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the model's base.
