@@ -21,8 +21,15 @@ from sparsify.api import (
 )
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.delta.stream import DeltaPublisher, DeltaSubscriber
 from sparsify.delta.switch import DeltaSwitch
-from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError
+from sparsify.errors import (
+    BaseMismatchError,
+    DeltaFormatError,
+    MissingUpdateError,
+    SparsifyError,
+    StaleUpdateError,
+)
 from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
@@ -37,6 +44,8 @@ __all__ = [
     "BaseMismatchError",
     "Bias",
     "DeltaFormatError",
+    "DeltaPublisher",
+    "DeltaSubscriber",
     "DeltaSwitch",
     "Fisher",
     "GraSP",
@@ -44,6 +53,7 @@ __all__ = [
     "Magnitude",
     "MaskedEmbedding",
     "MaskedLinear",
+    "MissingUpdateError",
     "Prune",
     "Random",
     "Repeat",
@@ -51,6 +61,7 @@ __all__ = [
     "SparseDelta",
     "SparsifyCallback",
     "SparsifyError",
+    "StaleUpdateError",
     "Static",
     "Strategy",
     "__version__",

@@ -16,6 +16,14 @@ class BaseMismatchError(SparsifyError):
     """A delta that meets a model which is not the base it was trained on."""
 
 
+class MissingUpdateError(SparsifyError):
+    """An update that does not follow the version that a follower holds: it needs a snapshot first."""
+
+
+class StaleUpdateError(SparsifyError):
+    """A message of a version that a follower is past already: it can be dropped."""
+
+
 def brief(text: object, most: int = 300) -> str:
     """A name from a file, or what another library's error says, as it may stand in a message.
 

@@ -23,6 +23,7 @@ from sparsify.delta.entries import TensorDelta
 
 __all__ = ["DTYPES", "check_names"]  # for the scripts
 MB = 2**20
+NOISE = 1_000_003  # random numbers that are repeated over large tensors
 BERTS = {
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     "bert-base": {},
@@ -43,6 +44,19 @@ def bert(shape: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
     torch.manual_seed(0)
     return BertModel(BertConfig(**BERTS[shape])).to(dtype)
+
+
+def build(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+    """A model with random weights; large ones repeat a million random numbers, which is quick."""
+    with torch.device("meta"):
+        model = make()
+    model.to(dtype).to_empty(device="cpu").tie_weights()
+    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for part in parameter.view(-1).split(NOISE):
+                part.copy_(noise[: part.numel()])
+    return model.eval()
 
 
 def entries_of(weight: Tensor, indices: Tensor, train: Callable[[Tensor], Tensor]) -> TensorDelta:

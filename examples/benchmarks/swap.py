@@ -19,7 +19,7 @@ from typing import Annotated
 
 import torch
 import typer
-from common import DTYPES, MB, check_names, entries_of, report, run, write_json
+from common import DTYPES, MB, build, check_names, entries_of, report, run, write_json
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -37,7 +37,6 @@ SHAPES = {
     "llama-1b": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_1B)),
     "tiny": lambda: BertModel(BertConfig(**TINY)),
 }
-NOISE = 1_000_003  # random numbers that are repeated over large tensors
 
 
 def main(
@@ -71,12 +70,12 @@ def main(
 
 def measure(shape: str, dtype: torch.dtype, density: float, rank: int, rounds: int) -> dict[str, dict[str, list]]:
     """Seconds and added bytes of each operation, round by round."""
-    plain = build(shape, dtype)
+    plain = build(SHAPES[shape], dtype)
     first, second = (random_delta(plain, density, seed) for seed in (1, 2))
     switch = DeltaSwitch(plain)
     switch.attach("a", first)
     switch.attach("b", second)
-    lora = get_peft_model(build(shape, dtype), LoraConfig(r=rank, target_modules="all-linear"))
+    lora = get_peft_model(build(SHAPES[shape], dtype), LoraConfig(r=rank, target_modules="all-linear"))
     for name, parameter in lora.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)  # zeros would merge nothing
@@ -111,19 +110,6 @@ def added_bytes(found: list[int]) -> Iterator[None]:
     before = status_bytes("VmRSS") if clear.exists() else 0
     yield
     found.append(max(0, status_bytes("VmHWM") - before) if clear.exists() else 0)
-
-
-def build(shape: str, dtype: torch.dtype) -> nn.Module:
-    """A model with random weights; large ones repeat a million random numbers, which is quick."""
-    with torch.device("meta"):
-        model = SHAPES[shape]()
-    model.to(dtype).to_empty(device="cpu")
-    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            for part in parameter.view(-1).split(NOISE):
-                part.copy_(noise[: part.numel()])
-    return model.eval()
 
 
 def random_delta(model: nn.Module, density: float, seed: int) -> SparseDelta:

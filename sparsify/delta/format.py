@@ -10,9 +10,10 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -73,22 +74,47 @@ def write(
         SparsifyError: when ``config`` does not go into JSON, a name is in both mappings, or a reader would refuse a
             name, the config or the header's length. Nothing is written then.
     """
-    check_names(tensors, whole)
-    document = describe(tensors, whole, config)
-    with torch.device("cpu"):  # whatever the default device is
-        payload = _payload(tensors, whole)
-        draft = _serialise(payload, document)  # its payload has the layout of the final one's
-        document[PAYLOAD_KEY] = hashlib.sha256(memoryview(draft)[_header_end(draft) :]).hexdigest()
-        data = _serialise(payload, document)
-    if (header_bytes := _header_end(data) - 8) > MAX_HEADER_BYTES:
-        raise SparsifyError(
-            f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
-            "accepts: shorten `config`, or split the delta."
-        )
+    data, document = to_bytes(tensors, whole, config)
     for_people = (json.dumps(document, indent=2) + "\n").encode()
     replace_file(Path(path), data)
     if sidecar is not None:
         replace_file(Path(sidecar), for_people)
+
+
+def to_bytes(
+    tensors: TensorDeltas,
+    whole: NamedTensors,
+    config: Mapping[str, Any],
+    more: NamedTensors | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[bytearray, dict[str, Any]]:
+    """The bytes of a delta file and the metadata in it; raises as :func:`write`.
+
+    ``more`` tensors by key, and ``metadata`` next to the delta's, are what an update of a stream adds.
+    """
+    check_names(tensors, whole)
+    document = describe(tensors, whole, config)
+    document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)
+    with torch.device("cpu"):  # whatever the default device is
+        data = _serialise(_payload(tensors, whole) | dict(more or {}), document, metadata or {})
+    if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
+        raise SparsifyError(
+            f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
+            "accepts: shorten `config`, or split the delta."
+        )
+    document[PAYLOAD_KEY] = payload_digest(data)
+    fill_in(data, placeholder, document[PAYLOAD_KEY])
+    return data, document
+
+
+def fill_in(data: bytearray, placeholder: str, digest: str) -> None:
+    """Puts a digest in the place of a random placeholder, which is there once."""
+    start = data.index(placeholder.encode())
+    data[start : start + len(digest)] = digest.encode()
+
+
+def payload_digest(data: bytes | bytearray) -> str:
+    return hashlib.sha256(memoryview(data)[header_end(data) :]).hexdigest()
 
 
 def _payload(tensors: TensorDeltas, whole: NamedTensors) -> dict[str, Tensor]:
@@ -101,21 +127,21 @@ def _payload(tensors: TensorDeltas, whole: NamedTensors) -> dict[str, Tensor]:
     return {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
 
 
-def _serialise(payload: dict[str, Tensor], document: Mapping[str, Any]) -> bytes:
+def _serialise(payload: dict[str, Tensor], document: Mapping[str, Any], metadata: Mapping[str, str]) -> bytearray:
     try:
-        return safetensors.torch.save(payload, {METADATA_KEY: to_json(document)})
+        return bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document), **metadata}))
     except KeyError as error:
         raise SparsifyError(
             f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
         ) from error
 
 
-def _header_end(data: bytes) -> int:
+def header_end(data: bytes | bytearray) -> int:
     """The position of the payload's first byte in a file that begins with these bytes."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes | bytearray) -> None:
     """Replaces a file atomically: whenever the process may die, the old or the new one is there, complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes. An
@@ -142,25 +168,32 @@ def read(path: StrPath) -> DeltaFile:
             since it was written, or it is no regular file.
         OSError: when the file cannot be opened.
     """
-    with _opened(path) as file, torch.device("cpu"):
-        keys, document = _read_header(file)
-        records, whole = document["tensors"], document["whole"]
-        _check_keys(keys, records, whole)
-        file.seek(0)
-        data = file.read()
-        recorded = document.get(PAYLOAD_KEY)  # not in a file of version 1
-        if recorded not in (None, hashlib.sha256(memoryview(data)[_header_end(data) :]).hexdigest()):
-            raise DeltaFormatError(
-                "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after "
-                "it was written"
-            )
+    with _opened(path) as file:
+        return read_contents(file, *read_header(file))[0]
+
+
+def read_contents(
+    file: BinaryIO, header: Mapping[str, Any], document: Mapping[str, Any], optional: Set[str] = frozenset()
+) -> tuple[DeltaFile, dict[str, Tensor]]:
+    """Reads and checks what comes after :func:`read_header`: the delta, and the ``optional`` tensors by key."""
+    records, whole = document["tensors"], document["whole"]
+    present = set(header) - {"__metadata__"}
+    _check_keys(present - optional, records, whole)
+    file.seek(0)
+    data = file.read()
+    if document.get(PAYLOAD_KEY) not in (None, payload_digest(data)):  # not in a file of version 1
+        raise DeltaFormatError(
+            "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after "
+            "it was written"
+        )
+    with torch.device("cpu"):
         stored = _stored(data)
         tensors = {name: _restore(name, record, stored) for name, record in records.items()}
         dense = {name: stored[f"{name}.whole"] for name in whole}
         for name, tensor in dense.items():
             if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
                 dense[name] = tensor.view(torch.uint8) != 0
-        return DeltaFile(tensors, dense, document["config"])
+    return DeltaFile(tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
 
 
 def _stored(data: bytes) -> dict[str, Tensor]:
@@ -177,7 +210,7 @@ def _stored(data: bytes) -> dict[str, Tensor]:
 def payload_hash(path: StrPath) -> str | None:
     """The SHA-256 of the payload that a file records, if it is not of version 1; raises as :func:`read`, for less."""
     with _opened(path) as file:
-        return _read_header(file)[1].get(PAYLOAD_KEY)
+        return read_header(file)[1].get(PAYLOAD_KEY)
 
 
 @contextmanager
@@ -188,19 +221,22 @@ def _opened(path: StrPath) -> Iterator[BinaryIO]:
     """
     if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe may never end
         raise DeltaFormatError(f"`{path}` is no regular file, so it is not read: copy what it gives into a file first.")
-    with open(path, "rb") as file:
-        try:
-            yield file
-        except (SafetensorError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
-            # `from None`: the library's own text may quote the file, terminal escapes and all.
-            raise DeltaFormatError(
-                f"`{path}` is no delta that can be used: {brief(error, 500)}. Nothing was loaded: download or save it "
-                "again."
-            ) from None
+    with open(path, "rb") as file, refused(f"`{path}` is no delta that can be used", "download or save it again"):
+        yield file
 
 
-def _read_header(file: BinaryIO) -> tuple[set[str], dict[str, Any]]:
-    """The keys of the stored tensors, and the metadata."""
+@contextmanager
+def refused(what: str, remedy: str) -> Iterator[None]:
+    """Errors about the contents of a file, whatever their type, become a ``DeltaFormatError``."""
+    try:
+        yield
+    except (SafetensorError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        # `from None`: the library's own text may quote the file, terminal escapes and all.
+        raise DeltaFormatError(f"{what}: {brief(error, 500)}. Nothing was loaded: {remedy}.") from None
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The header, parsed, and the metadata in it, checked."""
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise DeltaFormatError(f"its header claims {header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
@@ -209,8 +245,7 @@ def _read_header(file: BinaryIO) -> tuple[set[str], dict[str, Any]]:
         raise DeltaFormatError("its header does not begin with `{` and end in `}` and spaces")
     header = parse_json(text)  # strictly: safetensors takes the last of two equal keys
     del text  # which takes as much as the metadata to come
-    document = parse(header)
-    return set(header) - {"__metadata__"}, document
+    return header, parse(header)
 
 
 def _check_keys(present: set[str], records: Mapping[str, Any], whole: list[str]) -> None:

@@ -198,14 +198,25 @@ def new_values(
             "added to them. For an exact result load the base quantized as in training, or dequantize that.",
             stacklevel=2,
         )
-    new = delta.values.to(old.dtype)
-    if delta.kind == "add":
+    return trained_values(name, delta.kind, delta.values, old, place)
+
+
+def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str = "the model") -> Tensor:
+    """The trained values (count,) in the base's dtype, from a delta's values and the base's, which are not checked.
+
+    Raises:
+        BaseMismatchError: when they are not finite in that dtype.
+    """
+    if kind == "replace" and values.dtype == old.dtype:
+        return values
+    new = values.to(old.dtype)
+    if kind == "add":
         wide = torch.promote_types(old.dtype, torch.float32)
-        new = (old.to(wide) + delta.values.to(wide)).to(old.dtype)
+        new = (old.to(wide) + values.to(wide)).to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
         raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {delta.count} trained values are not finite in {place}'s {new.dtype}: "
-            f"load the base in {delta.dtype}."
+            f"tensor `{name}`: {bad} of {new.numel()} trained values are not finite in {place}'s {new.dtype}: "
+            "load the base in the dtype that it was trained in."
         )
     return new
 
@@ -282,15 +293,14 @@ def write_plan(
 ) -> None:
     """Carries out all patches of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
     targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
-    for patch in plan:
-        if not patch.fits(targets[patch.name]):
-            raise SparsifyError(
-                f"tensor `{patch.name}` no longer holds {held} (another delta, training, or two casts). Nothing was "
-                "changed: revert deltas in the reverse order of their application, or load the base afresh."
-            )
     done: PatchPlan = []
     try:
-        for patch in plan:
+        for patch in plan:  # each is checked right before it is written, while its entries are in the cache
+            if not patch.fits(targets[patch.name]):
+                raise SparsifyError(
+                    f"tensor `{patch.name}` no longer holds {held} (another delta, training, or two casts). Nothing "
+                    "was changed: revert deltas in the reverse order of their application, or load the base afresh."
+                )
             done.append(patch)  # before the write, which may fail halfway
             patch.write(targets[patch.name])
     except BaseException:
@@ -307,7 +317,10 @@ def undo_plan(plan: PatchPlan, model: nn.Module) -> None:
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    return tensor.detach().take(indices.to(tensor.device)).cpu()
+    source, indices = tensor.detach(), indices.to(tensor.device)
+    if isinstance(source, Tensor) and source.is_contiguous():
+        return source.view(-1).index_select(0, indices).cpu()  # faster than take
+    return source.take(indices).cpu()
 
 
 def own_copy(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
     on_init_end             sets incomplete checkpoint folders of an interrupted run aside
     on_train_begin          moves the callback before the reporters, finds the number of steps, makes checkpoints small
     on_pre_optimizer_step   leaves a finished run unchanged
+    on_step_end             publishes the new version for followers
     on_log                  adds the progress of the unmasking
     on_push_begin           saves the delta for the hub
     on_train_end            restores ``save_pretrained``
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,6 +29,7 @@ from transformers.trainer_callback import CallbackHandler
 from sparsify.api import get_unmasker, summary
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.delta.stream import DeltaPublisher, DeltaUpdate
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
@@ -71,8 +74,9 @@ class SparsifyCallback(TrainerCallback):
         ...     trainer.train(resume_from_checkpoint=True)
     """
 
-    def __init__(self, *, extend: bool = False) -> None:
-        self._extend = extend
+    def __init__(self, *, extend: bool = False, publish: Callable[[DeltaUpdate], object] | None = None) -> None:
+        self._extend, self._publish = extend, publish
+        self.publisher: DeltaPublisher | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
@@ -89,6 +93,7 @@ class SparsifyCallback(TrainerCallback):
         _move_to_front(self)
         model = event["model"]
         if find_full(model):
+            self._begin_to_publish(model, state)
             return
         engine = get_unmasker(model)
         _check_resumed(args, state, engine.step)
@@ -111,12 +116,25 @@ class SparsifyCallback(TrainerCallback):
         warn_of_unheld(engine, model)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = partial(save_checkpoint, model, args, state)
+        self._begin_to_publish(model, state)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         # The Trainer makes one more step in a run that was finished when it was resumed in the middle of an epoch: it
         # must change nothing. GradScaler needs a gradient, though.
         if state.global_step >= state.max_steps and not args.fp16:
             event["model"].zero_grad()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        if self._publish is not None and self.publisher is not None:
+            update = self.publisher.update()  # on all ranks, which gather what is sharded
+            if state.is_world_process_zero:
+                self._publish(update)
+
+    def _begin_to_publish(self, model: Any, state: Any) -> None:
+        if self._publish is not None:
+            self.publisher = DeltaPublisher(model)
+            if state.is_world_process_zero:
+                self._publish(self.publisher.snapshot())
 
     def on_log(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         logs = event["logs"]

@@ -30,6 +30,7 @@ from sparsify.training.anchors import AnchoredUse
 from sparsify.training.backward import BackwardCollector
 from sparsify.training.compiled import CompiledGraphs
 from sparsify.training.export import export
+from sparsify.training.exporter import Exporter
 from sparsify.training.flat_delta import POSITION, SparseValues, flat_delta
 from sparsify.training.optimizer_hook import forget_uncounted_steps, has_uncounted_step, listen, note_counted
 from sparsify.training.plan import Plan
@@ -302,3 +303,7 @@ class Engine:
     def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
         """The parts of a :class:`sparsify.SparseDelta`, which finds this engine without training code."""
         return export(self, budget, model)
+
+    def exporter(self, model: nn.Module) -> Exporter:
+        """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""
+        return Exporter(self, model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,19 +69,16 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
         )
     tensors: dict[str, TensorDelta] = {}
     parameters = dict(engine.root.named_parameters())
-    whole = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
-    whole |= {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+    whole = dense_tensors(engine, parameters)
     in_whole = 0  # entries
-    there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
-    masked = {tensor.name: tensor for tensor in engine.tensors if id(tensor.parameter) in there}
-    for name in dict.fromkeys([*masked, *(name for name in engine.new_names if name in parameters)]):
-        tensor, plain = masked.get(name) or Untrained(parameters[name]), plain_name(name)
+    for name, tensor in trained_tensors(engine, parameters).items():
+        plain = plain_name(name)
         indices, values, base = entries_of(tensor, budget)
         recipe, sha = engine.recipes.get(name) or (None, digest(base))
-        if recipe is not None and digest(_as_of(tensor, 0)) != sha:
+        if recipe is not None and digest(as_of(tensor, 0)) != sha:
             recipe = None  # other initial values were loaded
-        if recipe is None and (name in engine.new_names or is_pruned(engine.strategy, tensor)):
-            whole[plain] = _as_of(tensor, budget)
+        if recipe is None and is_stored_whole(engine, name, tensor):
+            whole[plain] = as_of(tensor, budget)
             in_whole += indices.numel()
         elif recipe is not None or indices.numel():
             if plain in tensors:
@@ -92,9 +89,28 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
                 tensors[plain] = TensorDelta(*parts, kind, sha, recipe, tensor.scheme)
             except SparsifyError as error:
                 raise SparsifyError(f"tensor `{plain}` cannot go into a delta: {error}") from error
-    config = _config(engine, budget) | ({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {})
+    config = describe_run(engine, budget, in_whole)
     warn_of_unheld(engine, model, stacklevel=5)
     return tensors, {name: own_copy(tensor) for name, tensor in whole.items()}, config
+
+
+def dense_tensors(engine: Engine, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``modules_to_save`` and the buffers that training changed, by plain name; they are not copied."""
+    whole = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
+    return whole | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
+
+
+def trained_tensors(engine: Engine, parameters: Mapping[str, Tensor]) -> dict[str, MaskedTensor | Untrained]:
+    """The masked tensors, and the other parameters that the base does not have, by their names in the model."""
+    there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
+    found: dict[str, MaskedTensor | Untrained] = {t.name: t for t in engine.tensors if id(t.parameter) in there}
+    new = (name for name in engine.new_names if name in parameters and name not in found)
+    return found | {name: Untrained(parameters[name]) for name in new}
+
+
+def is_stored_whole(engine: Engine, name: str, tensor: MaskedTensor | Untrained) -> bool:
+    """Whether a tensor's entries alone are no change of the base: the base lacks it, or it was pruned."""
+    return name in engine.new_names or is_pruned(engine.strategy, tensor)
 
 
 def find_unheld(engine: Engine, model: nn.Module) -> str:
@@ -174,7 +190,7 @@ def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
     return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape_now)
 
 
-def _as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
+def as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
     """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
     later = tensor.slots >= budget
     weight = full_values(tensor.parameter).clone(memory_format=torch.contiguous_format)
@@ -196,7 +212,8 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _config(engine: Engine, budget: int) -> dict[str, Any]:
+def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
+    """The config of a delta of the first ``budget`` entries, ``in_whole`` of which are in tensors stored whole."""
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
     not_the_bases = {*engine.new_names, *engine.dense_names, VALUES}
@@ -218,6 +235,7 @@ def _config(engine: Engine, budget: int) -> dict[str, Any]:
         "steps_done": engine.step,
         **record_extensions(engine.root),
         "versions": _library_versions(),
+        **({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}),
     }
 
 

@@ -84,6 +84,7 @@ class EffectiveWeights:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.are_base = False  # whether they are the pretrained ones for now
+        self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
         self._version = 0  # of the flat delta then
@@ -124,6 +125,7 @@ class EffectiveWeights:
                 if own.numel() and tensor not in but:
                     tensor.write(own)
             self._addresses = None
+        self.are_sums = not but
         self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
         self._version = values._version
 
@@ -139,7 +141,8 @@ class EffectiveWeights:
     def _effective(self) -> Tensor:
         """Base + delta of all entries (k,)."""
         base, values = self._engine.buffers.base(), self._engine.values.detach()
-        return base.to(torch.promote_types(base.dtype, values.dtype)) + values[self._engine.buffers.slots()]
+        deltas = values.index_select(0, self._engine.buffers.slots().to(values.device))  # faster than values[slots]
+        return base.to(torch.promote_types(base.dtype, values.dtype)) + deltas
 
     @torch.no_grad()
     def _scatter(self, *, seen: bool) -> None:
@@ -176,6 +179,7 @@ class EffectiveWeights:
             sizes: how many of them each tensor has; counted, and waited for, where it is not known.
         """
         engine = self._engine
+        self.are_sums = False  # -0.0 stays what it is until they are written
         tensors, buffers, values = engine.tensors, engine.buffers, engine.values.detach()
         sizes = count_by_tensor(ids, tensors).tolist() if sizes is None else sizes
         ids, order = ids.sort()

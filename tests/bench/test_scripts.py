@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from sparsify.delta.checkpoint.reader import Checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "gpu", "lora", "merge", "profile_step", "ranks", "roofline", "swap")
+NAMES = ("common", "file", "gpu", "lora", "merge", "profile_step", "ranks", "roofline", "stream", "swap")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,23 @@ def test_a_script_prints_a_table_and_writes_json(script, monkeypatch, tmp_path, 
 def run(name, *options):
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_streams_are_measured_in_every_round(tmp_path):
+    out = tmp_path / "raw.json"
+    options = ("--shape", "tiny", "--density", "0.2", "--followers", "1,2", "--rounds", "2", "--json", str(out))
+    done = run("stream", *options)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())["results"]
+    assert [(row["followers"], row["method"]) for row in results] == [
+        (number, method) for number in (1, 2) for method in ("updates", "diffs", "all")
+    ]
+    for row in results:
+        assert all(len(row[part]) == 2 and min(row[part]) > 0 for part in ("extract", "apply", "total", "cpu"))
+    updates, diffs, everything = (row["bytes"] / row["entries"] for row in results[:3])
+    assert 2 < updates < 2.1
+    assert 5.5 < diffs < 6.1  # some values are drawn again as they were
+    assert everything == pytest.approx(2 / 0.2, rel=1e-3)
 
 
 def test_swaps_are_measured_in_every_round(tmp_path):

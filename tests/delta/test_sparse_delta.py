@@ -553,7 +553,7 @@ def test_a_sparsified_model_is_refused_both_ways(model, delta):
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_write_that_fails_midway_is_rolled_back(model, delta, unchanged, monkeypatch, written):
-    put, calls = torch.Tensor.index_put_, []
+    put, calls = torch.Tensor.index_copy_, []
 
     def fail_once(tensor, *args):
         calls.append(tensor)
@@ -563,7 +563,7 @@ def test_a_write_that_fails_midway_is_rolled_back(model, delta, unchanged, monke
             raise RuntimeError("device lost")
         return tensor
 
-    monkeypatch.setattr(torch.Tensor, "index_put_", fail_once)
+    monkeypatch.setattr(torch.Tensor, "index_copy_", fail_once)
     with pytest.raises(RuntimeError, match="device lost"):
         delta.apply(model)
     with pytest.raises(SparsifyError, match="not applied"):

@@ -1,0 +1,267 @@
+"""A model in training feeds the models that serve it: each version as the bytes that changed since the one before.
+
+    model in training --DeltaPublisher.update()--> bytes --any transport--> DeltaSubscriber.apply() --> plain base model
+                       DeltaPublisher.snapshot()   a whole version, for a follower that lacks the one before
+
+The versions of one publisher are a chain: they are counted from 0 and have a random id in common. ``format.md``
+specifies the bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import check_plain, find_engine
+from sparsify.common.turns import Turns
+from sparsify.delta.entries import StrPath
+from sparsify.delta.metadata import check_not_extended
+from sparsify.delta.patch_plan import undo_plan, write_plan
+from sparsify.delta.patches import WeightPatch, make_patches
+from sparsify.delta.stream_plan import Held, plan_snapshot, plan_update
+from sparsify.delta.update_file import Message, read_message, write_snapshot, write_update
+from sparsify.delta.version import Changes, Version, changed_entries, changed_whole, difference
+from sparsify.errors import MissingUpdateError, SparsifyError, StaleUpdateError
+
+_MAX_INDEX = 2**31 - 1
+
+
+class DeltaUpdate:
+    """A version of a model in training, as a message to its followers: ``bytes(update)`` are what to send.
+
+    It does not change any more, so that another thread may ask for its bytes, which are made once.
+
+    Attributes:
+        chain: the publisher's id.
+        version: the version that it makes.
+    """
+
+    def __init__(self, chain: str, version: int, state: Version, before: Version | None = None) -> None:
+        self.chain, self.version = chain, version
+        self._state, self._before = state, before
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it makes its version from the base; otherwise from the version before."""
+        return self._changes is None
+
+    @cached_property
+    def _changes(self) -> Changes | None:
+        return None if self._before is None else difference(self._before, self._state)
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        if self._changes is None:
+            return write_snapshot(self.chain, self.version, self._state)
+        return write_update(self.chain, self.version, self._changes)
+
+    def __bytes__(self) -> bytes:
+        return self._bytes
+
+    def patches(self, checkpoint: StrPath | None = None) -> Iterator[WeightPatch]:
+        """Yields what changed as patches of a checkpoint's tensors, the form in which inference engines take weights.
+
+        Args:
+            checkpoint: the path of the checkpoint that the engine has loaded, as for :meth:`SparseDelta.patches`.
+
+        Returns:
+            Patches with int32 positions; of an update those that bring the version before to this one, of a snapshot
+            those that bring the base to it. For vLLM's sparse weight transfer a patch ``p`` with indices is
+            ``SparseWeightPatch(name=p.name, indices=p.indices, values=p.values, full_shape=p.shape)``.
+
+        Raises:
+            BaseMismatchError: when the checkpoint is not that of the model's base.
+            SparsifyError: when the model was extended by adapters, or quantized and no checkpoint is given; when a
+                dense tensor is the base's again, whose values are not known.
+        """
+        check_not_extended(self._state.config, "patches")
+        tensors, whole, _ = self._state.delta_parts() if self._before is None else ({}, {}, None)
+        if self._before is not None:
+            if gone := sorted(self._before.whole.keys() - self._state.whole.keys()):
+                raise SparsifyError(
+                    f"`{gone[0]}` is the base's again, and its values are not known here: load the engine's checkpoint "
+                    "afresh, and take the patches of `snapshot()`."
+                )
+            tensors, whole = changed_entries(self._before, self._state), changed_whole(self._before, self._state)
+        return (_with_int32(patch) for patch in make_patches(tensors, whole, checkpoint))
+
+    def __repr__(self) -> str:
+        return f"DeltaUpdate({'snapshot of ' if self.is_snapshot else ''}version {self.version})"
+
+
+class DeltaPublisher:
+    """Makes the messages of a model in training.
+
+    It keeps the entries of the last version, with their base's values, and the tensors stored whole, in host memory. A
+    version has the values that ``SparseDelta.from_model(model)`` would have at that moment. A new publisher begins a
+    new chain, so that followers of an earlier run notice.
+
+    With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
+
+    Args:
+        model: a model that ``sparsify`` prepared, wrapped or not; what it holds now is version 0.
+
+    Raises:
+        SparsifyError: when the model is not sparsified.
+
+    Example:
+        >>> import copy, sparsify
+        >>> base = nn.Linear(4, 4)
+        >>> model = sparsify.sparsify(copy.deepcopy(base), 3, "random")
+        >>> publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
+        >>> follower.apply(bytes(publisher.snapshot()))
+        0
+        >>> optimizer = torch.optim.SGD([model.sparse_values], lr=1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> follower.apply(bytes(publisher.update()))
+        1
+        >>> base.weight.equal(model.weight)
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        engine = find_engine(model)
+        if engine is None:
+            raise SparsifyError(
+                f"this {type(model).__name__} is not sparsified, so nothing tells which of its entries change: pass "
+                "the model that `sparsify(model, ...)` returned."
+            )
+        self._export = engine.exporter(model)
+        self._chain = secrets.token_hex(16)
+        self._last: tuple[int, Version] = 0, self._export()  # replaced as one, since other threads read it
+
+    def update(self) -> DeltaUpdate:
+        """Makes the next version, of what the model holds now; call it between optimizer steps.
+
+        It waits for the values to be copied to the host. The bytes are made when they are asked for.
+
+        Returns:
+            What changed since the last version: new entries with their positions, and new values of earlier ones. It
+            is a snapshot where entries have left, as after an earlier state was loaded.
+
+        Raises:
+            SparsifyError: when trained values are not finite, or as ``SparseDelta.from_model``; the version stays.
+        """
+        number, before = self._last
+        self._last = number + 1, self._export()
+        return DeltaUpdate(self._chain, *self._last, before)
+
+    def snapshot(self) -> DeltaUpdate:
+        """The last version as a whole, for followers that lack the one before; any thread may call it."""
+        return DeltaUpdate(self._chain, *self._last)
+
+
+class DeltaSubscriber:
+    """Keeps a plain model at the last version of a model in training.
+
+    A message is written completely or not at all, and what is in memory and in the message is checked before. Threads
+    that use the model while messages arrive do so within :meth:`reading`.
+
+    Args:
+        model: the base that the publisher's model was sparsified from, wrapped or not, on any device; it is changed in
+            place.
+
+    Attributes:
+        model: the base with the version's values in it.
+        chain: the id of the publisher that it follows; ``None`` before the first snapshot.
+        version: the version that the model holds; ``None`` before the first snapshot.
+
+    Raises:
+        SparsifyError: when the model is being trained sparsely.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_plain(model)
+        self.model = model
+        self.chain: str | None = None
+        self.version: int | None = None
+        self._held = Held({}, {})
+        self._left: set[str] = set()  # chains that were followed before
+        self._turns, self._applying = Turns(), threading.Lock()
+
+    def apply(self, update: bytes | DeltaUpdate) -> int:
+        """Brings the model to the version of a message, which has to be a snapshot, or follow the model's version.
+
+        It waits for the threads that are :meth:`reading`.
+
+        Args:
+            update: the message, as it was sent.
+
+        Returns:
+            The version that the model holds now.
+
+        Raises:
+            DeltaFormatError: when the message is damaged: have it sent again.
+            StaleUpdateError: when the model is past it already: drop it.
+            MissingUpdateError: when it does not follow the model's version, or is of another publisher: apply
+                ``snapshot()`` first.
+            BaseMismatchError: when the model is not the base that the publisher's model was sparsified from.
+            SparsifyError: when something else has changed the model. The model is as before after each of these.
+        """
+        with self._applying:
+            message = read_message(bytes(update))
+            self._check_order(message)
+            if message.snapshot:
+                self._restart(message)
+            else:
+                steps, held = plan_update(message, self._held, self.model)
+                with self._turns.writing(), uninterrupted():
+                    write_plan(steps, self.model, f"the values of version {self.version}")
+                    self._held, self.version = held, message.version
+        return message.version
+
+    @contextmanager
+    def reading(self) -> Iterator[int | None]:
+        """Keeps the model at one version, which is given, for the length of a ``with`` block.
+
+        Any number of threads may read at a time; an update that arrives waits for them, and later ones for the update.
+        Work that the block starts on a GPU has to be on the stream that updates are applied on, usually the default.
+        """
+        with self._turns.reading():
+            yield self.version
+
+    def _check_order(self, message: Message) -> None:
+        """Raises unless a message brings the model to a later version."""
+        at = "no version yet" if self.version is None else f"version {self.version}"
+        if message.chain in self._left or (message.chain == self.chain and message.version <= (self.version or 0)):
+            raise StaleUpdateError(
+                f"this is version {message.version} of {'an earlier' if message.chain in self._left else 'this'} run, "
+                f"and the model holds {at}{' of a later one' if message.chain in self._left else ''}: drop it."
+            )
+        if not message.snapshot and (message.chain != self.chain or message.version - 1 != self.version):
+            other = "" if message.chain == self.chain or self.chain is None else " of another run"
+            raise MissingUpdateError(
+                f"this update makes version {message.version} from version {message.version - 1}, and the model holds "
+                f"{at}{other}: ask the publisher for `snapshot()`, and go on with the updates after it."
+            )
+
+    def _restart(self, message: Message) -> None:
+        """Brings the model to a snapshot's version, from the base's values."""
+        with self._turns.writing(), uninterrupted():
+            before = self._held.plan
+            undo_plan(before, self.model)
+            try:
+                held = plan_snapshot(message, self.model)
+                write_plan(held.plan, self.model)
+            except BaseException:
+                write_plan(before, self.model)
+                raise
+            if self.chain is not None and self.chain != message.chain:
+                self._left.add(self.chain)
+            self._held, self.chain, self.version = held, message.chain, message.version
+
+
+def _with_int32(patch: WeightPatch) -> WeightPatch:
+    if patch.indices is None:
+        return patch
+    if patch.indices.numel() and int(patch.indices[-1]) > _MAX_INDEX:
+        raise SparsifyError(f"`{patch.name}` has entries beyond position {_MAX_INDEX:,}, which int32 cannot hold.")
+    return patch._replace(indices=patch.indices.to(torch.int32))

@@ -1,0 +1,132 @@
+"""The bytes of a stream's messages: snapshots and updates. ``format.md`` specifies both under "Streams".
+
+Version --write_snapshot-->  bytes, a delta file       |
+Changes --write_update-->    bytes, one with more keys |  --read_message-->  Message
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import secrets
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsify.common.raw_bits import all_finite
+from sparsify.delta import format as delta_format
+from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices
+from sparsify.delta.format import DeltaFile, fill_in, header_end
+from sparsify.delta.metadata import PAYLOAD_KEY, check_object, parse_json
+from sparsify.delta.version import Changes, KnownValues, Version
+from sparsify.errors import DeltaFormatError
+
+STREAM_KEY = "sparse_stream"  # of the header's metadata
+STREAM_VERSION = 1
+_HASH_KEY, _ZEROS = "header_sha256", b"0" * 64
+_KEYS = {"format_version", "chain", "version", "snapshot", _HASH_KEY}
+_MAX_VERSION = 2**53
+_OPTIONAL = {f"{dtype}.{role}" for dtype in DTYPES for role in ("known", "places")}
+
+
+class Message(NamedTuple):
+    """A message: which version it makes, and the new entries, dense tensors and values of known entries in it."""
+
+    chain: str
+    version: int
+    snapshot: bool  # whether it makes the version from the base, not from the version before
+    tensors: dict[str, TensorDelta]
+    whole: dict[str, Tensor]
+    known: dict[torch.dtype, KnownValues]
+
+
+def write_snapshot(chain: str, number: int, version: Version) -> bytes:
+    """The bytes of a whole version: a delta file that names its place in a stream."""
+    return _write(chain, number, True, DeltaFile(*version.delta_parts()), {})
+
+
+def write_update(chain: str, number: int, changes: Changes) -> bytes:
+    """The bytes of what changed since the version before."""
+    names, more = {dtype: name for name, dtype in DTYPES.items()}, {}
+    for dtype, (values, places) in changes.known.items():
+        more[f"{names[dtype]}.known"] = values
+        if places is not None:
+            more[f"{names[dtype]}.places"] = encode_indices(places)
+    return _write(chain, number, False, DeltaFile(changes.tensors, changes.whole, {}), more)
+
+
+def _write(chain: str, number: int, snapshot: bool, delta: DeltaFile, more: dict[str, Tensor]) -> bytes:
+    placeholder = secrets.token_hex(32)
+    place = {"chain": chain, "version": number, "snapshot": snapshot}
+    stream = {"format_version": STREAM_VERSION, **place, _HASH_KEY: placeholder}
+    data, _ = delta_format.to_bytes(*delta, more, {STREAM_KEY: json.dumps(stream)})
+    fill_in(data, placeholder, _header_digest(data, placeholder))
+    return bytes(data)
+
+
+def read_message(data: bytes) -> Message:
+    """Reads a message and checks everything about it that can be checked without the base and earlier versions.
+
+    Raises:
+        DeltaFormatError: when a bit of it has changed since it was written, or it is no message at all.
+    """
+    with delta_format.refused("this is no update that can be used", "have it sent again, or ask for `snapshot()`"):
+        file = io.BytesIO(data)
+        header, document = delta_format.read_header(file)
+        stream = _parse_stream(header, data)
+        if PAYLOAD_KEY not in document:
+            raise DeltaFormatError(f"its metadata has no `{PAYLOAD_KEY}`, which every message has")
+        optional = set() if stream["snapshot"] else _OPTIONAL
+        delta, more = delta_format.read_contents(file, header, document, optional)
+        if drawn := [name for name, part in delta.tensors.items() if part.initializer is not None]:
+            raise DeltaFormatError(f"tensor `{drawn[0]}` is drawn from a seed, which a stream does not do")
+        known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
+    return Message(stream["chain"], stream["version"], stream["snapshot"], delta.tensors, delta.whole, known)
+
+
+def _parse_stream(header: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """The object that names a message's place in a stream; the header that it is in is compared with its hash."""
+    text = header["__metadata__"].get(STREAM_KEY)
+    if not isinstance(text, str):
+        raise DeltaFormatError(f"its header has no metadata `{STREAM_KEY}`, so it belongs to no stream")
+    stream = parse_json(text)
+    if isinstance(stream, dict) and stream.get("format_version") != STREAM_VERSION:
+        raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")
+    check_object(f"`{STREAM_KEY}`", stream, _KEYS)
+    chain, stated, number = stream["chain"], stream[_HASH_KEY], stream["version"]
+    if not all(isinstance(value, str) for value in (chain, stated)) or not re.fullmatch("[0-9a-f]{32}", chain):
+        raise DeltaFormatError(f"`{STREAM_KEY}`: its chain or hash is no text of hex digits of the right length")
+    if type(number) is not int or not 0 <= number <= _MAX_VERSION or type(stream["snapshot"]) is not bool:
+        raise DeltaFormatError(f"`{STREAM_KEY}`: its version or kind is none")
+    if not re.fullmatch("[0-9a-f]{64}", stated) or _header_digest(data, stated) != stated:
+        raise DeltaFormatError("its header does not have the SHA-256 that it records, so it was damaged or changed")
+    return stream
+
+
+def _header_digest(data: bytes | bytearray, stated: str) -> str:
+    """SHA-256 of the header, with zeros for the hash in it."""
+    return hashlib.sha256(bytes(data[: header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
+
+
+def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValues | None:
+    """The values of known entries of one dtype; raises where they are not as ``format.md`` says."""
+    values, stored = more.get(f"{name}.known"), more.get(f"{name}.places")
+    if values is None:
+        if stored is not None:
+            raise DeltaFormatError(f"`{name}.places` has no `{name}.known` next to it")
+        return None
+    if values.dtype != dtype or values.dim() != 1:
+        raise DeltaFormatError(
+            f"`{name}.known` is {values.dtype} of shape {tuple(values.shape)}, expected (n,) {dtype}"
+        )
+    if not all_finite(values):
+        raise DeltaFormatError(f"`{name}.known` has values that are not finite")
+    if stored is None:
+        return KnownValues(values)
+    places = decode_indices(stored, values.numel())
+    if bool((places[1:] <= places[:-1]).any()) or int(places[:1].sum()) < 0:
+        raise DeltaFormatError(f"`{name}.places` is not strictly increasing")
+    return KnownValues(values, places)

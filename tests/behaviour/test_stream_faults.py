@@ -1,0 +1,99 @@
+"""Followers that are killed, and messages that are lost, doubled, late or damaged: never a mixed or a wrong model."""
+
+import copy
+import os
+import random
+import signal
+import time
+
+import pytest
+from deltas import bits
+from follow_folder import SNAPSHOT, forked_follower, model_hash, publish, put
+from limits import needs_limits
+from streams import Run
+
+from sparsify import DeltaFormatError, DeltaSubscriber, MissingUpdateError, StaleUpdateError
+
+
+def reports(log):
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []  # the last one may be half written
+    assert not [line for line in lines if line.startswith("failed")]
+    return [(int(version), digest) for version, digest in map(str.split, lines)]
+
+
+@needs_limits
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_follower_that_is_killed_and_started_again_holds_whole_versions(tmp_path, kills):
+    rng, log = random.Random(kills), tmp_path / "log"
+    run = Run("bert", 200, modules_to_save=["classifier"])
+    put(tmp_path / SNAPSHOT, run.snapshot())
+    hashes, last = {0: model_hash(run.follower().model)}, 3 * kills
+    twin = run.follower()
+    child = forked_follower(tmp_path, run.base, log, last)
+    for version in range(1, last + 1):
+        publish(tmp_path, run.step().publisher, snapshot=version % 5 == 0)
+        twin.apply((tmp_path / f"{version:06}").read_bytes())
+        hashes[version] = model_hash(twin.model)
+        if version % 3 == 1:
+            time.sleep(rng.random() * 0.1)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            child = forked_follower(tmp_path, run.base, log, last)
+    assert os.waitpid(child, 0)[1] == 0
+    found = reports(log)
+    assert found[-1] == (last, hashes[last])
+    assert all(hashes[version] == digest for version, digest in found)
+    assert bits(twin.model) == run.expected()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_that_are_lost_doubled_late_or_damaged(seed):
+    rng, run = random.Random(seed), Run("mlp", strategy="id3")
+    follower = run.follower()
+    states = {0: bits(follower.model)}
+    on_the_way, counts = [], dict.fromkeys(("applied", "stale", "gap", "damaged"), 0)
+
+    def deliver(message):
+        try:
+            follower.apply(message)
+            counts["applied"] += 1
+        except StaleUpdateError:
+            counts["stale"] += 1
+        except DeltaFormatError:
+            counts["damaged"] += 1
+        except MissingUpdateError:
+            counts["gap"] += 1
+            follower.apply(run.snapshot())
+        assert bits(follower.model) == states[follower.version]
+
+    for version in range(1, 120):
+        (update,) = run.updates(1)
+        states[version] = run.expected()
+        on_the_way += [update] * rng.choice([0, 1, 1, 1, 1, 1, 2])
+        while on_the_way and rng.random() < 0.7:
+            message = on_the_way.pop(0 if rng.random() < 0.9 else rng.randrange(len(on_the_way)))
+            if rng.random() < 0.1:
+                position = rng.randrange(len(message))
+                message = rng.choice([
+                    message[:position],
+                    message[:position] + bytes([message[position] ^ 1 << rng.randrange(8)]) + message[position + 1 :],
+                ])  # fmt: skip
+            deliver(message)
+    run.updates(1)
+    follower.apply(run.snapshot())
+    assert bits(follower.model) == run.expected()
+    assert all(counts.values()), counts
+
+
+def test_a_follower_of_a_killed_trainer_takes_the_next_life(tmp_path):
+    first, second = Run(), Run()  # the same model, base and steps: only the chain tells the lives apart
+    follower = DeltaSubscriber(copy.deepcopy(first.base))
+    follower.apply(first.snapshot())
+    for update in first.updates(2):
+        follower.apply(update)
+    for update in second.updates(3):
+        with pytest.raises(MissingUpdateError, match="version 2 of another run"):
+            follower.apply(update)
+    follower.apply(second.snapshot())
+    assert bits(follower.model) == second.expected()

@@ -1,0 +1,443 @@
+"""A follower holds at every version, to the bit, what a delta of the model in training would make of its base."""
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+from checkpoints import MODELS, save
+from deltas import bits
+from models import build, run_steps
+from peft import LoraConfig, get_peft_model
+from quantized_models import quantize
+from streams import BUDGET, STEPS, Run
+from test_patches import patched
+from torch import nn
+
+from sparsify import (
+    BaseMismatchError,
+    DeltaFormatError,
+    DeltaPublisher,
+    DeltaSubscriber,
+    MissingUpdateError,
+    SparseDelta,
+    SparsifyError,
+    StaleUpdateError,
+    sparsify,
+)
+from sparsify.delta.patch_plan import TensorPatch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlp", {}),
+        ("mlp", {"strategy": "bitfit", "budget": None}),
+        ("bert", {"modules_to_save": ["classifier"]}),
+        ("bert", {"strategy": "pafi"}),
+        ("gpt2", {"strategy": "d3-repeat"}),  # its token table is tied
+        ("llama", {"strategy": "full-vector"}),
+    ],
+)
+def test_a_follower_holds_every_version_to_the_bit(name, options, dtype):
+    if options.get("strategy") == "full-vector":  # an earlier delta's entries, all there from the first step
+        torch.manual_seed(1)
+        masks = {key: torch.rand(value.shape) < 0.01 for key, value in build(name)[0].named_parameters()}
+        options = {"strategy": masks, "budget": None}
+    run = Run(name, dtype=dtype, **options)
+    follower = run.follower()
+    assert bits(follower.model) == run.expected()
+    for version in range(1, STEPS + 3):
+        (update,) = run.updates(1)
+        assert follower.apply(update) == follower.version == version
+        assert bits(follower.model) == run.expected()
+
+
+def test_a_peft_model_is_followed_by_another():
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    model, batches = build("bert")
+    base = copy.deepcopy(model)
+    model = sparsify(get_peft_model(model, config), 40, steps=STEPS)
+    publisher = DeltaPublisher(model)
+    follower = DeltaSubscriber(get_peft_model(base, config))
+    follower.apply(bytes(publisher.snapshot()))
+    for batch in batches[:STEPS]:
+        run_steps(model, [batch])
+        follower.apply(bytes(publisher.update()))
+        for name, value in follower.model.state_dict().items():
+            assert torch.equal(value, model.state_dict()[name]), name
+    with pytest.raises(SparsifyError, match="patches goes by the base's own tensors"):
+        publisher.update().patches()
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8"])
+def test_a_quantized_base_is_followed_quantized(scheme):
+    model, batches = build("mlp")
+    model = quantize(model, scheme)
+    x = batches[0]["x"]
+    base = copy.deepcopy(model)
+    sparsify(model, 40, steps=3, target_modules=["first", "second"])
+    publisher, follower = DeltaPublisher(model), DeltaSubscriber(copy.deepcopy(base))
+    follower.apply(bytes(publisher.snapshot()))
+    for batch in batches[:5]:
+        run_steps(model, [batch])
+        follower.apply(bytes(publisher.update()))
+        expected = SparseDelta.from_model(model).apply(copy.deepcopy(base))
+        assert torch.equal(follower.model.first(x), expected.first(x))
+        assert torch.equal(follower.model.second.quantized_delta_values, expected.second.quantized_delta_values)
+
+
+def test_a_follower_in_another_dtype_holds_what_a_delta_makes_of_it():
+    run = Run()
+    base = copy.deepcopy(run.base).bfloat16()
+    follower = DeltaSubscriber(copy.deepcopy(base))
+    run.step().publisher.update()
+    with pytest.warns(UserWarning, match="the model holds torch.bfloat16 where the delta was trained on torch.float32"):
+        follower.apply(run.snapshot())
+    for update in run.updates(3):
+        follower.apply(update)
+    with pytest.warns(UserWarning, match="the values are cast|trained values are cast"):
+        assert bits(follower.model) == run.expected(base)
+
+
+# Bytes
+
+
+def test_a_steady_update_takes_two_bytes_an_entry():
+    torch.manual_seed(0)
+    base = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))).bfloat16()
+    model = sparsify(copy.deepcopy(base), 40_000, "random")
+    publisher = DeltaPublisher(model)
+    model.sparse_values.data.normal_()
+    publisher.update()
+    model.sparse_values.data.normal_()
+    assert 2 * 40_000 < len(bytes(publisher.update())) < 2 * 40_000 + 1_000
+
+
+def test_values_whose_bits_stay_are_not_sent():
+    torch.manual_seed(0)
+    base = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))).bfloat16()
+    model = sparsify(copy.deepcopy(base), 40_000, "random")
+    publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
+    follower.apply(bytes(publisher.snapshot()))
+    model.sparse_values.data[torch.randperm(40_000)[:1_000]] += 1
+    update = bytes(publisher.update())
+    assert len(update) < 4 * 1_000 + 1_000
+    follower.apply(update)
+    assert torch.equal(base[3].weight, model[3].weight)
+    same = bytes(publisher.update())
+    assert len(same) < 1_000
+    follower.apply(same)
+    assert torch.equal(base[3].weight, model[3].weight)
+
+
+def test_the_bytes_are_those_of_the_version_whenever_they_are_asked_for():
+    run = Run("bert", modules_to_save=["classifier"])
+    follower = run.follower()
+    made = []
+    for _ in range(4):
+        made.append((run.step().publisher.update(), run.expected()))
+    for update, expected in made:
+        follower.apply(update)
+        assert bits(follower.model) == expected
+    assert repr(made[-1][0]) == "DeltaUpdate(version 4)"
+    assert repr(run.publisher.snapshot()) == "DeltaUpdate(snapshot of version 4)"
+
+
+def test_a_snapshot_is_a_delta_file(tmp_path):
+    run = Run("bert", modules_to_save=["classifier"])
+    run.updates(3)
+    path = tmp_path / "snapshot.safetensors"
+    path.write_bytes(run.snapshot())
+    loaded = SparseDelta.load(path)
+    assert loaded == SparseDelta.from_model(run.model)
+    assert loaded.config == SparseDelta.from_model(run.model).config
+    path.write_bytes(run.updates(1)[0])
+    with pytest.raises(DeltaFormatError, match="is there, contrary to its metadata"):
+        SparseDelta.load(path)
+
+
+# The chain
+
+
+def test_a_late_follower_goes_on_with_the_same_updates():
+    run = Run("bert", modules_to_save=["classifier"])
+    early = run.follower()
+    for update in run.updates(2):
+        early.apply(update)
+    run.step()  # the model has moved on; a snapshot is of the last version all the same
+    late = run.follower()
+    assert late.version == 2
+    assert bits(late.model) == bits(early.model)
+    for _ in range(STEPS):
+        (update,) = run.updates(1)
+        early.apply(update)
+        late.apply(update)
+        assert bits(late.model) == bits(early.model) == run.expected()
+
+
+def refused(follower, message, error, text):
+    """Fails unless a message is refused and nothing has changed."""
+    before, at = bits(follower.model), (follower.chain, follower.version)
+    with pytest.raises(error, match=text):
+        follower.apply(message)
+    assert bits(follower.model) == before
+    assert (follower.chain, follower.version) == at
+
+
+def test_messages_out_of_order_are_refused_by_name():
+    run = Run()
+    new, follower, first = DeltaSubscriber(copy.deepcopy(run.base)), run.follower(), run.snapshot()
+    updates = run.updates(5)
+    refused(new, updates[0], MissingUpdateError, r"makes version 1 from version 0, .* holds no version yet: .*snapshot")
+    follower.apply(updates[0])
+    follower.apply(updates[1])
+    refused(
+        follower, updates[3], MissingUpdateError, "makes version 4 from version 3, and the model holds version 2: ask"
+    )
+    refused(follower, updates[1], StaleUpdateError, "version 2 of this run, and the model holds version 2: drop it")
+    refused(follower, updates[0], StaleUpdateError, "version 1 of this run")
+    refused(follower, first, StaleUpdateError, "version 0 of this run")
+    assert follower.apply(run.snapshot()) == 5
+    assert bits(follower.model) == run.expected()
+    assert follower.apply(run.updates(1)[0]) == 6
+
+
+def test_another_life_of_the_trainer_is_noticed():
+    first, second = Run(), Run(strategy="pafi")
+    follower = first.follower()
+    follower.apply(first.updates(1)[0])
+    late, late_snapshot = first.updates(1)[0], first.snapshot()
+    updates = second.updates(2)
+    refused(follower, updates[1], MissingUpdateError, "holds version 1 of another run: ask the publisher for `snapshot")
+    follower.apply(second.snapshot())
+    assert bits(follower.model) == second.expected()
+    for stale in (late, late_snapshot):
+        refused(
+            follower, stale, StaleUpdateError, "version 2 of an earlier run, and the model holds version 2 of a later"
+        )
+    follower.apply(second.updates(1)[0])
+    assert bits(follower.model) == second.expected()
+
+
+def test_where_entries_left_the_update_is_a_snapshot(tmp_path):
+    run = Run("bert", modules_to_save=["classifier"])
+    run.base.save_pretrained(tmp_path / "base")
+    follower = run.follower()
+    follower.apply(run.updates(1)[0])
+    early = copy.deepcopy(run.model.state_dict())
+    for update in run.updates(2):
+        follower.apply(update)
+    run.model.load_state_dict(early)
+    update = run.publisher.update()
+    assert update.is_snapshot
+    assert follower.apply(bytes(update)) == 4
+    assert bits(follower.model) == run.expected()
+    follower.apply(run.updates(1)[0])
+    assert bits(follower.model) == run.expected()
+
+
+# All or nothing
+
+
+def test_another_base_is_refused():
+    run = Run()
+    other = copy.deepcopy(run.base)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 1
+    run.updates(1)
+    refused(DeltaSubscriber(other), run.snapshot(), BaseMismatchError, "does not hold the values that the delta was")
+    follower = DeltaSubscriber(copy.deepcopy(run.base))
+    follower.apply(run.snapshot())
+    with torch.no_grad():
+        for parameter in follower.model.parameters():  # all that are not trained yet
+            parameter[parameter == run.base.get_parameter(name_of(follower.model, parameter))] += 1
+    refused(follower, run.updates(1)[0], SparsifyError, "does not hold the values that the delta was trained on")
+
+
+def name_of(model, wanted):
+    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
+
+
+def test_a_model_that_something_else_has_changed_is_refused():
+    run = Run(strategy="pafi")
+    follower = run.follower()
+    follower.apply(run.updates(1)[0])
+    name, part = next(iter(SparseDelta.from_model(run.model).tensors.items()))
+    entry = follower.model.get_parameter(name).data.view(-1)[part.indices[:1]]
+    follower.model.get_parameter(name).data.view(-1)[part.indices[:1]] += 1
+    for message in (run.updates(1)[0], run.snapshot()):
+        refused(follower, message, SparsifyError, f"`{name}` no longer holds")
+    follower.model.get_parameter(name).data.view(-1)[part.indices[:1]] = entry
+    assert follower.apply(run.snapshot()) == 2
+
+
+@pytest.mark.parametrize("message", ["update", "snapshot"])
+def test_a_write_that_fails_leaves_the_version_before(monkeypatch, message):
+    run = Run("bert", modules_to_save=["classifier"])
+    follower = run.follower()
+    follower.apply(run.updates(1)[0])
+    (data,) = run.updates(1)
+    data = data if message == "update" else run.snapshot()
+    write, left = TensorPatch.write, [3]
+
+    def fail_at_the_third(patch, target):
+        write(patch, target)
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorPatch, "write", fail_at_the_third)
+        refused(follower, data, MemoryError, "out of memory")
+    assert left[0] < 0
+    follower.apply(data)
+    assert bits(follower.model) == run.expected()
+
+
+def test_a_publisher_goes_on_after_values_that_are_not_finite():
+    run = Run(strategy="pafi")
+    follower = run.follower()
+    follower.apply(run.updates(1)[0])
+    good = run.model.sparse_values.detach().clone()
+    run.model.sparse_values.data[3] = torch.inf
+    with pytest.raises(SparsifyError, match="are not finite"):
+        run.publisher.update()
+    run.model.sparse_values.data.copy_(good)
+    assert follower.apply(run.updates(1)[0]) == 2
+    assert bits(follower.model) == run.expected()
+
+
+def test_what_cannot_publish_or_follow_is_refused():
+    run = Run()
+    with pytest.raises(SparsifyError, match="this MLP is not sparsified, so nothing tells which of its entries change"):
+        DeltaPublisher(run.base)
+    with pytest.raises(SparsifyError, match="this model is sparsified"):
+        DeltaSubscriber(run.model)
+    follower = run.follower()
+    (update,) = run.updates(1)
+    with follower.reading():
+        refused(follower, update, SparsifyError, "would wait for itself")
+
+
+# Patches
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_patches_bring_an_engines_checkpoint_from_version_to_version(tmp_path, architecture):
+    model = MODELS[architecture]().bfloat16()
+    base = copy.deepcopy(model)
+    save(model, tmp_path / "base")
+    save(model, tmp_path / "engine")  # what the engine has loaded, which the patches change
+    masks = {name: torch.rand(p.shape) < 0.05 for name, p in model.named_parameters() if "embeddings" not in name}
+    model = sparsify(model, None, masks)
+    publisher = DeltaPublisher(model)
+    for number in range(3):
+        chosen = torch.rand(model.sparse_values.shape) < 0.3
+        model.sparse_values.data[chosen] += 1
+        patches = list(publisher.update().patches(tmp_path / "base"))
+        fields = [(patch.indices.dtype, patch.indices.dim(), patch.values.dim()) for patch in patches]
+        assert set(fields) == {(torch.int32, 1, 1)}
+        assert sum(patch.indices.numel() for patch in patches) <= int(chosen.sum()), number
+        loaded = type(base).from_pretrained(patched(tmp_path / "engine", patches), dtype=torch.bfloat16)
+        assert bits(loaded) == bits(SparseDelta.from_model(model).apply(copy.deepcopy(base)))
+
+
+def test_patches_of_dense_tensors_of_snapshots_and_of_entries_that_left():
+    run = Run("bert", modules_to_save=["classifier"])
+    state, holds = copy.deepcopy(run.base.state_dict()), copy.deepcopy(run.model.state_dict())
+
+    def take(patches):
+        for patch in patches:
+            where = slice(None) if patch.indices is None else patch.indices.long()
+            state[patch.name].view(-1)[where] = patch.values
+        model = copy.deepcopy(run.base)
+        model.load_state_dict(state)
+        assert bits(model) == run.expected()
+
+    run.step()
+    update = run.publisher.update()
+    take(update.patches())
+    dense = [patch for patch in update.patches() if patch.indices is None]
+    assert {patch.name for patch in dense} == {"classifier.weight", "classifier.bias"}
+    take(run.publisher.snapshot().patches())
+    early = copy.deepcopy(run.model.state_dict())
+    run.step()
+    take(run.publisher.update().patches())
+    run.model.load_state_dict(early)
+    take(run.publisher.update().patches())  # some entries are the base's again
+    run.model.load_state_dict(holds)
+    take(run.publisher.update().patches())  # all of them
+
+
+# Under load
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.001)
+
+
+def test_threads_that_read_see_one_version_while_updates_arrive():
+    run = Run("llama", 2_000, "random")
+    follower, first = DeltaSubscriber(copy.deepcopy(run.base).eval()), run.snapshot()
+    updates, outputs, batch = run.updates(12), {}, run.batches[0]["input_ids"]
+    twin = DeltaSubscriber(copy.deepcopy(follower.model))
+    twin.apply(first)
+    for update in updates:
+        twin.apply(update)
+        outputs[twin.version] = twin.model(batch).logits.detach()
+    seen, stop = [], threading.Event()
+
+    @torch.no_grad()
+    def generate():
+        while not stop.is_set():
+            with follower.reading() as version:
+                seen.append((version, follower.model(batch).logits))
+
+    follower.apply(first)
+    outputs[0] = follower.model(batch).logits.detach()
+    readers = [threading.Thread(target=generate, daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    until(lambda: seen)
+    for update in updates:
+        follower.apply(update)
+        until(lambda: seen[-1][0] == follower.version)
+    stop.set()
+    for reader in readers:
+        reader.join(20)
+    assert {version for version, _ in seen} >= set(range(1, 13))
+    assert len({logits.sum().item() for logits in outputs.values()}) == 13
+    assert all(torch.equal(logits, outputs[version]) for version, logits in seen)
+
+
+def test_snapshots_are_taken_in_another_thread_while_training_goes_on():
+    run = Run("mlp", BUDGET, "random")
+    follower, stop, errors, taken = DeltaSubscriber(copy.deepcopy(run.base)), threading.Event(), [], []
+
+    def ask():
+        while not stop.is_set():
+            try:
+                taken.append(follower.apply(bytes(run.publisher.snapshot())))
+            except StaleUpdateError:
+                pass
+            except Exception as error:
+                errors.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    run.updates(60)
+    stop.set()
+    asking.join(20)
+    assert not errors
+    assert taken
+    if follower.version < 60:
+        follower.apply(run.snapshot())
+    assert bits(follower.model) == run.expected()

@@ -1,0 +1,183 @@
+"""Messages of a stream, damaged on the way or built to attack, by the thousand: no follower ever holds a wrong model.
+
+    python tests/helpers/fuzz_stream.py --messages 10000 --seed 0
+
+Snapshots and updates (new entries, a head, all values, the changed ones alone, differences on a quantized base) go
+through the attacks of ``fuzz_attacks.py`` and two of their own. A follower at the version before gets each one, within
+a limit of memory and of time. The promise: what was damaged on the way is refused by a ``SparsifyError`` with a
+printable message, and the model stays as it was, to the bit; a message whose hashes were made to fit is refused in the
+same way, or else applied as a whole. Exit status 1 and the numbers of the messages that break it otherwise.
+"""
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from deltas import bits
+from fuzz_attacks import ANYTHING, ATTACKS, DTYPES, INTEGERS, NEEDS_ENTRIES, Parts
+from fuzz_format import examine
+from streams import Run
+
+from sparsify import DeltaSubscriber
+
+MEGABYTES = 48
+STREAM_FIELDS = ["format_version", "chain", "version", "snapshot", "header_sha256", "more"]
+
+
+class Case(NamedTuple):
+    """A message, a follower that it is for, and the bits of its model before and after."""
+
+    message: bytes
+    follower: DeltaSubscriber
+    before: dict
+    after: dict
+
+
+def make_cases():
+    """Followers at version 3, and for each the messages that bring it to version 4."""
+    torch.manual_seed(0)
+    runs = [Run("bert", modules_to_save=["classifier"]), Run("mlp", dtype=torch.bfloat16), Run("mlp", 100, "random")]
+    cases = []
+    for run in runs:
+        history = [run.snapshot(), *run.updates(3)]
+        if run is runs[-1]:  # few values change, so that their places are sent
+            run.model.sparse_values.data[::20] += 1
+        else:
+            run.step()
+        update = bytes(run.publisher.update())
+        for message in (update, run.snapshot()):
+            follower, after = brought(run, history), brought(run, [*history, message])
+            cases.append(Case(message, follower, bits(follower.model), bits(after.model)))
+    return cases
+
+
+def brought(run, messages):
+    """A new follower, to which messages are applied."""
+    follower = DeltaSubscriber(copy.deepcopy(run.base))
+    for message in messages:
+        follower.apply(message)
+    return follower
+
+
+def resealed(data):
+    """The message with the hash of the header that it has, if it has one that can be found."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    found = re.search(rb'header_sha256\\+": *\\+"([0-9a-f]{64})', data[:end])
+    if found is None:
+        return data
+    header = data[:end].replace(found[1], b"0" * 64)
+    return data[:end].replace(found[1], hashlib.sha256(header).hexdigest().encode()) + data[end:]
+
+
+def damaged(rng, data, other):
+    """What transports do: bits that flip, ends and middles lost, blocks of zeros, twice, or of another message."""
+    begin, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    action = rng.randrange(7)
+    if action == 0:
+        position = rng.randrange(len(data))
+        return data[:position] + bytes([data[position] ^ 1 << rng.randrange(8)]) + data[position + 1 :]
+    return [
+        data[:begin], data[:begin] + data[end:], data[:begin] + bytes(end - begin) + data[end:],
+        data[:end] + data[begin:], data[:begin] + other[begin:], data + other,
+    ][action - 1]  # fmt: skip
+
+
+def attack_stream(rng, parts, other):
+    """Other values in the fields that only a stream has, or other tensors of known values and places."""
+    metadata = parts.header["__metadata__"]
+    stream = json.loads(metadata["sparse_stream"])
+    keys = [key for key in parts.keys if key.endswith((".known", ".places"))]
+    action = rng.randrange(3)
+    if action == 0 or not keys:
+        stream[rng.choice(STREAM_FIELDS)] = copy.deepcopy(
+            rng.choice([*ANYTHING, *INTEGERS, "0" * 64, "0" * 32, 3, 4, 5])
+        )
+        metadata["sparse_stream"] = json.dumps(stream)
+    elif action == 1:
+        key = rng.choice(keys)
+        size = parts.header[key]["shape"][0] + rng.choice([-1, 0, 1, 70_000])
+        dtype = rng.choice([parts.header[key]["dtype"], rng.choice(list(DTYPES)), "U16", "U32"])
+        parts.replace_tensor(key, dtype, rng.choice([[size], [size, 1]]), rng.randbytes(size * DTYPES[dtype]))
+    else:
+        key = rng.choice(keys)
+        new = f"{rng.choice(['F32', 'BF16', 'F64', 'U8'])}.{rng.choice(['known', 'places'])}"
+        parts.header[new] = parts.header.pop(key) if rng.random() < 0.5 else {**parts.header[key]}
+
+
+def attacked(number, seed, cases):
+    """The kind of an attack, its case and its bytes; the same for the same number and seed."""
+    rng = random.Random(f"{seed}/{number}")
+    kinds = [damaged, attack_stream, *ATTACKS]
+    attack = kinds[number % len(kinds)]
+    case = rng.choice([case for case in cases if b".indices" in case.message or attack not in NEEDS_ENTRIES])
+    other = rng.choice(cases).message
+    if attack is damaged:
+        return "damaged", case, damaged(rng, case.message, other)
+    parts, data = Parts(case.message), None
+    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # it may find nothing to change
+        data = attack(rng, parts, Parts(other))
+    return attack.__name__.removeprefix("attack_"), case, resealed(parts.join() if data is None else data)
+
+
+def follow(case, *, genuine):
+    """A target: applies a message to a case's follower; whatever becomes of it must be one whole version."""
+
+    def target(path, world):
+        data = path.read_bytes()
+        version = case.follower.version
+        try:
+            case.follower.apply(data)
+        except BaseException:
+            if bits(case.follower.model) != case.before or case.follower.version != version:
+                raise AssertionError("a refused message has changed the model") from None
+            raise
+        if genuine and bits(case.follower.model) != case.after:
+            raise AssertionError("a damaged message was applied")
+
+    return target
+
+
+def fuzz(messages, seed, first=0):
+    """Tries that many messages: how many were applied and refused, by kind of attack, and the failures."""
+    cases, counts, failures = make_cases(), {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "message")
+        for number in range(first, first + messages):
+            kind, case, data = attacked(number, seed, cases)
+            path.write_bytes(data)
+            outcome = examine(path, follow(case, genuine=kind == "damaged"), None, MEGABYTES)
+            if outcome is not None and outcome.startswith("BROKEN"):
+                failures.append((number, f"{outcome} after {kind}"))
+            counts.setdefault(kind, Counter())["applied" if outcome is None else "refused"] += 1
+    return counts, failures
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--messages", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first message, to try one again")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    counts, failures = fuzz(arguments.messages, arguments.seed, arguments.first)
+    for kind, counter in sorted(counts.items()):
+        print(f"{kind:<12}{counter['applied']:>8,} applied{counter['refused']:>8,} refused")
+    print(f"{arguments.messages:,} messages in {time.monotonic() - start:.0f} seconds")
+    for number, reason in failures:
+        print(f"message {number} of seed {arguments.seed}: {reason}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The Trainer publishes its model: a follower has the trained weights after every optimizer step."""
+
+import copy
+
+import pytest
+from deltas import bits
+from models import build
+from trainers import BUDGET, STEPS, make_model, make_trainer
+from transformers import TrainerCallback
+
+from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, SparsifyError, sparsify
+
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+
+class Compare(TrainerCallback):
+    """Notes after each step what a delta of the model would make of the base."""
+
+    def __init__(self, base):
+        self.base, self.expected = base, []
+
+    def on_step_end(self, args, state, control, **event):
+        delta = SparseDelta.from_model(event["model"])
+        self.expected.append(bits(delta.apply(copy.deepcopy(self.base))))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_follower_has_the_weights_of_every_step(tmp_path, accumulation):
+    base, follower, found = build("bert")[0], None, []
+
+    def publish(update):
+        version = follower.apply(bytes(update))
+        assert version == update.version
+        if version:
+            found.append(bits(follower.model))
+
+    follower = DeltaSubscriber(copy.deepcopy(base))
+    model = sparsify(copy.deepcopy(base), BUDGET, modules_to_save=["classifier"])
+    compare, callback = Compare(base), SparsifyCallback(publish=publish)
+    options = {"gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+    trainer = make_trainer(model, tmp_path, callbacks=[callback, compare], **options)
+    trainer.train()
+    assert len(found) == follower.version == STEPS
+    assert found == compare.expected
+    late = DeltaSubscriber(copy.deepcopy(base))
+    assert late.apply(callback.publisher.snapshot()) == STEPS
+    assert bits(late.model) == found[-1]
+    trainer.train()  # a run of its own: a new chain, which begins with a snapshot
+    assert follower.version == STEPS
+
+
+def test_a_resumed_run_begins_a_new_chain(tmp_path):
+    base, sent = make_base(), []
+    make_trainer(make_model(), tmp_path, callbacks=[SparsifyCallback()], max_steps=STEPS).train()
+    callback = SparsifyCallback(publish=sent.append)
+    model = make_model()
+    make_trainer(model, tmp_path, callbacks=[callback]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [update.version for update in sent] == list(range(STEPS - 4 + 1))
+    follower = DeltaSubscriber(copy.deepcopy(base))
+    for update in sent:
+        follower.apply(bytes(update))
+    assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(base))
+
+
+def make_base():
+    return build("bert")[0]
+
+
+def test_a_model_that_is_trained_in_full_cannot_be_published(tmp_path):
+    model = sparsify(make_base(), None, "full")
+    trainer = make_trainer(model, tmp_path, callbacks=[SparsifyCallback(publish=print)], save_strategy="no")
+    with pytest.raises(SparsifyError, match="is not sparsified, so nothing tells which of its entries change"):
+        trainer.train()
+
+
+def test_without_publish_there_is_no_publisher(tmp_path):
+    callback = SparsifyCallback()
+    make_trainer(make_model(), tmp_path, callbacks=[callback], save_strategy="no").train()
+    assert callback.publisher is None
