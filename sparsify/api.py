@@ -66,8 +66,9 @@ def sparsify(
             masks, or flat indices.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.
-        schedule: how the unmasked set grows: ``"uniform"``, ``"linear"``, ``"cubic"``, ``"cosine"``, or a
-            :class:`Schedule`.
+        schedule: how the unmasked set grows: ``"uniform"``, the paper's, by the same number at every step; ``"early"``,
+            the same within the first fifth of the steps, so that every entry is trained for long; ``"linear"``,
+            ``"cubic"``, ``"cosine"``, or a :class:`Schedule`.
         target_modules: narrows the candidates, as in PEFT: a list matches the ends of module names, a string is a
             regular expression for the whole name, ``"all-linear"`` every linear layer but the head. What is not
             targeted is frozen. A quantized weight, which cannot require grad, is a candidate only if this names its

@@ -1,11 +1,13 @@
 """The paper's experiments: one runner, its tables and its statistics.
 
-    tasks      rows and metrics                       settings   what one run is determined by
-    models     pretrained model and its new head      methods    what of it is trained
-    training   one run: train, evaluate each epoch    suites     which runs an experiment is made of
-    runs       a JSON line for each finished run      protocol   from runs to a score
-    tables     scores as Markdown                     significance   intervals and tests
-    run        the command
+    sources      data sets that are not on the hub      tasks        rows of a task
+    metrics      scores                                 answers      the answer in a generated text
+    settings     what one run is determined by          models       batches, predictions; classification, tagging
+    generation   summarization, reasoning               methods      what of the model is trained
+    training     one run: train, judge each epoch       suites       which runs an experiment is made of
+    runs         a JSON line for each finished run      protocol     from runs to a score
+    tables       scores as Markdown                     significance   intervals and tests
+    run          the command                            analysis     where entries are selected, how far they move
 
 Imports go from the bottom up: nothing here imports what is listed below it.
 """

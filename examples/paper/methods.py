@@ -17,6 +17,7 @@ from sparsify.adapters import add_adapters
 from sparsify.strategies.strategy import PRESETS
 
 REDUCTION_FACTOR = 2  # of Pfeiffer's adapters, the paper's
+SKIPPED = ("o_proj", "gate_proj")  # linear layers of LLaMA and Qwen that the paper's LoRA leaves out
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Method:
         strategy: of the run's settings; ``None``: the adapter or model is trained whole.
         adapter: ``"lora"``, ``"pfeiffer"`` or none.
         rank: of the LoRA; ``None``: the one whose size is nearest to the budget.
+        alpha: of the LoRA; ``None``: its rank.
+        skipped: linear layers without a LoRA.
+        share: of the adapter's numbers, instead of a budget.
         takes_budget: whether the budget decides how many numbers are trained.
         rates: which of a suite's learning rates are for this method.
     """
@@ -34,6 +38,9 @@ class Method:
     strategy: Callable[[Settings], Strategy] | None = None
     adapter: str | None = None
     rank: int | None = None
+    alpha: int | None = None
+    skipped: tuple[str, ...] = ()
+    share: float | None = None
     takes_budget: bool = True
     rates: str = "selective"
 
@@ -91,6 +98,11 @@ METHODS = {
     "lora-8": Method(adapter="lora", rank=8, takes_budget=False),
     "id3+lora": Method(_id3, "lora", rank=8),
     "pafi+lora": Method(_preset("pafi"), "lora", rank=8),
+    # mathematical reasoning: the numbers of a LoRA of rank 2
+    "lora-2": Method(adapter="lora", rank=2, alpha=16, skipped=SKIPPED, takes_budget=False),
+    "lora-32": Method(adapter="lora", rank=32, alpha=64, skipped=SKIPPED, takes_budget=False),
+    "id3+lora-32": Method(_id3, "lora", 32, 64, SKIPPED, share=2 / 32, takes_budget=False),
+    "pafi+lora-32": Method(_preset("pafi"), "lora", 32, 64, SKIPPED, share=2 / 32, takes_budget=False),
     "pfeiffer": Method(adapter="pfeiffer", takes_budget=False),
     "id3+pfeiffer": Method(_id3, "pfeiffer"),
     "full": Method(takes_budget=False, rates="full"),
@@ -98,19 +110,19 @@ METHODS = {
 
 
 def prepare(
-    model: nn.Module, settings: Settings, head: list[str], tags: bool, steps: int, calibration: Iterable[Any]
+    model: nn.Module, settings: Settings, head: list[str], task_type: str, steps: int, calibration: Iterable[Any]
 ) -> nn.Module:
     """Leaves trainable what the method trains, and the new head with it; returns the model to train.
 
     Args:
         head: the model's new modules.
-        tags: whether the task is one of tagging.
+        task_type: PEFT's.
         steps: of the optimizer.
         calibration: batches for strategies that select by gradients before training.
     """
     method = METHODS[settings.method]
     if method.adapter == "lora":
-        model = _add_lora(model, method.rank or _rank(model, head, settings.budget), head, tags)
+        model = _add_lora(model, method, method.rank or _rank(model, head, settings.budget), head, task_type)
     elif method.adapter == "pfeiffer":
         model = add_adapters(model, "pfeiffer", REDUCTION_FACTOR)
     if method.strategy is None:
@@ -118,23 +130,23 @@ def prepare(
     strategy = method.strategy(settings)
     return sparsify(
         model,
-        settings.budget,
+        method.share or settings.budget,
         strategy,
         steps=steps,
         schedule=Schedule(settings.shape or "uniform", until=settings.until or 1.0),
         target_modules="all-linear" if settings.candidates == "linear" else None,
-        modules_to_save=head if settings.head == "dense" and method.adapter != "lora" else None,
+        modules_to_save=(head or None) if settings.head == "dense" and method.adapter != "lora" else None,
         calibration=calibration if strategy.calibrates else None,
         seed=settings.seed,
     )
 
 
 def linear_layers(model: nn.Module, head: list[str]) -> dict[str, nn.Linear]:
-    """The encoder's linear layers by name; a pooler belongs to the head."""
+    """The model's linear layers by name, without the head, which a pooler and a language model's output belong to."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not {*head, "pooler"} & set(name.split("."))
+        if isinstance(module, nn.Linear) and not {*head, "pooler", "lm_head"} & set(name.split("."))
     }
 
 
@@ -144,17 +156,17 @@ def _rank(model: nn.Module, head: list[str], budget: int | None) -> int:
     return max(1, round((budget or 0) / size))
 
 
-def _add_lora(model: nn.Module, rank: int, head: list[str], tags: bool) -> nn.Module:
-    """PEFT's LoRA on every linear layer of the encoder, at the paper's scale: alpha = rank."""
+def _add_lora(model: nn.Module, method: Method, rank: int, head: list[str], task_type: str) -> nn.Module:
+    """PEFT's LoRA on every linear layer that is not skipped, by default at the paper's scale: alpha = rank."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
         model,
         LoraConfig(
-            task_type="TOKEN_CLS" if tags else "SEQ_CLS",
+            task_type=task_type,
             r=rank,
-            lora_alpha=rank,
-            target_modules=list(linear_layers(model, head)),
-            modules_to_save=head,
+            lora_alpha=method.alpha or rank,
+            target_modules=list(linear_layers(model, [*head, *method.skipped])),
+            modules_to_save=head or None,
         ),
     )

@@ -49,7 +49,7 @@ Scores = dict[Method, dict[str, Cell]]  # by method, then by task
 
 def method_of(settings: Settings) -> Method:
     """What runs of the same method have in common over tasks, rates and seeds."""
-    return replace(settings, task="", rate=0.0, seed=0, epochs=0, max_length=0)
+    return replace(settings, task="", rate=0.0, seed=0, epochs=0, max_length=0, target_length=None)
 
 
 def grouped(runs: Iterable[Run]) -> dict[Method, dict[str, list[Run]]]:

@@ -1,6 +1,7 @@
 """The paper's experiments: runs what is missing of a suite, and prints its tables.
 
     python -m examples.paper.run --suite glue --model microsoft/deberta-v3-base --device cuda
+    python -m examples.paper.run --suite math --model meta-llama/Llama-2-7b-hf --dtype bfloat16 --device cuda
     python -m examples.paper.run --suite local --jobs 2 --seeds 0 --budgets 38000
     python -m examples.paper.run --suite local --tasks sst2 --methods id3 --until 0.2 1.0 --decay linear constant
     python -m examples.paper.run --suite local --table
@@ -16,7 +17,7 @@ import argparse
 import shlex
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--method", default="id3", choices=METHODS, help="compared with each of the others")
+    parser.add_argument(
+        "--method", choices=METHODS, help="compared with each of the others; default: the suite's first"
+    )
     choice = parser.add_argument_group("instead of the suite's")
     choice.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK")
     choice.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
@@ -43,7 +46,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     choice.add_argument("--full-rates", nargs="+", type=float, help="of full fine-tuning")
     choice.add_argument("--seeds", nargs="+", type=int)
     choice.add_argument("--model", help="name, path, or MiniLM")
-    for name in ("epochs", "max-length", "rows"):
+    for name in ("epochs", "batch-size", "max-length", "target-length", "rows"):
         choice.add_argument(f"--{name}", type=int)
     recipe = parser.add_argument_group("recipe; several values are all run")
     recipe.add_argument("--head", nargs="+", choices=("dense", "budget"), help="whether a new head is in the budget")
@@ -56,8 +59,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     recipe.add_argument("--eps", nargs="+", type=float)
     run = parser.add_argument_group("of each run")
     run.add_argument("--held-out", type=int, help="judge on so many training rows, to choose a recipe on")
+    run.add_argument("--judged", type=int, help="judge on so many rows of each set")
     run.add_argument("--steps", type=int, help="stop early, to try things out")
-    run.add_argument("--batch-size", type=int, default=16)
     run.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     return parser.parse_args(arguments)
 
@@ -67,22 +70,23 @@ def chosen_suite(arguments: argparse.Namespace) -> Suite:
     suite = SUITES[arguments.suite]
     rates = {"selective": arguments.rates, "full": arguments.full_rates}
     rates = {kind: tuple(own) if own else suite.rates[kind] for kind, own in rates.items()}
-    names = ("tasks", "methods", "budgets", "seeds", "model", "epochs", "max_length", "rows")
+    names = [field.name for field in fields(Suite) if field.name not in ("rates", "recipe", "head")]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return replace(suite, rates=rates, **given)
 
 
 def chosen_recipes(arguments: argparse.Namespace) -> list[dict]:
-    """Every combination of the recipe's options that were given."""
+    """Every combination of the recipe's options, those that were given before the suite's."""
     given = {name: value for name in RECIPE if (value := getattr(arguments, name)) is not None}
+    given = SUITES[arguments.suite].recipe | given
     return [dict(zip(given, values, strict=True)) for values in product(*given.values())]
 
 
 def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(given)
-    common = {name: getattr(options, name) for name in ("held_out", "steps", "batch_size", "dtype")}
+    common = {name: getattr(options, name) for name in ("held_out", "judged", "steps", "dtype")}
     wanted = plan(chosen_suite(options), chosen_recipes(options), common)
     path, failed = options.results or Path(f"{options.suite}.jsonl"), []
     if not options.table:
@@ -93,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = [runs[settings.key] for settings in wanted if settings.key in runs]
     print(f"{len(found)} of {len(wanted)} runs in {path}\n")
     if found:
-        print(report(found, options.method))
+        print(report(found, options.method or SUITES[options.suite].methods[0]))
     if failed:
         raise SystemExit(f"{len(failed)} runs failed, the first with these settings: {failed[0]}")
 

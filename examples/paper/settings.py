@@ -24,6 +24,8 @@ class Settings:
         warmup: share of the steps in which the rate rises from 0.
         candidates: ``"all"``, or ``"linear"``: the encoder's linear layers alone.
         exp, eps: of D3.
+        judged: judge on so many rows of each set; ``None``: all.
+        target_length: tokens to generate at most; ``None`` for tasks that generate nothing.
     """
 
     task: str
@@ -47,6 +49,8 @@ class Settings:
     candidates: str | None = "all"
     exp: float | None = 2.0
     eps: float | None = 1.0
+    judged: int | None = None
+    target_length: int | None = None
 
     @property
     def key(self) -> str:

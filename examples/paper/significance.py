@@ -85,7 +85,7 @@ def anova(runs: Iterable[Run], setting: str) -> dict[Method, tuple[float, float,
     """One-way ANOVA of a setting (``exp``, ``eps``, ``until``, ...): F, p and the number of groups.
 
     For every method that was run with several values of the setting; the observations are the runs' best scores, minus
-    the mean of the task's, so that tasks do not count as noise (the degrees of freedom are not reduced for it).
+    the mean of the task's, so that tasks do not count as noise; each task but one costs a degree of freedom.
     """
     values: dict[Method, dict[str, list[tuple[object, float]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -100,11 +100,13 @@ def anova(runs: Iterable[Run], setting: str) -> dict[Method, tuple[float, float,
             mean = statistics.mean(score for _, score in own)
             for value, score in own:
                 groups[value].append(score - mean)
-        if len(groups) > 1 and min(len(group) for group in groups.values()) > 1:
+        freedom = sum(map(len, groups.values())) - len(groups) - (len(tasks) - 1)
+        if len(groups) > 1 and min(len(group) for group in groups.values()) > 1 and freedom > 0:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of groups whose scores are all the same: F is NaN
-                result = stats.f_oneway(*groups.values())
-            found[method] = (float(result.statistic), float(result.pvalue), len(groups))
+                statistic = float(stats.f_oneway(*groups.values()).statistic)
+            statistic *= freedom / (freedom + len(tasks) - 1)
+            found[method] = (statistic, float(stats.f.sf(statistic, len(groups) - 1, freedom)), len(groups))
     return found
 
 

@@ -8,7 +8,7 @@ rates the middle ones come first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -25,7 +25,8 @@ class Suite:
 
     Args:
         rates: learning rates, of full fine-tuning and of all other methods.
-        epochs, max_length, rows: ``None``: the task's, all rows.
+        epochs, max_length, target_length, rows: ``None``: the task's, all rows.
+        recipe: the values of the recipe's options, all of which are run.
     """
 
     tasks: tuple[str, ...]
@@ -36,11 +37,15 @@ class Suite:
     head: str = "budget"
     epochs: int | None = None
     max_length: int | None = None
+    target_length: int | None = None
     rows: int | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
+    batch_size: int = 16
+    recipe: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 PAPER_RATES = {"selective": (3e-4, 5e-4, 1e-4, 7e-4), "full": (1e-5, 7e-6, 3e-5, 5e-6)}
+MATH_RATES = {"selective": (3e-4,), "full": (1e-5,)}  # the paper has none for full fine-tuning
 SUITES = {
     # real weights on two cores: a table on MiniLM, of a few thousand rows
     "local": Suite(
@@ -62,6 +67,19 @@ SUITES = {
         methods=("id3", "d3-static", "d3-repeat", "magnitude-increment"),
         budgets=(320_000,), rates=PAPER_RATES,
     ),
+    "summarization": Suite(
+        tasks=("cnn_dailymail", "xsum"), methods=("id3", "pafi", "full"), budgets=(100_000, 320_000, 1_000_000),
+        rates={"selective": (1e-4,), "full": (1e-5,)}, model="google-t5/t5-small", seeds=(0,), batch_size=64,
+        recipe={"exp": (1.0,), "eps": (1e-3,)},
+    ),
+    "math": Suite(
+        tasks=("math",), methods=("id3+lora-32", "pafi+lora-32", "lora-2", "lora-32"), budgets=(2_700_000,),
+        rates=MATH_RATES, model="Qwen/Qwen2.5-1.5B", seeds=(0,), batch_size=4, recipe={"exp": (0.0, 1.0)},
+    ),
+    "math-full": Suite(
+        tasks=("math",), methods=("id3", "pafi", "full"), budgets=(2_700_000, 1_300_000),
+        rates=MATH_RATES, model="mtgv/MobileLLaMA-2.7B-Base", seeds=(0,), batch_size=4, recipe={"exp": (0.0, 1.0)},
+    ),
 }  # fmt: skip
 
 
@@ -81,9 +99,11 @@ def _runs(suite: Suite, recipes: Sequence[dict[str, Any]], common: dict[str, Any
         for name, method in product(suite.tasks, suite.methods):
             rates = suite.rates[METHODS[method].rates]
             if place < len(rates):
+                length = TASKS[name].target_length
                 run = Settings(
                     task=name, model=suite.model, method=method, rate=rates[place], seed=seed, budget=budget,
                     epochs=suite.epochs or TASKS[name].epochs, max_length=suite.max_length or TASKS[name].max_length,
-                    rows=suite.rows, head=suite.head,
+                    target_length=length and (suite.target_length or length), rows=suite.rows, head=suite.head,
+                    batch_size=suite.batch_size,
                 )  # fmt: skip
                 yield METHODS[method].normalise(replace(run, **recipe, **common))

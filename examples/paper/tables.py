@@ -25,6 +25,11 @@ def report(runs: Iterable[Run], method: str) -> str:
         "interval over the seeds; in brackets the rates that each half has chosen.",
         score_table(strict, lambda cell: f"{_plus_minus(cell.mean, interval(cell.scores))} ({_rates(cell)})"),
     ]
+    if parts_of := paper_scores(part_runs(runs)):
+        parts += [
+            "### Parts of the scores\n\nPercent; of each run the epoch with the best score, mean over the runs.",
+            score_table(parts_of, lambda cell: f"{cell.mean:.1f}"),
+        ]
     for title, scores, compare in (
         ("strict protocol", strict, strict_difference),
         ("as in the paper, whose pairs are not independent", paper, paper_difference),
@@ -35,11 +40,23 @@ def report(runs: Iterable[Run], method: str) -> str:
     return "\n\n".join(parts)
 
 
+def part_runs(runs: Iterable[Run]) -> list[Run]:
+    """A run for each part of a score, as if it were the score of a task of its own."""
+    found = []
+    for run in runs:
+        best = max(run["epochs"], key=lambda epoch: epoch["score"])
+        for name, value in best.get("parts", {}).items():
+            settings = run["settings"] | {"task": f"{run['settings']['task']} {name}"}
+            found.append(run | {"settings": settings, "epochs": [best | {"score": value}]})
+    return found
+
+
 def score_table(scores: Scores, show: Callable[[Cell], str]) -> str:
     """A row for each method: numbers trained, each task's score, their mean, and the mean loss on the judged rows."""
     tasks = list(dict.fromkeys(task for cells in scores.values() for task in cells))
     names = label(scores)
-    header = ["method", "trained", *(f"{task} {TASKS[task].metric}" for task in tasks), "mean", "loss", "seeds"]
+    titles = [f"{task} {TASKS[task].metric}" if task in TASKS else task for task in tasks]
+    header = ["method", "trained", *titles, "mean", "loss", "seeds"]
     rows = []
     for method in sorted(scores, key=lambda method: method.budget or 0):
         cells = scores[method]
@@ -50,7 +67,7 @@ def score_table(scores: Scores, show: Callable[[Cell], str]) -> str:
         trained = f"{max(cell.trained for cell in cells.values()):,}".replace(",", " ")
         seeds = min(len(cell.seeds) for cell in cells.values())
         rows.append([names[method], trained, *shown, mean, loss, str(seeds)])
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def difference_table(
@@ -64,7 +81,7 @@ def difference_table(
         found = compare(scores[method], scores[rival])
         difference = _plus_minus(found.mean, found.half_width, sign=True)
         rows.append([names[method], names[rival], difference, f"{found.p:.2g}", str(found.pairs), str(found.tasks)])
-    return _markdown(["method", "rival", "difference", "Wilcoxon p", "pairs", "tasks"], rows)
+    return markdown(["method", "rival", "difference", "Wilcoxon p", "pairs", "tasks"], rows)
 
 
 def anova_text(runs: Iterable[Run], setting: str) -> str:
@@ -100,6 +117,7 @@ def _plus_minus(value: float, spread: float, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}")
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, its first column to the left, the others to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

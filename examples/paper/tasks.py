@@ -1,19 +1,22 @@
 """Tasks: the rows to train and to judge on, and the metric.
 
 Rows come from ``$SPARSIFY_DATA/<task>`` (JSON Lines, as in the other examples) or, where it lacks the task, from the
-Hugging Face hub through ``datasets``. A row of a classification task has a ``label`` and one or two texts; a row of a
-tagging task has ``tokens`` and ``ner_tags``, as strings.
+Hugging Face hub through ``datasets`` (or from the task's own source). A row's fields depend on the kind of its task:
+
+    classification   a ``label`` and one or two texts         summarization   a document and its summary
+    tagging          ``tokens`` and ``ner_tags``, strings     reasoning       ``instruction``, ``output``, ``answer``
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.paper.sources import MATH, Rows, Split, docstrings, math_sets
 from examples.rows import read_splits
 
 
@@ -24,21 +27,30 @@ class Task:
     Args:
         metric: a key of ``METRICS``.
         hub: repository, configuration and revision of the data set on the hub.
-        validation: the hub's name of the split to judge on.
-        epochs, max_length: the paper's.
+        kind: classification, tagging, summarization or reasoning.
+        train, judged: names of the splits; each that is judged on is scored apart.
+        epochs, max_length: the paper's; of summaries, the length of the document.
+        target_length: tokens to generate at most; ``None`` where nothing is generated.
+        columns: names of the document and the summary.
+        source: of rows that are not on the hub.
     """
 
     name: str
     metric: str
     epochs: int
-    hub: tuple[str, str | None, str | None]
-    validation: str = "validation"
+    hub: tuple[str, str | None, str | None] | None = None
+    kind: str = "classification"
+    train: str = "train"
+    judged: tuple[str, ...] = ("validation",)
     max_length: int = 256
+    target_length: int | None = None
+    columns: tuple[str, str] = ("document", "summary")
+    source: Callable[[], Split] | None = None
 
     @property
-    def tags(self) -> bool:
-        """Whether every word has a label, not every row."""
-        return self.metric == "entity f1"
+    def exact(self) -> bool:
+        """Whether a prediction is right or wrong."""
+        return self.metric in ("accuracy", "matthews")
 
     @property
     def regression(self) -> bool:
@@ -58,19 +70,27 @@ TASKS = {
         Task("sst2", "accuracy", 7, (GLUE, "sst2", None)),
         Task("qnli", "accuracy", 7, (GLUE, "qnli", None)),
         Task("qqp", "accuracy", 3, (GLUE, "qqp", None)),
-        Task("mnli", "accuracy", 3, (GLUE, "mnli", None), validation="validation_matched"),
-        Task("conll2003", "entity f1", 20, ("eriktks/conll2003", None, PARQUET), max_length=384),
-        Task("wnut17", "entity f1", 20, ("leondz/wnut_17", None, PARQUET), max_length=384),
+        Task("mnli", "accuracy", 3, (GLUE, "mnli", None), judged=("validation_matched", "validation_mismatched")),
+        Task("conll2003", "entity f1", 20, ("eriktks/conll2003", None, PARQUET), "tagging", max_length=384),
+        Task("wnut17", "entity f1", 20, ("leondz/wnut_17", None, PARQUET), "tagging", max_length=384),
+        Task("cnn_dailymail", "rouge", 3, ("abisee/cnn_dailymail", "3.0.0", None), "summarization",
+             max_length=512, target_length=128, columns=("article", "highlights")),
+        Task("xsum", "rouge", 3, ("EdinburghNLP/xsum", None, PARQUET), "summarization",
+             max_length=512, target_length=128),
+        Task("docstrings", "rouge", 3, None, "summarization", max_length=512, target_length=128, source=docstrings),
+        Task("math", "accuracy", 3, None, "reasoning", "train_gsm8k", tuple(MATH), target_length=256,
+             source=math_sets),
     )
-}
+}  # fmt: skip
 
 
-def load_rows(task: Task) -> tuple[list[dict], list[dict]]:
-    """The training and validation rows; raises SystemExit where they cannot be had."""
+def load_rows(task: Task) -> Split:
+    """The rows to train and to judge on; raises SystemExit where they cannot be had."""
     folder = os.environ.get("SPARSIFY_DATA")
     if folder and (Path(folder) / task.name).is_dir():
-        train, validation = read_splits(Path(folder) / task.name)
-        return train, validation
+        return _from_folder(task, Path(folder) / task.name)
+    if task.source:
+        return task.source()
     try:
         import datasets
     except ImportError:
@@ -80,11 +100,23 @@ def load_rows(task: Task) -> tuple[list[dict], list[dict]]:
         ) from None
     path, name, revision = task.hub
     found = datasets.load_dataset(path, name, revision=revision)
-    train, validation = (_named_tags(found[split]) for split in ("train", task.validation))
-    return train, validation
+    return _named_tags(found["train"]), _sets(task.judged, [_named_tags(found[split]) for split in task.judged])
 
 
-def _named_tags(split: Any) -> list[dict]:
+def _from_folder(task: Task, folder: Path) -> Split:
+    """Of several splits to judge on, those that are there."""
+    judged = [split for split in task.judged if list(folder.glob(f"{split}.jsonl*"))] or task.judged
+    train, *rows = read_splits(folder, (task.train, *judged))
+    return train, _sets(judged, rows)
+
+
+def _sets(names: Sequence[str], rows: list[Rows]) -> dict[str, Rows]:
+    """Rows by the name of their set; a single set needs none."""
+    short = [name.removeprefix("validation_") for name in names] if len(names) > 1 else [""]
+    return dict(zip(short, rows, strict=True))
+
+
+def _named_tags(split: Any) -> Rows:
     """A split's rows; tags by their names, as in local files."""
     rows = list(split)
     if "ner_tags" in split.features:
@@ -94,57 +126,24 @@ def _named_tags(split: Any) -> list[dict]:
 
 
 def choose_rows(
-    train: list[dict], validation: list[dict], rows: int | None, held_out: int | None
-) -> tuple[list[dict], list[dict]]:
+    train: Rows, judged: dict[str, Rows], rows: int | None, held_out: int | None, limit: int | None = None
+) -> Split:
     """The rows to train and to judge on; training rows are shuffled first, the same for every run.
 
-    With ``held_out`` the rows to judge on are training rows that none of these runs trains on.
+    With ``held_out`` the rows to judge on are training rows that none of these runs trains on; with ``limit`` so many
+    of each set.
     """
     shuffled = random.Random(0).sample(train, len(train))
-    if held_out is None:
-        return shuffled[:rows], validation
-    if held_out >= len(shuffled):
-        raise SystemExit(f"--held-out {held_out}, and there are {len(shuffled)} training rows; give fewer.")
-    return shuffled[: len(shuffled) - held_out][:rows], shuffled[len(shuffled) - held_out :]
+    if held_out is not None:
+        if held_out >= len(shuffled):
+            raise SystemExit(f"--held-out {held_out}, and there are {len(shuffled)} training rows; give fewer.")
+        shuffled, judged = shuffled[: len(shuffled) - held_out], {"": shuffled[len(shuffled) - held_out :]}
+    if limit is not None:
+        judged = {name: random.Random(0).sample(own, min(limit, len(own))) for name, own in judged.items()}
+    return shuffled[:rows], judged
 
 
 def halves(number: int) -> list[list[int]]:
     """Two disjoint random halves of the rows to judge on, the same for every run."""
     shuffled = random.Random(1).sample(range(number), number)
     return [shuffled[: number // 2], shuffled[number // 2 :]]
-
-
-def score(metric: str, labels: Sequence[Any], predictions: Sequence[Any]) -> float:
-    """The metric in percent, where a NaN of a constant predictor counts as 0."""
-    value = float(METRICS[metric](labels, predictions))
-    return 0.0 if value != value else round(100 * value, 3)
-
-
-def _accuracy(labels: Sequence[int], predictions: Sequence[int]) -> float:
-    return sum(label == found for label, found in zip(labels, predictions, strict=True)) / len(labels)
-
-
-def _matthews(labels: Sequence[int], predictions: Sequence[int]) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return matthews_corrcoef(labels, predictions)
-
-
-def _correlation(labels: Sequence[float], predictions: Sequence[float]) -> float:
-    """Mean of Pearson's and Spearman's."""
-    from scipy.stats import pearsonr, spearmanr
-
-    if len(set(predictions)) == 1:
-        return 0.0
-    return (pearsonr(labels, predictions).statistic + spearmanr(labels, predictions).statistic) / 2
-
-
-def _entity_f1(labels: Sequence[list[str]], predictions: Sequence[list[str]]) -> float:
-    try:
-        from seqeval.metrics import f1_score
-    except ImportError:
-        raise SystemExit("the F1 of entities is seqeval's: pip install 'sparsify-ft[paper]'.") from None
-    return f1_score(labels, predictions, zero_division=0)
-
-
-METRICS = {"accuracy": _accuracy, "matthews": _matthews, "correlation": _correlation, "entity f1": _entity_f1}

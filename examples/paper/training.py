@@ -1,8 +1,9 @@
 """One run: a pretrained model, trained as its settings say, and judged after every epoch.
 
-In: settings. Out: a dict of plain JSON types, a line of the results: the settings; for every epoch the metric in
-percent on all rows and on each half of them, and the mean loss; which rows the last epoch has right; the mean training
-loss of the last epoch; how many numbers were trained, steps, seconds; and the facts that it takes to run it again.
+In: settings. Out: a dict of plain JSON types, a line of the results: the settings; for every epoch the score in
+percent on all rows and on each half of them, its parts where it is the mean of several (values of the metric, or sets
+of rows), and the mean loss; which rows the last epoch has right; the mean training loss of the last epoch; how many
+numbers were trained, steps, seconds; and the facts that it takes to run it again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import hashlib
 import json
 import math
 import platform
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -25,48 +28,77 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 import sparsify
+from examples.paper.generation import Solver, Summarizer
 from examples.paper.methods import prepare
-from examples.paper.models import Encoder, Labels, load_model
+from examples.paper.metrics import scores
+from examples.paper.models import Classifier, Encoder, Tagger
 from examples.paper.settings import Settings
-from examples.paper.tasks import TASKS, choose_rows, halves, load_rows, score
+from examples.paper.tasks import TASKS, choose_rows, halves, load_rows
 from examples.rows import LengthBatches
 
+KINDS = {"classification": Classifier, "tagging": Tagger, "summarization": Summarizer, "reasoning": Solver}
 MAX_NORM = 1.0  # of the gradient
 EVALUATION_BATCH = 64
+
+
+class Judged(NamedTuple):
+    """A row to judge on."""
+
+    part: str  # the name of its set, where there are several
+    row: dict
+    encoded: dict[str, Any]
+
+
+class Experiment(NamedTuple):
+    """A model that is ready to train, and its data."""
+
+    encoder: Encoder
+    model: nn.Module
+    head: list[str]
+    loader: DataLoader
+    steps: int
+    train_rows: list[dict]
+    judged: list[Judged]
+
+
+def load(settings: Settings, device: str = "cpu") -> Experiment:
+    """The model with what its method trains left trainable, and the rows to train and to judge on."""
+    task = TASKS[settings.task]
+    train_rows, sets = load_rows(task)
+    every_row = [row for rows in (train_rows, *sets.values()) for row in rows]
+    train_rows, sets = choose_rows(train_rows, sets, settings.rows, settings.held_out, settings.judged)
+    encoder = KINDS[task.kind](task, every_row, settings)
+    model, head = encoder.load_model()
+    train_set = [encoder.encode(row) for row in train_rows]
+    judged = [Judged(name, row, encoder.encode_judged(row)) for name, rows in sets.items() for row in rows]
+    loader, calibration = (_shuffled(train_set, encoder, settings) for _ in range(2))
+    steps = settings.steps or settings.epochs * len(loader)
+    model = prepare(model.to(device), settings, head, encoder.task_type, steps, calibration)
+    return Experiment(encoder, model, head, loader, steps, train_rows, judged)
 
 
 def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
     """Trains once; the result as described above."""
     started = time.perf_counter()
-    task = TASKS[settings.task]
-    every_row = load_rows(task)
-    train_rows, judged_rows = choose_rows(*every_row, settings.rows, settings.held_out)
-    labels = Labels.of(task, [*every_row[0], *every_row[1]])
-    encoder = Encoder(task, labels, settings)
-    model, head = load_model(task, labels, encoder, settings)
-    train_set, judged_set = ([encoder.encode(row) for row in rows] for rows in (train_rows, judged_rows))
-    loader, calibration = (_shuffled(train_set, encoder, settings) for _ in range(2))
-    steps = settings.steps or settings.epochs * len(loader)
-    model = prepare(model.to(device), settings, head, task.tags, steps, calibration)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    epochs, loss = train(model, loader, steps, settings, lambda: evaluate(model, judged_rows, judged_set, encoder))
+    loaded = load(settings, device)
+    trained = {name: p.numel() for name, p in loaded.model.named_parameters() if p.requires_grad}
+    epochs, loss = train(loaded, settings)
     return {
         "settings": asdict(settings),
         "right": [epoch.pop("right") for epoch in epochs][-1],
         "epochs": epochs,
         "training_loss": _rounded(loss),
-        "trained": trained,
-        "head": sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and _is_head(name, head)),
-        "steps": steps,
+        "trained": sum(trained.values()),
+        "head": sum(number for name, number in trained.items() if set(loaded.head) & set(name.split("."))),
+        "steps": loaded.steps,
         "seconds": round(time.perf_counter() - started, 1),
-        "facts": _facts(train_rows, judged_rows, device),
+        "facts": _facts(loaded.train_rows, [one.row for one in loaded.judged], device),
     }
 
 
-def train(
-    model: nn.Module, loader: DataLoader, steps: int, settings: Settings, judge: Callable[[], dict[str, Any]]
-) -> tuple[list[dict[str, Any]], float]:
-    """Trains with AdamW; returns what ``judge`` found after each epoch, and the mean loss of the last epoch."""
+def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]], float]:
+    """Trains with AdamW; returns what :func:`evaluate` found after each epoch, and the mean loss of the last epoch."""
+    model, loader, steps = loaded.model, loaded.loader, loaded.steps
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
@@ -83,7 +115,7 @@ def train(
             scheduler.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        found.append(judge())
+        found.append(evaluate(model, loaded.judged, loaded.encoder))
     return found, float(torch.stack(losses).mean())
 
 
@@ -100,30 +132,39 @@ def rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, rows: list[dict], encoded: list[dict], encoder: Encoder) -> dict[str, Any]:
-    """The metric on all rows and on each half of them, the mean loss over the rows, and which rows are right."""
+def evaluate(model: nn.Module, judged: list[Judged], encoder: Encoder) -> dict[str, Any]:
+    """The score on all rows and on each half of them, its parts, the mean loss, and which rows are right."""
     model.eval()
     device, loss = next(model.parameters()).device, 0.0
-    pairs: list[Any] = [None] * len(rows)  # true label and prediction
-    by_length = sorted(range(len(rows)), key=lambda i: len(encoded[i]["input_ids"]))
-    for start in range(0, len(rows), EVALUATION_BATCH):
+    pairs: list[Any] = [None] * len(judged)  # true label and prediction
+    by_length = sorted(range(len(judged)), key=lambda i: len(judged[i].encoded["input_ids"]))
+    for start in range(0, len(judged), EVALUATION_BATCH):
         own = by_length[start : start + EVALUATION_BATCH]
-        batch = encoder.collate([encoded[i] for i in own])
-        output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
-        predictions = encoder.predict(output.logits.float().cpu(), batch["labels"])
+        batch = encoder.collate([judged[i].encoded for i in own])
+        predictions, mean_loss = encoder.predict(model, {name: tensor.to(device) for name, tensor in batch.items()})
         for i, prediction in zip(own, predictions, strict=True):
-            pairs[i] = encoder.truth(rows[i], prediction)
-        loss += float(output.loss) * len(own)
+            pairs[i] = encoder.truth(judged[i].row, prediction)
+        loss += mean_loss * len(own)
 
-    def score_of(numbers: Iterable[int]) -> float:
-        return score(encoder.task.metric, *zip(*(pairs[i] for i in numbers), strict=True))
+    def parts_of(numbers: Iterable[int]) -> dict[str, float]:
+        sets: dict[str, list[Any]] = defaultdict(list)
+        for i in numbers:
+            sets[judged[i].part].append(pairs[i])
+        found = {part: scores(encoder.task.metric, *zip(*own, strict=True)) for part, own in sets.items()}
+        return {f"{part} {name}".strip(): value for part, values in found.items() for name, value in values.items()}
 
+    parts = parts_of(range(len(pairs)))
     return {
-        "score": score_of(range(len(pairs))),
-        "halves": [score_of(half) for half in halves(len(pairs))],
-        "loss": _rounded(loss / len(rows)),
-        "right": None if encoder.task.tags or encoder.task.regression else packed([a == b for a, b in pairs]),
+        "score": _mean(parts),
+        "halves": [_mean(parts_of(half)) for half in halves(len(pairs))],
+        **({"parts": parts} if len(parts) > 1 else {}),
+        "loss": _rounded(loss / len(judged)),
+        "right": packed([a == b for a, b in pairs]) if encoder.task.exact else None,
     }
+
+
+def _mean(parts: dict[str, float]) -> float:
+    return round(statistics.mean(parts.values()), 3)
 
 
 def packed(right: list[bool]) -> str:
@@ -141,10 +182,6 @@ def _shuffled(rows: list[dict], encoder: Encoder, settings: Settings) -> DataLoa
     lengths = [len(row["input_ids"]) for row in rows]
     batches = LengthBatches(lengths, settings.batch_size, settings.seed)
     return DataLoader(rows, batch_sampler=batches, collate_fn=encoder.collate)
-
-
-def _is_head(name: str, head: list[str]) -> bool:
-    return bool(set(head) & set(name.split(".")))
 
 
 def _facts(train_rows: list[dict], judged_rows: list[dict], device: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@
     scatter     values into many weights at once                                           triton/scatter.py
     sddmm       single entries of a product, as dot products          cpu/sddmm.cpp,       triton/sddmm.py
     select      scores, compares and keeps candidates, on a GPU                            triton/select.py
-    threshold   entries of a matrix that reach a threshold            cpu/threshold.cpp
 
 Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported, and
 ``cpu/library.py`` compiles the C++, when a loop first runs; where that fails, and in float64, the plain form runs.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sparsify.kernels.candidates import at_least_float32, best_first
 from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD
-from sparsify.kernels.threshold import BLOCK_ENTRIES, find_reaching
 from sparsify.strategies.importance import Importance
 
+BLOCK_ENTRIES = 1 << 18  # compared together: small enough for a cache, large enough for a kernel launch
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
 SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small operations
 
@@ -92,8 +92,9 @@ class TopK:
         for of_weight in self._row_blocks(grad.shape[0], cols):
             block, first = grad[of_weight], of_weight.start
             touched = weight[of_weight if rows is None else rows[of_weight]]
-            found, finite = find_reaching(block, importance.least_gradient(self.threshold.to(grad.device), touched))
-            self.finite &= finite.to(self.finite.device)
+            size, least = block.abs(), importance.least_gradient(self.threshold.to(grad.device), touched)
+            self.finite &= size.amax().isfinite().to(self.finite.device)
+            found = (size >= least[:, None]).reshape(-1).nonzero().squeeze(1)
             if found.numel():
                 row, column = found.div(cols, rounding_mode="floor") + first, found % cols
                 places = (row if rows is None else rows[row]) * cols + column

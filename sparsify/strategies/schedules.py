@@ -89,10 +89,15 @@ class Schedule:
         return max(0, self.target(step, steps, budget) - unmasked)
 
 
+NAMED = {"early": Schedule(until=0.2), **{shape: Schedule(shape) for shape in SHAPES}}
+
+
 def resolve_schedule(schedule: str | Schedule) -> Schedule:
-    """Returns the schedule itself, or the one with this shape."""
+    """Returns the schedule itself, or the one of this name."""
     if isinstance(schedule, Schedule):
         return schedule
-    if isinstance(schedule, str):
-        return Schedule(schedule)
-    raise SparsifyError(f"schedule={schedule!r}; expected a name ({', '.join(SHAPES)}) or a Schedule.")
+    if isinstance(schedule, str) and schedule in NAMED:
+        return NAMED[schedule]
+    raise SparsifyError(
+        f"schedule={schedule!r}; expected a name ({', '.join(NAMED)}) or a Schedule.{did_you_mean(schedule, NAMED)}"
+    )

@@ -109,48 +109,6 @@ def test_the_other_strategies_train(main, files, strategy, expected):
     assert ("entries" in result) == (strategy != "full")
 
 
-def recorded(ran, **more):
-    """A training that only notes its options."""
-
-    def main(arguments):
-        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
-        ran.append(options | more)
-        seed = int(options["--seed"])
-        return {"task": options["--task"], "strategy": options["--strategy"], "seed": seed, "entries": 10, "rows": 5,
-                "accuracy": 0.5 + seed / 10, "matthews": 0.25, "loss": 0.5}  # fmt: skip
-
-    return main
-
-
-def test_a_comparison_runs_what_is_missing_and_ends_with_mean_and_spread(example, monkeypatch, tmp_path, capsys):
-    main, ran = example("compare_strategies").main, []
-    monkeypatch.setattr(example("text_classification"), "main", recorded(ran))
-    options = ["--results", str(tmp_path / "runs.jsonl"), "--strategies", "id3", "--lr", "0.002", "--seeds", "0"]
-    main([*options, "--tasks", "mrpc"])
-    assert ran[0].items() >= {"--task": "mrpc", "--seed": "0", "--rows": "1500", "--lr": "0.002"}.items()
-    main([*options, "2", "--tasks", "mrpc", "cola"])
-    assert [(run["--task"], run["--seed"]) for run in ran[1:]] == [("cola", "0"), ("mrpc", "2"), ("cola", "2")]
-    main([*options, "0", "--tasks", "rte", "--strategies", "full"])
-    assert "--lr" not in ran[-1], "full fine-tuning has a rate of its own"
-    main([*options, "2", "--tasks", "mrpc", "cola"])
-    table = capsys.readouterr().out.splitlines()
-    assert table[-1] == "| id3 | 10 | 60.0 ± 14.1 | 0.500 ± 0.000 | 25.0 ± 0.0 | 0.500 ± 0.000 |"
-
-
-def test_a_comparison_of_adapters_has_a_row_a_method(example, monkeypatch, tmp_path, capsys):
-    compare_adapters, ran = example("compare_adapters"), []
-    monkeypatch.setattr(compare_adapters.sparse_lora, "main", recorded(ran, adapter="lora"))
-    monkeypatch.setattr(compare_adapters.sparse_adapters, "main", recorded(ran, adapter="bottleneck"))
-    options = ["--results", str(tmp_path / "runs.jsonl"), "--tasks", "mrpc", "--methods", "LoRA", "ID3 + LoRA"]
-    compare_adapters.main([*options, "--seeds", "0"])
-    compare_adapters.main([*options, "SparseAdapter + Pfeiffer", "--seeds", "0", "--epochs", "1"])
-    found = [(run["adapter"], run["--strategy"], run.get("--budget"), run.get("--epochs")) for run in ran]
-    assert found == [("lora", "dense", None, None), ("lora", "id3", "0.24", None),
-                     ("bottleneck", "sparseadapter", "0.04", "1")]  # fmt: skip
-    table = capsys.readouterr().out.splitlines()[-3:]
-    assert [line.split("|")[1].strip() for line in table] == ["LoRA", "ID3 + LoRA", "SparseAdapter + Pfeiffer"]
-
-
 def test_a_sparse_lora_is_a_plain_adapter_and_a_delta(example, files, tmp_path):
     """Each of the two, put on a fresh base, gives the result that was printed; PEFT alone loads the adapter."""
     sparse_lora = example("sparse_lora")

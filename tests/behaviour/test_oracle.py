@@ -24,6 +24,7 @@ from sparsify import (
     get_unmasker,
     register_importance,
     sparsify,
+    summary,
 )  # fmt: skip
 
 STEPS, BUDGET = 10, 61
@@ -44,10 +45,10 @@ def trained_sets(model):
     return {tensor.name: sorted(tensor.indices[active[tensor.slots]].tolist()) for tensor in engine.tensors}
 
 
-def compare(name, optimizer, strategy="id3", dtype=torch.float64, budget=BUDGET, **options):
+def compare(name, optimizer, strategy="id3", dtype=torch.float64, budget=BUDGET, schedule="uniform", **options):
     """Trains both from the same weights on the same batches and compares them after every step."""
     dense, batches = build(name, dtype=dtype)
-    sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS)
+    sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS, schedule=schedule)
     # Adam divides by the root of a squared gradient; where that is all rounding error, so is the step
     bounds = {"sets": trained_sets, "tolerance": 1e-8} if dtype == torch.float64 else {"sets": None, "tolerance": 1e-6}
     twins = Twins(dense, sparse, budget, STEPS, OPTIMIZERS[optimizer], **bounds, **options)
@@ -59,6 +60,12 @@ def compare(name, optimizer, strategy="id3", dtype=torch.float64, budget=BUDGET,
 def test_id3_in_float64_is_the_oracle_to_the_last_entry(name, optimizer):
     twins = compare(name, optimizer)
     assert sum(map(len, unmasked_sets(twins.sparse).values())) == BUDGET
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_early_schedule_unmasks_everything_in_the_first_fifth_of_the_steps(name):
+    twins = compare(name, "adamw", schedule="early", until=0.2)
+    assert summary(twins.sparse).updates == BUDGET // 2 + BUDGET * (STEPS - 1)  # two steps of unmasking
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,5 +1,6 @@
 """The paper's experiments: methods and kinds of tasks train, nothing that has finished is lost, scores are right."""
 
+import itertools
 import json
 import math
 import signal
@@ -10,13 +11,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
 from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # holds the package `examples`
-from examples.paper import protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
+from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
 from examples.paper.methods import METHODS  # noqa: E402
 from examples.paper.settings import Settings  # noqa: E402
 from sparsify.cli.demo.classifier import default_model  # noqa: E402
@@ -30,6 +32,7 @@ ROWS = {
     "mrpc": [{"sentence1": text, "sentence2": TEXTS[0], "label": i % 2} for i, text in enumerate(TEXTS)] * 3,
     "stsb": [{"sentence1": text, "sentence2": TEXTS[0], "label": i / 2} for i, text in enumerate(TEXTS)] * 3,
     "wnut17": [{"tokens": ["unbelievable", text, "Rome"], "ner_tags": ["O", "O", "B-location"]} for text in TEXTS] * 3,
+    "mnli": [{"premise": text, "hypothesis": TEXTS[0], "label": i % 3} for i, text in enumerate(TEXTS)] * 3,
 }
 
 
@@ -38,7 +41,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for task, rows in ROWS.items():
         (folder / task).mkdir()
-        for split in ("train", "validation"):
+        for split in ("train", *tasks.TASKS[task].judged):
             (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSIFY_DATA", str(folder))
@@ -66,6 +69,10 @@ def trained(tiny, **changes):
 LORA = 4 * 2 * WIDTH + 2 * 2 * WIDTH  # of rank 1: four layers of the attention, two of the feed-forward network
 BIASES = 8 * WIDTH  # six layers and two norms; the embeddings' norm has one more
 NUMBERS = {method: BUDGET for method, row in METHODS.items() if row.takes_budget} | {
+    "lora-2": 2 * LORA,
+    "lora-32": 32 * LORA,
+    "id3+lora-32": 2 * LORA,
+    "pafi+lora-32": 2 * LORA,
     "bitfit": BIASES + WIDTH,
     "lora": LORA,
     "lora-8": 8 * LORA,
@@ -102,6 +109,12 @@ def test_a_line_holds_which_rows_are_right(tiny):
     assert training.packed([True, False, False, False, True]) == "11"
 
 
+def test_a_task_with_several_sets_is_scored_by_their_mean(tiny):
+    (epoch,) = trained(tiny, task="mnli", method="full", rate=1e-2)["epochs"]
+    assert list(epoch["parts"]) == ["matched accuracy", "mismatched accuracy"]
+    assert epoch["score"] == pytest.approx(statistics.mean(epoch["parts"].values()), abs=1e-3)
+
+
 def test_a_run_is_the_same_when_it_is_run_again(tiny):
     first, second = (trained(tiny, until=0.5, decay="linear", warmup=0.4, candidates="linear") for _ in range(2))
     assert first["epochs"] == second["epochs"]
@@ -119,17 +132,20 @@ def test_the_papers_head_is_part_of_the_budget_new_pooler_included(tmp_path):
 
 def test_held_out_rows_train_no_run_and_the_halves_share_no_row():
     rows = [{"number": i} for i in range(20)]
-    train, judged = tasks.choose_rows(rows, [], rows=10, held_out=5)
-    more, same = tasks.choose_rows(rows, [], rows=None, held_out=5)
+    train, judged = tasks.choose_rows(rows, {}, rows=10, held_out=5)
+    more, same = tasks.choose_rows(rows, {}, rows=None, held_out=5)
     assert judged == same
-    assert (len(train), len(more), len(judged)) == (10, 15, 5)
+    assert (len(train), len(more), len(judged[""])) == (10, 15, 5)
     assert more[:10] == train
-    assert not any(row in judged for row in more)
-    assert tasks.choose_rows(rows, rows, rows=None, held_out=None)[1] == rows
+    assert not any(row in judged[""] for row in more)
+    assert tasks.choose_rows(rows, {"": rows}, rows=None, held_out=None)[1] == {"": rows}
+    fewer = tasks.choose_rows(rows, {"a": rows, "b": rows[:2]}, rows=None, held_out=None, limit=3)[1]
+    assert {name: len(own) for name, own in fewer.items()} == {"a": 3, "b": 2}
+    assert all(row in rows for row in fewer["a"])
     first, second = tasks.halves(9)
     assert sorted(first + second) == list(range(9))
     with pytest.raises(SystemExit, match="--held-out 20, and there are 20 training rows"):
-        tasks.choose_rows(rows, [], None, 20)
+        tasks.choose_rows(rows, {}, None, 20)
 
 
 def test_words_that_are_cut_off_count_as_outside_of_entities(tiny):
@@ -149,7 +165,7 @@ def test_missing_data_or_seqeval_is_an_error_that_says_what_to_install(monkeypat
         tasks.load_rows(tasks.TASKS["qqp"])
     monkeypatch.setitem(sys.modules, "seqeval.metrics", None)
     with pytest.raises(SystemExit, match=r"seqeval's: pip install 'sparsify-ft\[paper\]'"):
-        tasks.score("entity f1", [["O"]], [["O"]])
+        metrics.scores("entity f1", [["O"]], [["O"]])
 
 
 def test_a_run_is_planned_once_whatever_it_does_not_depend_on():
@@ -170,7 +186,7 @@ def test_every_suite_can_be_planned():
         options = run.parse_arguments(["--suite", name, "--exp", "0", "2", "--rows", "5"])
         planned = suites.plan(run.chosen_suite(options), run.chosen_recipes(options), {})
         assert {settings.rows for settings in planned} == {5}
-        assert {settings.exp for settings in planned if settings.method == "id3"} == {0, 2}
+        assert {settings.exp for settings in planned if settings.method.startswith("id3")} == {0, 2}
 
 
 # a worker that trains nothing: a rate of 13 fails, one of 99 does not end
@@ -312,6 +328,11 @@ def test_the_papers_pairs_are_all_runs_with_all_runs():
     assert significance.wilcoxon([(1, 1), (2, 2)]) == 1
 
 
+def _squared_rest(design, values):
+    """The squared error of the best linear prediction."""
+    return np.square(values - design @ np.linalg.pinv(design) @ values).sum()
+
+
 def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     scores = {0: [70, 71], 1: [74, 75], 2: [80, 82]}
     lines = [line(i, 0, (score, score), exp=float(exp)) for exp, own in scores.items() for i, score in enumerate(own)]
@@ -322,7 +343,11 @@ def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     for one in other_task:
         one["epochs"] = [{**epoch, "score": epoch["score"] - 50} for epoch in one["epochs"]]
     (both,) = significance.anova(lines + other_task, "exp").values()
-    assert both[0] > found[0], "the tasks' own levels are no noise"
+    groups, tasks = np.tile(np.repeat(np.eye(3), 2, axis=0), (2, 1)), np.repeat(np.eye(2), 6, axis=0)
+    values = np.array([score for own in scores.values() for score in own] * 2)
+    rest = [_squared_rest(design, values) for design in (tasks, np.hstack([tasks, groups]))]
+    expected = (rest[0] - rest[1]) / 2 / (rest[1] / 8)  # of the linear model of tasks and groups: 12 - 3 - 1 freedoms
+    assert both == (pytest.approx(expected), pytest.approx(stats.f.sf(expected, 2, 8)), 3)
     assert significance.anova(lines[:2], "exp") == {}
 
 
@@ -337,6 +362,17 @@ def test_the_tables_name_what_differs_and_compare_within_a_budget():
     assert "| id3 50 (until=0.2) | lora 50 | +10.5 ± 6.4 | 0.25 | 2 | 1 |" in shown
     assert not any("lora 99 |" in text and "id3" in text for text in shown)
     assert shown[-1] == "- id3, 50 entries: F = 0.00, p = 1, 2 values"
+
+
+def test_the_parts_of_a_score_have_a_table_of_their_own():
+    run = line(1, 0, (40, 40), (80, 80), (60, 60), task="mnli")
+    for epoch, (first, second) in zip(run["epochs"], ((30, 50), (70, 90), (99, 21)), strict=True):
+        epoch["parts"] = {"matched accuracy": first, "mismatched accuracy": second}
+    shown = tables.report([run], "id3").splitlines()
+    title = shown.index("### Parts of the scores")
+    assert "| mnli matched accuracy | mnli mismatched accuracy | mean |" in shown[title + 4]
+    assert shown[title + 6] == "| id3 50 | 84 | 70.0 | 90.0 | 80.0 | 0.500 | 1 |"
+    assert "### Parts of the scores" not in tables.report([line(1, 0, (1, 1))], "id3")
 
 
 def test_the_command_runs_what_is_missing_prints_tables_and_prints_them_again(tiny, tmp_path, monkeypatch, capsys):
@@ -361,3 +397,24 @@ def test_a_run_that_diverges_is_a_result_too(tiny, task):
     last = trained(tiny, task=task, method="full", rate=1e30, steps=4)
     assert json.loads(json.dumps(last, allow_nan=False)) == last
     assert last["epochs"][-1]["loss"] is None
+
+
+def test_the_analyses_compare_what_increment_repeat_and_full_fine_tuning_change(tiny, tmp_path, capsys):
+    analysis.main(["--model", tiny, "--steps", "4", "--budget", str(BUDGET), "--out", str(tmp_path / "pictures")])
+    shown = capsys.readouterr().out
+    rows = {cells[0]: cells for text in shown.splitlines() if len(cells := text.strip("| ").split(" | ")) > 5}
+    entries = {name: int(rows[name][2].replace(",", "")) for name in analysis.NAMES.values()}
+    assert entries["ID3, increment-S"] == BUDGET < entries["D3, repeat-S"] < entries["full"]
+    assert rows["ID3, increment-S"][4] == rows["ID3, increment-S"][5], "all it changed are its entries"
+    assert 0 < float(rows["full"][6]) < 1
+    assert -1 <= float(shown.split()[-1]) <= 1
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"selection.png", "changes.png"}
+
+
+def test_the_curves_are_those_of_the_training_steps(tiny):
+    experiment = training.load(replace(BASE, model=tiny, steps=4, head="budget"))
+    curve = analysis.recorded(experiment)
+    training.train(experiment, BASE)
+    assert [step for step, *_ in curve] == [0, 1, 2, 3]
+    assert curve[0][1:] == (1.0, 0.0)
+    assert all(earlier >= later for (_, earlier, _), (_, later, _) in itertools.pairwise(curve)), "none is masked again"

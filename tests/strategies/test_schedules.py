@@ -95,6 +95,7 @@ def test_a_schedule_or_its_name_is_a_schedule():
     schedule = Schedule("cubic", every=3)
     assert resolve_schedule(schedule) is schedule
     assert resolve_schedule("linear") == Schedule("linear")
-    for other in (None, 3, ["uniform"]):
-        with pytest.raises(SparsifyError, match=r"expected a name \(uniform, linear, cubic, cosine\) or a Schedule"):
+    assert resolve_schedule("early") == Schedule(until=0.2)
+    for other in (None, 3, ["uniform"], "earl"):
+        with pytest.raises(SparsifyError, match=r"expected a name \(early, uniform, linear, cubic, cosine\) or a Sch"):
             resolve_schedule(other)

@@ -30,7 +30,7 @@ OFF = ("0", "false", "no", "off")  # its values that switch the loops off
 COMPILERS = ("c++", "g++", "clang++")
 RESULTS = {  # the types that the loops return
     f"{loop}_{dtype}": result
-    for loop, result in {"sddmm": None, "find_reaching": ctypes.c_int64, "screen": ctypes.c_int64}.items()
+    for loop, result in {"sddmm": None, "screen": ctypes.c_int64}.items()
     for dtype in ("float32", "bfloat16")
 } | {"has_matrix_units": ctypes.c_bool}
 

@@ -1,0 +1,277 @@
+"""The paper's experiments on generated text: answers are read from it, models are trained on answers and judged."""
+
+import io
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from urllib.error import URLError
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
+from examples.paper import metrics, run, runs, sources, tasks, training
+from examples.paper.answers import is_right, letter, number
+from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
+from examples.paper.models import IGNORED
+from examples.paper.settings import Settings
+
+WIDTH, VOCABULARY = 32, 258  # of the models; padding, end of text, bytes
+BASE = Settings(task="math", model="", method="full", rate=1e-2, seed=0, budget=None, epochs=30, batch_size=4,
+                max_length=128, exp=0.0, target_length=20)  # fmt: skip
+QUESTIONS = ("One and two?", "How many is 1 + 2, if at all?", "3 * 1 =", "Of 9 a third is?")
+MATH = [{"instruction": text, "input": "", "output": "The answer is 3.", "answer": "3.0"} for text in QUESTIONS]
+CHOICES = [{**MATH[0], "output": "wrong", "answer": "C"}] * 3
+DOCUMENTS = [{"document": text, "summary": "a question"} for text in QUESTIONS]
+FILES = {
+    "math": {"train_gsm8k": MATH * 4, "addsub": MATH, "aqua": CHOICES},
+    "xsum": {"train": DOCUMENTS * 4, "validation": DOCUMENTS},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for task, splits in FILES.items():
+        (folder / task).mkdir()
+        for split, rows in splits.items():
+            (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSIFY_DATA", str(folder))
+        yield
+
+
+def saved(model, folder, ends):
+    """The folder of a model with a tokenizer of bytes; ``ends``: whether it ends texts, as T5's does."""
+    tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if ends:
+        tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=1, num_heads=2,
+                      decoder_start_token_id=0)  # fmt: skip
+    return saved(T5ForConditionalGeneration(config), tmp_path_factory.mktemp("t5"), ends=True)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, bos_token_id=None, eos_token_id=1, pad_token_id=0)  # fmt: skip
+    return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"), ends=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("She has 5 left. The answer is 1,234.", 1234),
+        ("so it costs $5.00", 5),
+        ("72.0", 72),
+        ("The answer is -3.", -3),
+        ("He owes -$12.50", -12.5),
+        ("a change of \N{MINUS SIGN}7 degrees", -7),
+        ("5-3", 3),  # an operator
+        ("(5)-3", 3),
+        ("10 - 4 = 6", 6),
+        ("That is 17.5%.", 17.5),
+        ("1,234,567.89 in all", 1234567.89),
+        ("either 3, 4", 4),
+        ("12,34", 34),  # no thousands
+        (".25 of it", 0.25),
+        ("Step 1: nothing. The answer is $ 2,000,000.", 2_000_000),
+        ("no number here", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_last_number(text, value):
+    assert number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("The answer is (D).", "D"),
+        ("A train leaves. The answer is B. A second one does not.", "B"),
+        ("Answer: C", "C"),
+        ("Of (A) and (B) it is (B), A Good Choice", "B"),
+        ("E", "E"),
+        ("Be careful", None),
+        ("the answer is 12", None),
+    ],
+)
+def test_the_choice_is_the_letter_that_is_named_last(text, value):
+    assert letter(text) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("72.0", "The answer is 72.", True),
+        ("72", "The answer is 72.0004", True),
+        ([22.0], "22", True),  # as in some of the sets
+        (22, "21.9", False),
+        ("1,430", "$1430", True),
+        ("B", "(B)", True),
+        ("B", "it is 2", False),
+        ("2", "B", False),
+    ],
+)
+def test_numbers_are_compared_by_value_and_letters_by_name(answer, text, right):
+    assert is_right(answer, text) is right
+
+
+def test_rouge_is_of_common_words_pairs_and_subsequences():
+    found = metrics.scores("rouge", ["the cats sat on the mat"] * 2, ["the cat", "the cats sat on the mat"])
+    # of the first text: 2 of 2 words and 2 of 6, 1 of 1 pairs and 1 of 5; cat and cats have one stem
+    assert found == {"rouge1": 75, "rouge2": pytest.approx((100 / 3 + 100) / 2, abs=1e-3), "rougeL": 75}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "id3"])
+def test_a_causal_model_learns_to_solve_and_is_judged_on_every_set(llama, method):
+    budget = None if method == "full" else 6_000
+    line = training.run(replace(BASE, model=llama, method=method, budget=budget))
+    last = line["epochs"][-1]
+    assert last["parts"] == {"addsub accuracy": 100, "aqua accuracy": 0}
+    assert last["score"] == 50
+    assert line["right"] == f"{0b1111000:x}"
+    assert last["loss"] is None
+    assert json.loads(json.dumps(line, allow_nan=False)) == line
+
+
+@pytest.mark.parametrize("method", ["full", "id3"])
+def test_an_encoder_decoder_learns_to_summarize(t5, method):
+    budget = None if method == "full" else 6_000
+    line = training.run(replace(BASE, model=t5, task="xsum", method=method, budget=budget))
+    assert line["epochs"][-1]["parts"] == {"rouge1": 100, "rouge2": 100, "rougeL": 100}
+    assert line["epochs"][-1]["score"] == 100
+    assert line["epochs"][-1]["loss"] < line["epochs"][0]["loss"]
+    assert line["right"] is None
+
+
+def test_the_loss_is_on_the_solution_alone_and_what_is_too_long_loses_its_beginning(llama):
+    solver = Solver(tasks.TASKS["math"], MATH, replace(BASE, model=llama))
+    row = solver.encode(MATH[0])
+    assert solver.tokenizer.decode(row["input_ids"]) == PROMPT.format(QUESTIONS[0]) + "The answer is 3.</s>"
+    assert solver.tokenizer.decode([label for label in row["labels"] if label != IGNORED]) == "The answer is 3.</s>"
+    assert solver.encode_judged(MATH[0])["input_ids"] == row["input_ids"][: row["labels"].count(IGNORED)]
+    short = Solver(tasks.TASKS["math"], MATH, replace(BASE, model=llama, max_length=20)).encode(MATH[0])
+    assert short == {name: values[-20:] for name, values in row.items()}
+
+
+def test_a_document_and_its_summary_are_cut_off_at_their_own_lengths(t5):
+    settings = replace(BASE, model=t5, max_length=15, target_length=4)
+    row = Summarizer(tasks.TASKS["xsum"], DOCUMENTS, settings).encode(DOCUMENTS[0])
+    decode = Summarizer(tasks.TASKS["xsum"], DOCUMENTS, settings).tokenizer.decode
+    assert decode(row["input_ids"]) == (PREFIX + QUESTIONS[0])[:14] + "</s>"
+    assert decode(row["labels"]) == "a q</s>"
+
+
+def test_what_is_generated_does_not_depend_on_the_batch(llama):
+    solver = Solver(tasks.TASKS["math"], MATH, replace(BASE, model=llama))
+    model, head = solver.load_model()
+    assert head == []
+    rows = [solver.encode_judged(row) for row in MATH]
+    together, loss = solver.predict(model.eval(), solver.collate(rows))
+    assert together == [solver.predict(model, solver.collate([row]))[0][0] for row in rows]
+    assert loss != loss
+    assert len({len(row["input_ids"]) for row in rows}) > 1
+
+
+SMOKE = "--steps 4 --rows 16 --judged 2 --target-length 5 --batch-size 8"
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "shown"),
+    [
+        ("summarization", "--tasks docstrings --budgets 100", "docstrings rougeL"),
+        ("math", "", "| id3+lora-32 (exp=0.0) | lora-2 |"),
+        ("math-full", "--budgets 100", "math addsub accuracy"),
+    ],
+)
+def test_a_suite_runs_from_the_command_to_its_tables(suite, options, shown, request, tmp_path, monkeypatch, capsys):
+    def run_here(wanted, path, jobs, device, command):
+        for settings in wanted:
+            runs.append(path, training.run(settings, device))
+
+    files = list(itertools.islice(sources.source_files(Path(json.__file__).parents[1]), 25))
+    monkeypatch.setattr(sources, "source_files", lambda root: files)
+    monkeypatch.setattr(run, "run_missing", run_here)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    model, path = request.getfixturevalue("t5" if suite == "summarization" else "llama"), tmp_path / "runs.jsonl"
+    run.main(["--suite", suite, "--model", model, "--results", str(path), *SMOKE.split(), *options.split()])
+    lines = list(runs.read(path).values())
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{len(lines)} of {len(lines)} runs")
+    assert shown in printed
+    assert all(line["facts"]["train_rows"] == 16 and line["steps"] == 4 for line in lines)
+    trained = {line["settings"]["method"]: line["trained"] for line in lines}
+    if suite == "math":
+        assert trained["id3+lora-32"] == trained["pafi+lora-32"] == trained["lora-2"] == trained["lora-32"] / 16
+
+
+def test_the_papers_sets_come_from_their_authors_or_the_error_says_what_to_do(monkeypatch):
+    asked = []
+
+    def reply(url, timeout):
+        asked.append(url.removeprefix(sources.LLM_ADAPTERS))
+        return io.BytesIO(json.dumps([url]).encode())
+
+    monkeypatch.delenv("SPARSIFY_DATA")
+    monkeypatch.setattr(sources, "urlopen", reply)
+    train, sets = tasks.load_rows(tasks.TASKS["math"])
+    assert train == [sources.LLM_ADAPTERS + "/ft-training_set/math_10k.json"]
+    assert list(sets) == ["addsub", "multiarith", "singleeq", "gsm8k", "aqua", "svamp"]
+    assert asked[1:3] == ["/dataset/AddSub/test.json", "/dataset/MultiArith/test.json"]
+
+    def fail(url, timeout):
+        raise URLError("no network")
+
+    monkeypatch.setattr(sources, "urlopen", fail)
+    with pytest.raises(SystemExit, match=r"math_10k.json cannot be read \(no network\); .*train_gsm8k.jsonl"):
+        tasks.load_rows(tasks.TASKS["math"])
+
+
+@pytest.mark.parametrize(
+    ("task", "place", "parts"),
+    [
+        ("cnn_dailymail", ("abisee/cnn_dailymail", "3.0.0", None), [""]),
+        ("mnli", ("nyu-mll/glue", "mnli", None), ["matched", "mismatched"]),
+    ],
+)
+def test_the_hubs_splits_are_those_of_the_task(task, place, parts, monkeypatch):
+    def load_dataset(path, name, revision):
+        assert (path, name, revision) == place
+        return {split: Dataset.from_list([{"split": split}]) for split in ("train", *tasks.TASKS[task].judged)}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    train, sets = tasks.load_rows(tasks.TASKS[task])
+    assert train == [{"split": "train"}]
+    assert list(sets) == parts
+    assert sets[parts[-1]] == [{"split": tasks.TASKS[task].judged[-1]}]
+
+
+def test_rouge_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(SystemExit, match=r"rouge-score's: pip install 'sparsify-ft\[paper\]'"):
+        metrics.scores("rouge", ["a"], ["a"])
