@@ -1,18 +1,44 @@
 """Followers that are killed, and messages that are lost, doubled, late or damaged: never a mixed or a wrong model."""
 
 import copy
+import hashlib
 import os
 import random
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from deltas import bits
-from follow_folder import SNAPSHOT, forked_follower, model_hash, publish, put
 from limits import needs_limits
 from streams import Run
 
 from sparsify import DeltaFormatError, DeltaSubscriber, MissingUpdateError, StaleUpdateError
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
+from examples.streaming.folder import follow, publish
+
+
+def model_hash(model):
+    return hashlib.sha256(repr(sorted(bits(model).items())).encode()).hexdigest()
+
+
+def forked_follower(folder, base, log, until):
+    """Starts a follower as a fork of this process; it appends a line to ``log`` after each version. Its process id."""
+    child = os.fork()
+    if child:
+        return child
+    with open(log, "a", buffering=1) as file:
+        try:
+            follower = DeltaSubscriber(base)
+            for _ in follow(folder, follower):
+                file.write(f"{follower.version} {model_hash(follower.model)}\n")
+                if follower.version == until:
+                    os._exit(0)
+        except BaseException as error:
+            file.write(f"failed: {error!r}\n")
+            os._exit(1)
 
 
 def reports(log):
@@ -27,13 +53,16 @@ def reports(log):
 def test_a_follower_that_is_killed_and_started_again_holds_whole_versions(tmp_path, kills):
     rng, log = random.Random(kills), tmp_path / "log"
     run = Run("bert", 200, modules_to_save=["classifier"])
-    put(tmp_path / SNAPSHOT, run.snapshot())
+    publish(tmp_path, run.publisher.snapshot())
     hashes, last = {0: model_hash(run.follower().model)}, 3 * kills
     twin = run.follower()
     child = forked_follower(tmp_path, run.base, log, last)
     for version in range(1, last + 1):
-        publish(tmp_path, run.step().publisher, snapshot=version % 5 == 0)
-        twin.apply((tmp_path / f"{version:06}").read_bytes())
+        update = run.step().publisher.update()
+        publish(tmp_path, update)
+        if version % 5 == 0:
+            publish(tmp_path, run.publisher.snapshot(), keep=2)
+        twin.apply(bytes(update))
         hashes[version] = model_hash(twin.model)
         if version % 3 == 1:
             time.sleep(rng.random() * 0.1)

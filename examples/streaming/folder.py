@@ -1,0 +1,74 @@
+"""A model in training feeds followers through a folder that all of them see.
+
+    python -m examples.streaming.folder
+
+    snapshot        the newest whole version in the folder, for followers that start, or have missed an update
+    CHAIN-000012    the update to version 12 of a run
+
+A file is complete under its name or not there. A follower needs to know nothing but the folder: it may start late, be
+killed, or be slow, and the trainer may be started again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from examples.streaming.tiny_run import LATE, STEPS, TinyRun
+from sparsify import DeltaSubscriber, StaleUpdateError
+from sparsify.delta.stream import DeltaUpdate
+
+SNAPSHOT = "snapshot"
+SNAPSHOT_EVERY = 5  # versions
+
+
+def publish(folder: Path, message: DeltaUpdate, keep: int = 10) -> None:
+    """Puts a message into the folder; a snapshot takes the place of updates that are ``keep`` versions older."""
+    name = SNAPSHOT if message.is_snapshot else f"{message.chain}-{message.version:06}"
+    partial = folder / ".partial"
+    partial.write_bytes(bytes(message))
+    partial.rename(folder / name)
+    for path in folder.glob("*-*") if message.is_snapshot else ():
+        chain, _, version = path.name.partition("-")
+        if chain != message.chain or int(version) <= message.version - keep:
+            path.unlink()
+
+
+def follow(folder: Path, follower: DeltaSubscriber) -> Iterator[int]:
+    """Brings a follower to each version that comes, and yields the message's bytes."""
+    snapshot, seen = folder / SNAPSHOT, None
+    while True:
+        path = folder / f"{follower.chain}-{(follower.version or 0) + 1:06}"  # none before the first snapshot
+        with suppress(FileNotFoundError, StaleUpdateError):  # removed since; a snapshot of what is there already
+            if path.exists() or seen != (seen := changed(path := snapshot)):
+                message = path.read_bytes()
+                follower.apply(message)
+                yield len(message)
+                continue
+        time.sleep(0.001)
+
+
+def changed(path: Path) -> tuple[int, int]:
+    """Tells a file from the one that had its name before."""
+    return path.stat().st_ino, path.stat().st_mtime_ns
+
+
+def main() -> None:
+    run = TinyRun()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        publish(folder, run.publisher.snapshot())
+        for version in range(1, STEPS + 1):
+            publish(folder, run.step())
+            if version % SNAPSHOT_EVERY == 0:
+                publish(folder, run.publisher.snapshot())
+            if version == LATE:
+                run.start_follower(follow, folder)
+            run.compare()
+
+
+if __name__ == "__main__":
+    main()
