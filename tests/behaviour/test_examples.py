@@ -168,12 +168,3 @@ def test_several_ranks_train_one_delta(name, files, tmp_path):
     delta = SparseDelta.load(tmp_path / "delta")
     assert delta.num_entries == 200
     assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
-
-
-def test_bfloat16_loses_updates_in_full_fine_tuning_and_not_in_the_delta(example, files, capsys):
-    results = example("bfloat16").main([*files, "--steps", "1", "--rows", "4", "--budget", "500"])
-    kinds = [(result["strategy"], result["dtype"]) for result in results]
-    assert kinds == [(strategy, dtype) for strategy in ("id3", "full") for dtype in ("float32", "bfloat16")]
-    assert "| full | bfloat16 |" in capsys.readouterr().out
-    float32, bfloat16 = (result["moved"] for result in results[2:])
-    assert bfloat16 < float32

@@ -24,6 +24,7 @@ VERSIONS = {  # that a follower reports
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VERSIONS)
 def test_its_follower_has_the_trainers_weights(name):
     assert len((ROOT / "examples" / "streaming" / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 80

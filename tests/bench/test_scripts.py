@@ -109,6 +109,7 @@ def test_streams_are_measured_in_every_round(tmp_path):
     assert everything == pytest.approx(2 / 0.2, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_swaps_are_measured_in_every_round(tmp_path):
     out = tmp_path / "raw.json"
     done = run("swap", "--shape", "tiny", "--density", "0.01", "--rounds", "2", "--threads", "1", "--json", str(out))
