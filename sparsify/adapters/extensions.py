@@ -36,8 +36,13 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by 
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
 
 
-def record_extensions(model: nn.Module) -> dict[str, Any]:
-    """Records PEFT's or our adapters in a model, for :func:`extend`; the record of a plain model is empty."""
+def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
+    """Records PEFT's or our adapters in a model, for :func:`extend`; the record of a plain model is empty.
+
+    ``held`` are the names of the delta's tensors: one of PEFT's adapters that has none of them, such as the copy that
+    TRL's DPOTrainer adds as its reference, is left out.
+    """
+    named = {part for name in held for part in name.split(".")}
     found: dict[str, Any] = {}
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
@@ -45,6 +50,7 @@ def record_extensions(model: nn.Module) -> dict[str, Any]:
             found[PEFT_KEY] = {
                 str(name): _by_name(_as_json(config.to_dict()), _adapted(plain_model(module), str(name)))
                 for name, config in configs.items()
+                if str(name) in named
             }
         if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
             found[ADAPTERS_KEY] = _as_json(asdict(module.config))

@@ -78,6 +78,11 @@ def find_targets(
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 owners[parameter].append((module_name, module, attribute))
+                if is_quantized(parameter) and _inside(module_name, saved_modules):
+                    raise SparsifyError(
+                        f"`{module_name}` is in modules_to_save, but is quantized and cannot be trained whole: leave "
+                        f"it out of the quantization (bitsandbytes: llm_int8_skip_modules=[{module_name!r}])."
+                    )
     candidates: list[Candidate] = []
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}

@@ -233,7 +233,7 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
         "schedule": asdict(engine.schedule),
         "steps": engine.steps,
         "steps_done": engine.step,
-        **record_extensions(engine.root),
+        **record_extensions(engine.root, (*not_the_bases, *(tensor.name for tensor in engine.tensors))),
         "versions": _library_versions(),
         **({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}),
     }

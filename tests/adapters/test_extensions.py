@@ -112,12 +112,13 @@ def test_the_base_is_loaded_in_its_own_dtype(folder):
 
 
 def test_a_record_is_json_and_a_plain_model_has_none(folder):
-    assert record_extensions(base(folder)) == {}
-    record = record_extensions(get_peft_model(base(folder), copy.deepcopy(PEFT["lora"])))
+    assert record_extensions(base(folder), []) == {}
+    model = get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))
+    record = record_extensions(model, [name for name, _ in model.named_parameters()])
     assert json.loads(json.dumps(record)) == record
     assert record["peft"]["default"]["peft_type"] == "LORA"
     assert record["peft"]["default"]["target_modules"] == TARGETS
-    assert record_extensions(add_adapters(base(folder), "houlsby", 2))["adapters"] == {
+    assert record_extensions(add_adapters(base(folder), "houlsby", 2), [])["adapters"] == {
         "kind": "houlsby", "reduction_factor": 2, "name": "default", "target_modules": None,
     }  # fmt: skip
 

@@ -22,7 +22,13 @@ PAGES = [path for path in sorted((ROOT / "tutorials").rglob("*.md")) if path not
 PROGRAMS = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 ALL = [*FRAGMENTS, *PAGES, ROOT / "sparsify" / "delta" / "format.md", *sorted((ROOT / "examples").rglob("README.md"))]
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```(?:\n+```text\n(?P<shown>.*?)```)?", flags=re.DOTALL)
-NEEDS = {"export": ["onnx", "onnxscript", "onnxruntime"]}  # of the extra `test`, by the page's name
+NEEDS = {  # of the extra `test`, by the page's name
+    "export": ["onnx", "onnxscript", "onnxruntime"],
+    "sft": ["trl"],
+    "dpo": ["trl"],
+    "quantized": ["bitsandbytes"],
+}
+SLOW = {"lora", "quantized"}
 
 
 def name(page):
@@ -46,7 +52,11 @@ def words(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("page", PROGRAMS, ids=name)
+def program(page):
+    return pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.stem in SLOW else [])
+
+
+@pytest.mark.parametrize("page", map(program, PROGRAMS))
 def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
     for package in NEEDS.get(page.stem, []):
         pytest.importorskip(package)

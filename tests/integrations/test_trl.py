@@ -9,7 +9,7 @@ from oracle import unmasked_sets
 from trainers import assert_same, outcome
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsify import SparsifyCallback, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyCallback, get_unmasker, load_model, sparsify, summary
 
 trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -135,3 +135,6 @@ def test_a_sparse_lora_is_its_own_reference_with_the_adapter_off(base, tmp_path)
     assert len(set(losses)) == STEPS
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items() if "lora_" not in name)
+    tokens = torch.arange(8)[None]
+    loaded = load_model(base, SparseDelta.from_model(model))  # without the copy that TRL has added as the reference
+    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)

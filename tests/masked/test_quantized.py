@@ -244,6 +244,8 @@ def test_a_quantized_weight_is_not_trained_whole_nor_pruned():
     model, _ = quantized_build("llama", "nf4")
     with pytest.raises(SparsifyError, match="is quantized and cannot be trained whole"):
         sparsify(model, None, "full", target_modules="all-linear")
+    with pytest.raises(SparsifyError, match=r"o_proj` is in modules_to_save, but is quantized.*skip_modules"):
+        sparsify(model, 20, "random", target_modules="all-linear", modules_to_save=["o_proj"])
     with pytest.raises(SparsifyError, match="cannot be pruned: zeros cannot be written into it"):
         sparsify(model, 100, Strategy(Random(), Prune()), target_modules="all-linear")
 
