@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from examples.streaming.tiny_run import LATE, STEPS, TinyRun
-from sparsify import DeltaSubscriber, StaleUpdateError
-from sparsify.delta.stream import DeltaUpdate
+from sparsify import DeltaSubscriber, DeltaUpdate, StaleUpdateError
 
 SNAPSHOT = "snapshot"
 SNAPSHOT_EVERY = 5  # versions

@@ -18,8 +18,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 
 from examples.streaming.tiny_run import LATE, STEPS, TinyRun
-from sparsify import DeltaPublisher, DeltaSubscriber
-from sparsify.delta.stream import DeltaUpdate
+from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 
 KEEP = 10  # updates, for followers that are behind
 

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import copy
 import hashlib
-import json
 import random
 import re
 import sys
@@ -95,15 +94,13 @@ def damaged(rng, data, other):
 
 def attack_stream(rng, parts, other):
     """Other values in the fields that only a stream has, or other tensors of known values and places."""
-    metadata = parts.header["__metadata__"]
-    stream = json.loads(metadata["sparse_stream"])
+    stream = parts.document["config"]["stream"]
     keys = [key for key in parts.keys if key.endswith((".known", ".places"))]
     action = rng.randrange(3)
     if action == 0 or not keys:
         stream[rng.choice(STREAM_FIELDS)] = copy.deepcopy(
             rng.choice([*ANYTHING, *INTEGERS, "0" * 64, "0" * 32, 3, 4, 5])
         )
-        metadata["sparse_stream"] = json.dumps(stream)
     elif action == 1:
         key = rng.choice(keys)
         size = parts.header[key]["shape"][0] + rng.choice([-1, 0, 1, 70_000])
