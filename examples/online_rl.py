@@ -56,8 +56,8 @@ def sample(connection: Connection, options: argparse.Namespace) -> None:
     """The sampler's process: brings its model to each version that comes, and answers prompts with it."""
     model, tokenizer = load(options.model)
     follower = DeltaSubscriber(model.eval())
-    while True:
-        update, prompts = connection.recv()
+    while (request := connection.recv()) is not None:
+        update, prompts = request
         version = follower.apply(update)
         torch.manual_seed(version)
         encoded = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
@@ -119,6 +119,7 @@ def train(connection: Connection, options: argparse.Namespace) -> list[dict[str,
         curve.append({"version": version, "reward": rewards.mean().item(), "bytes": len(bytes(update))})
         print("version {version}: reward {reward:.3f}, {bytes:,} bytes".format(**curve[-1]), flush=True)
         update = publisher.update()
+    connection.send(None)
     return curve
 
 
