@@ -21,7 +21,7 @@ from sparsify.api import (
 )
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.delta.stream import DeltaPublisher, DeltaSubscriber
+from sparsify.delta.stream import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import (
     BaseMismatchError,
@@ -47,6 +47,7 @@ __all__ = [
     "DeltaPublisher",
     "DeltaSubscriber",
     "DeltaSwitch",
+    "DeltaUpdate",
     "Fisher",
     "GraSP",
     "Increment",

@@ -6,11 +6,13 @@
     CHAIN-000012    the update to version 12 of a run
 
 A file is complete under its name or not there. A follower needs to know nothing but the folder: it may start late, be
-killed, or be slow, and the trainer may be started again.
+killed, or be slow, and the trainer may be started again. Files with other names are left alone.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,22 +20,25 @@ from contextlib import suppress
 from pathlib import Path
 
 from examples.streaming.tiny_run import LATE, STEPS, TinyRun
-from sparsify import DeltaSubscriber, StaleUpdateError
-from sparsify.delta.stream import DeltaUpdate
+from sparsify import DeltaFormatError, DeltaSubscriber, DeltaUpdate, StaleUpdateError
 
 SNAPSHOT = "snapshot"
 SNAPSHOT_EVERY = 5  # versions
+UPDATE = re.compile("([0-9a-f]{32})-([0-9]{6,})")
 
 
 def publish(folder: Path, message: DeltaUpdate, keep: int = 10) -> None:
     """Puts a message into the folder; a snapshot takes the place of updates that are ``keep`` versions older."""
     name = SNAPSHOT if message.is_snapshot else f"{message.chain}-{message.version:06}"
     partial = folder / ".partial"
-    partial.write_bytes(bytes(message))
-    partial.rename(folder / name)
-    for path in folder.glob("*-*") if message.is_snapshot else ():
-        chain, _, version = path.name.partition("-")
-        if chain != message.chain or int(version) <= message.version - keep:
+    with partial.open("wb") as file:
+        file.write(bytes(message))
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut may leave an empty file under the name
+    partial.replace(folder / name)
+    for path in folder.iterdir() if message.is_snapshot else ():
+        update = UPDATE.fullmatch(path.name)
+        if update and (update[1] != message.chain or int(update[2]) <= message.version - keep):
             path.unlink()
 
 
@@ -45,7 +50,10 @@ def follow(folder: Path, follower: DeltaSubscriber) -> Iterator[int]:
         with suppress(FileNotFoundError, StaleUpdateError):  # removed since; a snapshot of what is there already
             if path.exists() or seen != (seen := changed(path := snapshot)):
                 message = path.read_bytes()
-                follower.apply(message)
+                try:
+                    follower.apply(message)
+                except DeltaFormatError as error:
+                    raise DeltaFormatError(f"`{path}`: {error}") from None
                 yield len(message)
                 continue
         time.sleep(0.001)

@@ -10,16 +10,15 @@ GET /updates/{version}?chain=    the update to a version of a run; 204 while it 
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 
 import uvicorn
 from fastapi import FastAPI, Response
 
 from examples.streaming.tiny_run import LATE, STEPS, TinyRun
-from sparsify import DeltaPublisher, DeltaSubscriber
-from sparsify.delta.stream import DeltaUpdate
+from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 
 KEEP = 10  # updates, for followers that are behind
 
@@ -46,20 +45,32 @@ def follow(url: str, follower: DeltaSubscriber) -> Iterator[int]:
     """Brings a follower to each version that comes, and yields the message's bytes."""
     path = "snapshot"
     while True:
-        try:
-            with urllib.request.urlopen(f"{url}/{path}", timeout=60) as answer:
-                message = answer.read()
-        except urllib.error.HTTPError as error:
-            if error.code != 410:
-                raise
+        status, message = get(f"{url}/{path}")
+        if status == 410:
             path = "snapshot"
-            continue
-        if message:
+        elif message:
             follower.apply(message)
             yield len(message)
             path = f"updates/{follower.version + 1}?chain={follower.chain}"
         else:
             time.sleep(0.01)
+
+
+def get(url: str, patience: float = 60) -> tuple[int, bytes]:
+    """Status and body of an answer; asks again, for so many seconds, while the trainer cannot be reached."""
+    end, wait = time.monotonic() + patience, 0.1
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=patience) as answer:
+                return answer.status, answer.read()
+        except (OSError, HTTPException) as error:  # or it was cut off
+            status = getattr(error, "code", 500)
+            if status == 410:
+                return status, b""
+            if status < 500 or time.monotonic() + wait > end:
+                raise
+        time.sleep(wait)
+        wait = min(2 * wait, 5)
 
 
 def main() -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, sparsify
-from sparsify.delta.stream import DeltaUpdate
+from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate, SparseDelta, sparsify
 
 STEPS = 12  # the last version
 LATE = 8  # the version after which a follower starts, where it may start late

@@ -82,21 +82,14 @@ def write(
 
 
 def to_bytes(
-    tensors: TensorDeltas,
-    whole: NamedTensors,
-    config: Mapping[str, Any],
-    more: NamedTensors | None = None,
-    metadata: Mapping[str, str] | None = None,
+    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], more: NamedTensors | None = None
 ) -> tuple[bytearray, dict[str, Any]]:
-    """The bytes of a delta file and the metadata in it; raises as :func:`write`.
-
-    ``more`` tensors by key, and ``metadata`` next to the delta's, are what an update of a stream adds.
-    """
+    """The bytes of a delta file, with ``more`` tensors by key, and the metadata in it; raises as :func:`write`."""
     check_names(tensors, whole)
     document = describe(tensors, whole, config)
     document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)
     with torch.device("cpu"):  # whatever the default device is
-        data = _serialise(_payload(tensors, whole) | dict(more or {}), document, metadata or {})
+        data = _serialise(_payload(tensors, whole) | dict(more or {}), document)
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
         raise SparsifyError(
             f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
@@ -127,9 +120,9 @@ def _payload(tensors: TensorDeltas, whole: NamedTensors) -> dict[str, Tensor]:
     return {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
 
 
-def _serialise(payload: dict[str, Tensor], document: Mapping[str, Any], metadata: Mapping[str, str]) -> bytearray:
+def _serialise(payload: dict[str, Tensor], document: Mapping[str, Any]) -> bytearray:
     try:
-        return bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document), **metadata}))
+        return bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
     except KeyError as error:
         raise SparsifyError(
             f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import re
 import secrets
 from typing import Any, NamedTuple
@@ -20,11 +19,11 @@ from sparsify.common.raw_bits import all_finite
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices
 from sparsify.delta.format import DeltaFile, fill_in, header_end
-from sparsify.delta.metadata import PAYLOAD_KEY, check_object, parse_json
+from sparsify.delta.metadata import PAYLOAD_KEY, check_object
 from sparsify.delta.version import Changes, KnownValues, Version
 from sparsify.errors import DeltaFormatError
 
-STREAM_KEY = "sparse_stream"  # of the header's metadata
+STREAM_KEY = "stream"  # of the config
 STREAM_VERSION = 1
 _HASH_KEY, _ZEROS = "header_sha256", b"0" * 64
 _KEYS = {"format_version", "chain", "version", "snapshot", _HASH_KEY}
@@ -62,7 +61,7 @@ def _write(chain: str, number: int, snapshot: bool, delta: DeltaFile, more: dict
     placeholder = secrets.token_hex(32)
     place = {"chain": chain, "version": number, "snapshot": snapshot}
     stream = {"format_version": STREAM_VERSION, **place, _HASH_KEY: placeholder}
-    data, _ = delta_format.to_bytes(*delta, more, {STREAM_KEY: json.dumps(stream)})
+    data, _ = delta_format.to_bytes(delta.tensors, delta.whole, delta.config | {STREAM_KEY: stream}, more)
     fill_in(data, placeholder, _header_digest(data, placeholder))
     return bytes(data)
 
@@ -76,7 +75,7 @@ def read_message(data: bytes) -> Message:
     with delta_format.refused("this is no update that can be used", "have it sent again, or ask for `snapshot()`"):
         file = io.BytesIO(data)
         header, document = delta_format.read_header(file)
-        stream = _parse_stream(header, data)
+        stream = _check_stream(document["config"], data)
         if PAYLOAD_KEY not in document:
             raise DeltaFormatError(f"its metadata has no `{PAYLOAD_KEY}`, which every message has")
         optional = set() if stream["snapshot"] else _OPTIONAL
@@ -87,12 +86,11 @@ def read_message(data: bytes) -> Message:
     return Message(stream["chain"], stream["version"], stream["snapshot"], delta.tensors, delta.whole, known)
 
 
-def _parse_stream(header: dict[str, Any], data: bytes) -> dict[str, Any]:
+def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
     """The object that names a message's place in a stream; the header that it is in is compared with its hash."""
-    text = header["__metadata__"].get(STREAM_KEY)
-    if not isinstance(text, str):
-        raise DeltaFormatError(f"its header has no metadata `{STREAM_KEY}`, so it belongs to no stream")
-    stream = parse_json(text)
+    stream = config.get(STREAM_KEY)
+    if stream is None:
+        raise DeltaFormatError(f"its config has no `{STREAM_KEY}`, so it belongs to no stream")
     if isinstance(stream, dict) and stream.get("format_version") != STREAM_VERSION:
         raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")
     check_object(f"`{STREAM_KEY}`", stream, _KEYS)

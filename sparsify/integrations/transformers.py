@@ -66,6 +66,10 @@ class SparsifyCallback(TrainerCallback):
     Args:
         extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
             ``get_unmasker(model).extend(steps=...)``; otherwise it keeps its steps, with a warning.
+        publish: called on the first rank with a snapshot when training begins, and with an update after each step.
+
+    Attributes:
+        publisher: of the present or the last run, if it is published.
 
     Example:
         >>> from transformers import Trainer

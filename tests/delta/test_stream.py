@@ -20,6 +20,7 @@ from sparsify import (
     DeltaFormatError,
     DeltaPublisher,
     DeltaSubscriber,
+    DeltaUpdate,
     MissingUpdateError,
     SparseDelta,
     SparsifyError,
@@ -147,6 +148,13 @@ def test_the_bytes_are_those_of_the_version_whenever_they_are_asked_for():
     assert repr(run.publisher.snapshot()) == "DeltaUpdate(snapshot of version 4)"
 
 
+def test_a_message_is_the_same_bytes_whenever_it_is_made():
+    run = Run("bert", modules_to_save=["classifier"])
+    last, update = run.publisher._last, run.step().publisher.update()
+    assert len({bytes(DeltaUpdate(update.chain, *run.publisher._last, last[1])) for _ in range(8)}) == 1
+    assert len({run.snapshot() for _ in range(8)}) == 1
+
+
 def test_a_snapshot_is_a_delta_file(tmp_path):
     run = Run("bert", modules_to_save=["classifier"])
     run.updates(3)
@@ -154,6 +162,7 @@ def test_a_snapshot_is_a_delta_file(tmp_path):
     path.write_bytes(run.snapshot())
     loaded = SparseDelta.load(path)
     assert loaded == SparseDelta.from_model(run.model)
+    assert loaded.config.pop("stream")["version"] == 3
     assert loaded.config == SparseDelta.from_model(run.model).config
     path.write_bytes(run.updates(1)[0])
     with pytest.raises(DeltaFormatError, match="is there, contrary to its metadata"):

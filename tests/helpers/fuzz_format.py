@@ -1,24 +1,19 @@
 """Delta files built to attack, by the thousand: each must end well or in a ``SparsifyError``, whatever is done with it.
 
-    python tests/helpers/fuzz_format.py --files 10000 --seed 0
+    python tests/helpers/fuzz_format.py --number 10000 --seed 0
 
 Deltas of a small BERT (of entries and a head, differences, LoRA, drawn tensors, adapters), changed by the attacks of
 ``fuzz_attacks.py``, are loaded; those that load go through every other target below, each time within a limit of memory
 and of time. The promise: each ends well or in a ``SparsifyError`` with a printable message, a delta that loads is the
 same after it is saved and loaded again, and a model or folder that is not to change is as before. Exit status 1 and the
-numbers of the files that break it otherwise; ``--first NUMBER --files 1`` tries one of them again.
+numbers of the files that break it otherwise; ``--first NUMBER --number 1`` tries one of them again.
 """
 
-import argparse
 import contextlib
 import io
 import os
 import shutil
-import sys
 import tempfile
-import time
-import warnings
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,17 +21,14 @@ import torch
 import transformers
 from deltas import bits
 from fuzz_attacks import ATTACKS, attacked
-from limits import within_limits
+from fuzzing import count, examine, main
 from models import bert
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 
-from sparsify import SparseDelta, SparsifyError, load_model, sparsify
+from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
 from sparsify.cli.commands import info, verify
-
-MEGABYTES = 48  # of address space apart from 32 x the file: 16 are promised, the rest is malloc's
-SECONDS = 20  # per target; far more than one takes, so that a busy machine is no failure
 
 
 @dataclass
@@ -151,83 +143,34 @@ def valid_files(folder):
 # Files through targets
 
 
-def examine(path, target, world, megabytes=MEGABYTES):
-    """Sends a file through a target; returns None if that ends well, an error of ours, or how the promise is broken."""
-
-    def attack():
-        warnings.simplefilter("ignore")
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        target(path, world)
-
-    try:
-        within_limits(attack, megabytes + 32 * path.stat().st_size / 2**20, SECONDS)
-    except SparsifyError as error:
-        text = str(error)
-    except Exception as error:
-        return f"BROKEN: {error!a:.300}"
-    else:
-        return None
-    return text if len(text) <= 4000 and text.isprintable() else f"BROKEN: an unchecked message: {text[:100]!a}"
-
-
-def targets_of(number):
-    """All targets for one file in five of each kind of attack, the quick ones for the others."""
-    return TARGETS if number // len(ATTACKS) % 5 == 0 else QUICK
-
-
 def try_file(path, number, world):
-    """The names of the targets that end well, or how one of them breaks the promise."""
-    passed = []
-    for name, target in targets_of(number).items():
-        outcome = examine(path, target, world, 400 if name in SLOW else MEGABYTES)
-        if outcome is None:
-            passed.append(name)
-        elif outcome.startswith("BROKEN"):
-            return f"{outcome} ({name})"
-        elif name == "load":  # then the others do not load it, either
-            break
-    return " ".join(passed) or "refused"
+    """The names of the targets that end well; one file in five of each kind of attack goes through the slow ones."""
+    outcome = examine(path, QUICK, world)
+    if "load" not in outcome.split() or number // len(ATTACKS) % 5:
+        return outcome
+    slow = examine(path, SLOW, world, 400)
+    return slow if slow.startswith("BROKEN") else f"{outcome} {slow}"
 
 
 def fuzz(files, seed, first=0):
     """Tries that many files: how often which targets ended well, by kind of attack, and the failures."""
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread's arena is address space, too
-    counts, failures = {}, []
     with tempfile.TemporaryDirectory() as folder:
         world = make_world(Path(folder))
         valid, path = valid_files(world.folder), world.folder / "attack.safetensors"
         path.write_bytes(valid[0])
         for target in TARGETS.values():  # whatever is set up on first use is no part of a file's cost
             target(path, world)
-        for number in range(first, first + files):
+
+        def attempt(number):
             kind, data = attacked(number, seed, valid)
             path.write_bytes(data)
             outcome = try_file(path, number, world)
-            if outcome.startswith("BROKEN"):
-                failures.append((number, f"{outcome} after {kind}"))
-            counts.setdefault(kind, Counter())[outcome] += 1
             shutil.rmtree(world.folder / "merged", ignore_errors=True)  # of one that was killed
-    return counts, failures
+            return kind, outcome
 
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--files", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first file, to try one again")
-    arguments = parser.parse_args()
-    start = time.monotonic()
-    counts, failures = fuzz(arguments.files, arguments.seed, arguments.first)
-    print(f"{'attack':<20}" + "".join(f"{name:>12}" for name in [*TARGETS, "files"]))
-    for kind, counter in sorted(counts.items()):
-        passed = [sum(n for outcome, n in counter.items() if name in outcome.split()) for name in TARGETS]
-        print(f"{kind:<20}" + "".join(f"{number:>12,}" for number in [*passed, counter.total()]))
-    print(f"{arguments.files:,} files in {time.monotonic() - start:.0f} seconds")
-    for number, reason in failures:
-        print(f"file {number} of seed {arguments.seed}: {reason}")
-    return 1 if failures else 0
+        return count(attempt, range(first, first + files))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(fuzz, __doc__, TARGETS)

@@ -1,37 +1,32 @@
 """Messages of a stream, damaged on the way or built to attack, by the thousand: no follower ever holds a wrong model.
 
-    python tests/helpers/fuzz_stream.py --messages 10000 --seed 0
+    python tests/helpers/fuzz_stream.py --number 10000 --seed 0
 
 Snapshots and updates (new entries, a head, all values, the changed ones alone, differences on a quantized base) go
 through the attacks of ``fuzz_attacks.py`` and two of their own. A follower at the version before gets each one, within
 a limit of memory and of time. The promise: what was damaged on the way is refused by a ``SparsifyError`` with a
 printable message, and the model stays as it was, to the bit; a message whose hashes were made to fit is refused in the
-same way, or else applied as a whole. Exit status 1 and the numbers of the messages that break it otherwise.
+same way, or else applied as a whole. Exit status 1 and the numbers of the messages that
+break it otherwise.
 """
 
-import argparse
 import contextlib
 import copy
 import hashlib
-import json
 import random
 import re
-import sys
 import tempfile
-import time
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from deltas import bits
 from fuzz_attacks import ANYTHING, ATTACKS, DTYPES, INTEGERS, NEEDS_ENTRIES, Parts
-from fuzz_format import examine
+from fuzzing import count, examine, main
 from streams import Run
 
 from sparsify import DeltaSubscriber
 
-MEGABYTES = 48
 STREAM_FIELDS = ["format_version", "chain", "version", "snapshot", "header_sha256", "more"]
 
 
@@ -95,15 +90,13 @@ def damaged(rng, data, other):
 
 def attack_stream(rng, parts, other):
     """Other values in the fields that only a stream has, or other tensors of known values and places."""
-    metadata = parts.header["__metadata__"]
-    stream = json.loads(metadata["sparse_stream"])
+    stream = parts.document["config"]["stream"]
     keys = [key for key in parts.keys if key.endswith((".known", ".places"))]
     action = rng.randrange(3)
     if action == 0 or not keys:
         stream[rng.choice(STREAM_FIELDS)] = copy.deepcopy(
             rng.choice([*ANYTHING, *INTEGERS, "0" * 64, "0" * 32, 3, 4, 5])
         )
-        metadata["sparse_stream"] = json.dumps(stream)
     elif action == 1:
         key = rng.choice(keys)
         size = parts.header[key]["shape"][0] + rng.choice([-1, 0, 1, 70_000])
@@ -150,34 +143,17 @@ def follow(case, *, genuine):
 
 def fuzz(messages, seed, first=0):
     """Tries that many messages: how many were applied and refused, by kind of attack, and the failures."""
-    cases, counts, failures = make_cases(), {}, []
+    cases = make_cases()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "message")
-        for number in range(first, first + messages):
+
+        def attempt(number):
             kind, case, data = attacked(number, seed, cases)
             path.write_bytes(data)
-            outcome = examine(path, follow(case, genuine=kind == "damaged"), None, MEGABYTES)
-            if outcome is not None and outcome.startswith("BROKEN"):
-                failures.append((number, f"{outcome} after {kind}"))
-            counts.setdefault(kind, Counter())["applied" if outcome is None else "refused"] += 1
-    return counts, failures
+            return kind, examine(path, {"applied": follow(case, genuine=kind == "damaged")}, None)
 
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--messages", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first message, to try one again")
-    arguments = parser.parse_args()
-    start = time.monotonic()
-    counts, failures = fuzz(arguments.messages, arguments.seed, arguments.first)
-    for kind, counter in sorted(counts.items()):
-        print(f"{kind:<12}{counter['applied']:>8,} applied{counter['refused']:>8,} refused")
-    print(f"{arguments.messages:,} messages in {time.monotonic() - start:.0f} seconds")
-    for number, reason in failures:
-        print(f"message {number} of seed {arguments.seed}: {reason}")
-    return 1 if failures else 0
+        return count(attempt, range(first, first + messages))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(fuzz, __doc__, ["applied", "refused"])

@@ -15,10 +15,10 @@ needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="needs fork an
 
 
 def within_limits(function, megabytes=500, seconds=30):
-    """Calls a function in a fork of this process; returns None, or raises what it raised.
+    """Calls a function in a fork of this process; returns its text, if it returns one, or raises what it raised.
 
     Args:
-        function: its result is dropped.
+        function: other results are dropped.
         megabytes: of address space that it may take on top of what this process has.
         seconds: until it is killed.
     """
@@ -36,19 +36,20 @@ def within_limits(function, megabytes=500, seconds=30):
         outcome = pipe.read()
     os.waitpid(child, 0)
     assert outcome, f"killed: it took more than {seconds} s, or died"
-    error = pickle.loads(outcome)
-    if error is not None:
-        raise error
+    result = pickle.loads(outcome)
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _outcome(function, megabytes):
-    """None, or the error that the function raised, small enough for a pipe."""
+    """The text that the function returns, or the error that it raises, small enough for a pipe."""
     try:
         torch.set_num_threads(1)  # the threads of a pool are not there in a fork
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + int(megabytes * 2**20),) * 2)
-        function()
+        result = function()
     except BaseException as error:
         return type(error)(str(error)[:5_000]) if isinstance(error, ValueError) else RuntimeError(repr(error)[:5_000])
-    return None
+    return result if isinstance(result, str) else None

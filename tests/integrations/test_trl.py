@@ -1,6 +1,7 @@
 """TRL's trainers on a sparsified tiny Llama: the oracle's entries, small checkpoints, resuming, DPO's reference."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ WORDS = [first + second + third for first in "bdk" for second in "aeo" for third
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("llama"))
+
+
+def save_base(folder):
     """The folder of a tiny Llama, its weights far enough from zero for the losses to differ."""
-    folder = tmp_path_factory.mktemp("llama")
     model, _ = build("llama")
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -52,34 +56,48 @@ def sentences(number, words, seed):
     return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator)) for _ in range(number)]
 
 
-def make_trainer(kind, config, data, model, folder, callbacks=True, **more):
+def make_trainer(kind, config, data, model, folder, callbacks=None, **more):
     chosen = {
         "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "report_to": [],
-        "disable_tqdm": True, "use_cpu": True, "bf16": False, "learning_rate": 1e-2, "max_length": 12, **more,
+        "disable_tqdm": True, "use_cpu": True, "bf16": False, "learning_rate": 1e-2, **more,
     }  # fmt: skip
     arguments = {"args": config(str(folder), **chosen), "train_dataset": Dataset.from_dict(data)}
-    callbacks = [SparsifyCallback()] if callbacks else []
+    callbacks = [SparsifyCallback()] if callbacks is None else callbacks
     return kind(model, processing_class=tokenizer(), callbacks=callbacks, **arguments)
 
 
 def sft(*args, **options):
-    return make_trainer(trl.SFTTrainer, trl.SFTConfig, {"text": sentences(24, 9, seed=0)}, *args, **options)
+    rows = {"text": sentences(24, 9, seed=0)}
+    return make_trainer(trl.SFTTrainer, trl.SFTConfig, rows, *args, max_length=12, **options)
 
 
 def dpo(*args, **options):
     pairs = {name: sentences(24, 4, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))}
-    return make_trainer(trl.DPOTrainer, trl.DPOConfig, pairs, *args, **options)
+    return make_trainer(trl.DPOTrainer, trl.DPOConfig, pairs, *args, max_length=12, **options)
 
 
-TRAINERS = {"sft": sft, "dpo": dpo}
+def variety(completions, **columns):
+    """A reward: the number of different words."""
+    return [float(len(set(completion.split()))) for completion in completions]
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+def grpo(*args, rollout_func=None, **options):
+    """Generates the completions itself, unless it is given a function for that."""
+    kind = partial(trl.GRPOTrainer, reward_funcs=variety, rollout_func=rollout_func)
+    options = {"num_generations": 4, "max_completion_length": 6, **options}
+    return make_trainer(kind, trl.GRPOConfig, {"prompt": sentences(24, 4, seed=0)}, *args, **options)
+
+
+TRAINERS = {"sft": sft, "dpo": dpo, "grpo": grpo}
+KINDS = ["sft", "dpo", pytest.param("grpo", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
     """One step of SGD on the plain model tells every gradient, those of weights that TRL reads itself included."""
     options = {"max_steps": 1, "save_strategy": "no", "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
     start, dense = load(base), load(base)
-    trainer = TRAINERS[kind](dense, tmp_path, callbacks=False, **options)
+    trainer = TRAINERS[kind](dense, tmp_path, callbacks=[], **options)
     trainer.train()
     gradients = {name: (before - dense.get_parameter(name)).detach() / 0.5 for name, before in start.named_parameters()}
     scores = {name: grad.abs() / (start.get_parameter(name).abs() + 1) ** 2 for name, grad in gradients.items()}
@@ -94,7 +112,7 @@ def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
         torch.testing.assert_close(sparse.get_parameter(name), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_logged_and_resumed_bit_for_bit(kind, base, tmp_path):
     straight = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path)
     straight.train()

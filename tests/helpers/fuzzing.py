@@ -1,0 +1,69 @@
+"""What the fuzzers have in common: a file goes through targets in a fork, and attempts by number are counted."""
+
+import argparse
+import sys
+import time
+import warnings
+from collections import Counter
+
+import transformers
+from limits import within_limits
+
+from sparsify import SparsifyError
+
+MEGABYTES = 48  # of address space apart from 32 x the file: 16 are promised, the rest is malloc's
+SECONDS = 20  # far more than a file takes, so that a busy machine is no failure
+
+
+def examine(path, targets, world, megabytes=MEGABYTES):
+    """The names of the targets that end well with a file; "refused" if all raise errors of ours; "BROKEN" and how."""
+
+    def attack():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        passed = []
+        for name, target in targets.items():
+            try:
+                target(path, world)
+                passed.append(name)
+            except SparsifyError as error:
+                if len(str(error)) > 4000 or not str(error).isprintable():
+                    raise AssertionError(f"an unchecked message: {str(error)[:100]!a} ({name})") from None
+            except Exception as error:
+                raise AssertionError(f"{error!a:.300} ({name})") from None
+        return " ".join(passed)
+
+    try:
+        return within_limits(attack, megabytes + 32 * path.stat().st_size / 2**20, SECONDS) or "refused"
+    except Exception as error:
+        return f"BROKEN: {error!a:.500}"
+
+
+def count(attempt, numbers):
+    """Counts of the outcomes by kind of attack, and the failures; an attempt gives both for a number."""
+    counts, failures = {}, []
+    for number in numbers:
+        kind, outcome = attempt(number)
+        if outcome.startswith("BROKEN"):
+            failures.append((number, f"{outcome} after {kind}"))
+        counts.setdefault(kind, Counter())[outcome] += 1
+    return counts, failures
+
+
+def main(fuzz, description, names):
+    """The command line of a fuzzer, with a column for each of some targets."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    for option, default in (("number", 10_000), ("seed", 0), ("first", 0)):  # of attempts
+        parser.add_argument(f"--{option}", type=int, default=default)
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    counts, failures = fuzz(arguments.number, arguments.seed, arguments.first)
+    print(f"{'attack':<20}" + "".join(f"{name:>12}" for name in [*names, "all"]))
+    for kind, counter in sorted(counts.items()):
+        passed = [sum(n for outcome, n in counter.items() if name in outcome.split()) for name in names]
+        print(f"{kind:<20}" + "".join(f"{number:>12,}" for number in [*passed, counter.total()]))
+    print(f"{arguments.number:,} attempts in {time.monotonic() - start:.0f} seconds")
+    for number, reason in failures:
+        print(f"attempt {number} of seed {arguments.seed}: {reason}")
+    sys.exit(1 if failures else 0)
