@@ -19,7 +19,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("delta", help="folder of a delta")
     parser.add_argument("--out", type=Path, default=FOLDER / "entries.svg")
     options = parser.parse_args(arguments)
-    save(plot_shares(SparseDelta.load(options.delta)), options.out)
+    figure = plot_shares(SparseDelta.load(options.delta))
+    figure.axes[0].collections[0].set_edgecolor("none")  # white lines between empty cells are seen on a dark page
+    save(figure, options.out)
 
 
 if __name__ == "__main__":

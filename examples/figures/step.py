@@ -111,7 +111,7 @@ def draw(steps: dict[str, Step]) -> Figure:
     panels[len(panels) // 2].set_xlabel("CPU seconds")
     for ax, step in zip(panels, steps.values(), strict=True):
         for text, start in (("forward", 0), ("backward", step.forward_ends), ("update", step.backward_ends)):
-            ax.text(start, 1.1 * top, f" {text}", fontsize=8, va="top")
+            ax.text(start + 0.02 * longest, 1.1 * top, text, fontsize=8, va="top")
     return figure
 
 
