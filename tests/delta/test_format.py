@@ -215,7 +215,7 @@ def test_entries_that_make_no_sense_cannot_be_built(change, message):
         (join({"__metadata__": {"sparse_delta": 3}}, b""), "no metadata `sparse_delta`"),
         (join(b"[]", b""), "its header does not begin with"),
         (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
-        (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "recursion"),
+        (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "(recursion|Expecting)"),  # by Python's version
         (join({"__metadata__": {"sparse_delta": "[]"}}, b""), "format version is None"),
         (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
     ],

@@ -1,0 +1,62 @@
+"""The documentation's figures are drawn by their scripts, from the repository's data or a small model."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from examples.figures import entries, quality, step
+from sparsify import SparseDelta, sparsify
+
+FIGURES = Path(quality.__file__).parent
+
+
+def words(path):
+    """The texts of an SVG."""
+    return {text.strip() for text in ElementTree.parse(path).getroot().itertext() if text.strip()}
+
+
+def test_quality_has_a_panel_for_each_task_and_a_name_for_each_method(tmp_path):
+    quality.main(["--out", str(tmp_path / "figure.svg")])
+    assert {"SST-2, accuracy", "WNUT17, entity F1", "ID3", "LoRA", "full fine-tuning"} <= words(tmp_path / "figure.svg")
+
+
+def test_only_runs_of_the_recommended_recipe_are_drawn():
+    runs = [quality.settings_of(run) for run in quality.read(quality.RUNS).values()]
+    drawn = [run for run in runs if quality.is_drawn(run)]
+    assert {run.until for run in drawn if run.method == "id3"} == {0.2}
+    assert {run.decay for run in drawn} == {"linear"}
+    assert len(drawn) < len(runs)
+
+
+def test_entries_are_drawn_from_a_delta(tmp_path):
+    torch.manual_seed(0)
+    model = sparsify(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 8, "pafi")
+    with torch.no_grad():
+        model.sparse_values += 1
+    SparseDelta.from_model(model).save(tmp_path / "delta")
+    entries.main([str(tmp_path / "delta"), "--out", str(tmp_path / "figure.svg")])
+    assert {"8 unmasked entries", "weight"} <= words(tmp_path / "figure.svg")
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    drawn = {}
+    monkeypatch.setattr(step, "draw", lambda steps, draw=step.draw: drawn.update(steps) or draw(steps))
+    step.main(["--shape", "tiny", "--layers", "0", "--budget", "1000", "--out", str(tmp_path / "figure.svg")])
+    assert {"forward", "backward", "update"} <= words(tmp_path / "figure.svg")
+    assert drawn["full"].kept == pytest.approx(3 * drawn["full"].weights, rel=0.01), "two moments"
+    assert drawn["id3"].kept < drawn["lora"].kept
+    for one in drawn.values():
+        assert 0 < one.forward_ends < one.backward_ends <= one.seconds[-1]
+        assert one.memory.max() > one.kept
+
+
+@pytest.mark.parametrize("name", ["quality", "entries", "step"])
+def test_the_figures_are_in_the_repository_and_on_a_page(name):
+    assert (FIGURES / f"{name}.svg").stat().st_size < 200_000
+    pages = [FIGURES.parents[1] / "README.md", *(FIGURES.parents[1] / "tutorials").glob("*.md")]
+    assert any(f"examples/figures/{name}.svg" in page.read_text(encoding="utf-8") for page in pages)
