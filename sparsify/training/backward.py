@@ -224,7 +224,7 @@ class BackwardCollector:
             with self.streams.joined(values.device):
                 policy, work, selector = engine.policy, Work(), None
                 if not self.selected:
-                    selector = policy.selector(engine.progress, values, work, check=engine.check)
+                    selector = policy.selector(engine.progress, values, work)
                 engine.work = engine.work if selector is None else work
                 current = BackwardPass(graph, values, selector, engine.unmasked)
             self._passes[graph] = current

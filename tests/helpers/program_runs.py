@@ -62,9 +62,7 @@ class Run:
         else:
             importance, _ = IMPORTANCES[program.importance]
             budget, strategy = dense.budget, Strategy(importance, SELECTIONS[program.selection])
-        model = sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
-        get_unmasker(model).check = program.checked
-        return model
+        return sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
 
     # -------------------------------------------------------------------------------- actions
 
