@@ -109,7 +109,10 @@ def optimizer_of(model):
 def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, "id3", steps=STEPS)
-    Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9)).train(batches[:STEPS])
+    twins = Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    twins.train(batches[:STEPS])  # which compares losses and weights, too
+    assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
+    assert get_unmasker(sparse).unmasked == BUDGET
 
 
 @pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)

@@ -173,7 +173,8 @@ def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     ways = torch.randint(-1, 2, (12, 5)).float()
     batches = [HARD[case](copy.deepcopy(dense), x)[1] for x in batches]
     options = {"make_optimizer": partial(sgd, lr=0.0), "loss_of": lambda model, x: (model(x) * ways).sum(), "exp": exp}
-    Twins(dense, sparse, 60, 4, **options).train(batches)
+    twins = Twins(dense, sparse, 60, 4, **options).train(batches)
+    assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
 
 
 class Tied(nn.Module):
