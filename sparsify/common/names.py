@@ -6,7 +6,7 @@ dict, so that a delta trained under one wrapper finds its tensors under another,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -94,6 +94,11 @@ def did_you_mean(value: Any, names: Iterable[str]) -> str:
     """A sentence with the name nearest to a value, whatever its case; empty where none is near."""
     near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first five names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def find_engine(model: nn.Module) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from sparsify.common.names import listed
 from sparsify.errors import SparsifyError
 
 BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
@@ -140,9 +141,8 @@ def _different_places(places: Sequence[int], names: Sequence[str]) -> str:
     ends = {BEGIN: "the beginning", END: "the end"}
     shown = [f"rank {rank} is at {ends.get(place) or f'`{names[place]}`'}" for rank, place in enumerate(places)]
     return (
-        f"the ranks are at different places of their backward passes: {', '.join(shown[:8])}"
-        f"{', ...' if len(shown) > 8 else ''}. To select the same entries, every rank has to run the same modules in "
-        "each backward that selects some. Let a module that a batch does not need run on an empty input, or take its "
-        "parameters out of the candidates with exclude_modules; run a compiled model under no_grad() where it is only "
-        "evaluated."
+        f"the ranks are at different places of their backward passes: {listed(shown)}. To "
+        "select the same entries, every rank has to run the same modules in each backward that selects some. Let a "
+        "module that a batch does not need run on an empty input, or take its parameters out of the candidates with "
+        "exclude_modules; run a compiled model under no_grad() where it is only evaluated."
     )

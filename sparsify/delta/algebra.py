@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -20,17 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
+from sparsify.delta.applicable import Applicable
 from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor
 from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import (
-    AppliedPlans,
-    PatchPlan,
-    check_not_drawn,
-    find_targets,
-    plan_entries,
-    warn_of_casts,
-)
+from sparsify.delta.patch_plan import PatchPlan, check_not_drawn, find_targets, plan_entries, warn_of_casts
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import SparsifyError
 
@@ -38,16 +30,8 @@ _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", 
 Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDeltas
 
 
-class Summable:
+class Summable(Applicable):
     """The operators ``+``, ``-``, ``*`` and ``/`` of deltas and of sums of them."""
-
-    @cached_property
-    def _applied(self) -> AppliedPlans:
-        return AppliedPlans()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out of copies and pickles the models that the delta is applied to."""
-        return {key: value for key, value in vars(self).items() if key != "_applied"}
 
     def _terms(self) -> Terms:
         return ((1.0, self),)
@@ -149,27 +133,7 @@ class DeltaSum(Summable):
         return type(self.terms[0][1])(tensors, dense, self._config())
 
     def plan(self, model: nn.Module) -> PatchPlan:
-        """Plans the writes of :meth:`apply`; see :meth:`SparseDelta.plan`."""
         return self.on(model).plan(model)
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Applies the sum to a base model, in place; see :meth:`SparseDelta.apply`."""
-        self._applied.check_free(model)
-        return self._applied.write(self.plan(model), model)
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        """Puts back, bit for bit, what :meth:`apply` replaced; see :meth:`SparseDelta.revert`."""
-        self._applied.undo(model)
-        return model
-
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Applies the sum for the length of a ``with`` block, and reverts it however the block ends."""
-        self.apply(model)
-        try:
-            yield model
-        finally:
-            self.revert(model)
 
     def save(self, path: StrPath, *, base: Base, kind: str = "replace") -> None:
         """Evaluates the expression as :meth:`on` does and saves the result, see :meth:`SparseDelta.save`."""

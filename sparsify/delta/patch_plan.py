@@ -9,12 +9,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest, put
@@ -62,39 +60,6 @@ class TensorPatch:
 
 
 PatchPlan: TypeAlias = list[TensorPatch]
-
-
-class AppliedPlans:
-    """The plans of one delta that are written into models, by model, which they do not keep alive."""
-
-    def __init__(self) -> None:
-        self.plans: WeakKeyDictionary[nn.Module, PatchPlan] = WeakKeyDictionary()
-
-    def check_free(self, model: nn.Module) -> None:
-        """Raises where a plan is written into the model already."""
-        if model in self.plans:
-            raise SparsifyError(
-                "this delta is already applied to this model, and applying it again would lose the original values: "
-                "call `revert(model)` first."
-            )
-
-    def write(self, plan: PatchPlan, model: nn.Module) -> nn.Module:
-        """Writes a plan and records it, both or neither; returns the model."""
-        with uninterrupted():
-            write_plan(plan, model)
-            self.plans[model] = plan
-        return model
-
-    def undo(self, model: nn.Module) -> PatchPlan:
-        """Undoes the model's plan and returns it; raises if there is none, or the model does not hold its values."""
-        if model not in self.plans:
-            raise SparsifyError(
-                "this delta is not applied to this model, so there is nothing to revert: pass the object that `apply` "
-                "got, not a copy or a wrapper of it."
-            )
-        with uninterrupted():
-            undo_plan(self.plans[model], model)
-            return self.plans.pop(model)
 
 
 def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = ()) -> dict[str, Tensor]:

@@ -10,13 +10,11 @@ order of the budget; what it replaces in a model is kept and put back by ``rever
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import find_engine
 from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
@@ -217,67 +215,7 @@ class SparseDelta(Summable):
         options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
         return hub.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
 
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Writes the delta's values into a base model, in place, after all checks; returns the model.
-
-        A base in another dtype than the delta was trained on cannot be checked: one warning says so, and the values
-        are cast.
-
-        Over a quantized weight nothing is written: the trained entries' part of its layer's output is added to it, and
-        no state dict holds them. A delta that was trained on a quantized weight also goes onto the weight from before
-        it was quantized, which cannot be checked either.
-
-        Args:
-            model: the base that the delta was trained on, wrapped or not, on any device.
-
-        Raises:
-            BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
-            SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
-        """
-        self._applied.check_free(model)
-        return self._applied.write(self.plan(model), model)
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        """Puts back, bit for bit, what :meth:`apply` replaced; returns the model, which may have moved or been cast.
-
-        Args:
-            model: a model that this delta is applied to.
-
-        Raises:
-            SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
-        """
-        self._applied.undo(model)
-        return model
-
-    def swap(self, model: nn.Module, other: SparseDelta) -> nn.Module:
-        """Reverts this delta, applies another one and returns the model; only the two deltas' entries are written.
-
-        Args:
-            model: a model that this delta is applied to.
-            other: a delta trained on the same base.
-
-        Raises:
-            SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
-        """
-        with uninterrupted():
-            plan = self._applied.undo(model)
-            try:
-                return other.apply(model)
-            except BaseException:
-                self._applied.write(plan, model)
-                raise
-
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Applies the delta for the length of a ``with`` block, and reverts it however the block ends."""
-        self.apply(model)
-        try:
-            yield model
-        finally:
-            self.revert(model)
-
     def plan(self, model: nn.Module) -> PatchPlan:
-        """Plans and checks the writes of :meth:`apply`; nothing is written."""
         plan = plan_delta(self.tensors, self.whole, model)
         parts: dict[str, Any] = {**self.tensors, **self.whole}
         warn_of_casts((patch.name, parts[patch.name].dtype, patch.old.dtype) for patch in plan)

@@ -4,8 +4,8 @@
 
 The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be
 needed, so x is computed a second time in backward, by the same operation on the same numbers, and never saved. The same
-is done behind a layer norm, and behind a ReLU's dropout, which on a CPU is a product of two saved tensors. A
-transformer's block then saves next to nothing for its weights' gradients, as when its layers are frozen.
+is done behind a layer norm. A transformer's block then saves next to nothing for its weights' gradients, as when its
+layers are frozen.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     if node is None or x._version or not x.is_contiguous() or hooks is not None:
         return None
     try:
-        make = _operation(node) or _dropout(node)
+        make = _operation(node)
     except RuntimeError:  # a backward pass through x is over, and has freed its node's tensors
         return None
     if make is None:
@@ -148,22 +148,6 @@ def _operation(node: Any) -> Maker | None:
     if operation is _layer_norm and _EPS not in node.metadata:
         return None
     return lambda empty: operation(node, empty)
-
-
-def _dropout(node: Any) -> Maker | None:
-    """Recomputes a ReLU's output, which its node saves, times a tensor of its shape that needs no gradient.
-
-    Not for other factors: they may have been written into, unknown to autograd, before they were multiplied.
-    """
-    source = node.next_functions[0][0] if node.name() == "MulBackward0" else None
-    if source is None or source.name() != "ReluBackward0":
-        return None
-    if _is_packed(node._raw_saved_other) or _is_packed(source._raw_saved_result) or node._saved_other is None:
-        return None
-    output, noise = source._saved_result, node._saved_other
-    if output.shape != noise.shape or output.dtype != noise.dtype:
-        return None
-    return lambda empty: torch.mul(source._saved_result, node._saved_other, out=empty())
 
 
 def _is_packed(saved: Any) -> bool:

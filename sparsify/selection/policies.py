@@ -22,7 +22,6 @@ from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext, Work
-from sparsify.selection.dense_check import CheckedSelector
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.selectors import RankedSelector, Selector, StreamingSelector
@@ -72,14 +71,13 @@ class UnmaskingPolicy:
         """Number of entries that the next step selects."""
         return 0
 
-    def selector(self, progress: Progress, values: Tensor, work: Work, *, check: bool = False) -> Selector | None:
+    def selector(self, progress: Progress, values: Tensor, work: Work) -> Selector | None:
         """Makes the selector of a backward pass; ``None`` where nothing is to be selected.
 
         Args:
             progress: how far training is.
             values: (capacity,) the flat delta, for its dtype and device.
             work: counts the entries that the selector looks at.
-            check: compare the selection with the dense form; an error on several ranks.
         """
         number, values = self.quota(progress), values.detach()
         if not number:
@@ -94,12 +92,7 @@ class UnmaskingPolicy:
             topk = TopK(number, values.dtype, values.device)
         context = SelectionContext(topk, self.importance, work, self._masked_only)
         if num_ranks() == 1:
-            return CheckedSelector(context) if check else StreamingSelector(context)
-        if check:
-            raise SparsifyError(
-                "get_unmasker(model).check is set, and several ranks train together; one process alone can compare "
-                "its selection with the dense form: unset it, or train without ranks."
-            )
+            return StreamingSelector(context)
         if isinstance(topk, DeviceTopK):
             return ShardedSelector(context, self.ranks, self.tensors, values.dtype)
         return DistributedSelector(context, self.ranks, self.tensors, self.sync_mode)

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
+from sparsify.common.names import listed
 from sparsify.common.quantized import is_quantized
 from sparsify.errors import SparsifyError
 
@@ -224,7 +225,7 @@ def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], cand
     if empty:
         warnings.warn(
             f"target_modules matched {len(with_parameters)} modules with parameters; {len(empty)} of them hold none "
-            f"that requires grad and stay frozen: {', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}.",
+            f"that requires grad and stay frozen: {listed(empty)}.",
             stacklevel=4,
         )
 
@@ -241,8 +242,7 @@ def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     frozen = any(not parameter.requires_grad for parameter in others)
     if quantized and not frozen and not _is_peft(modules):
         warnings.warn(
-            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {', '.join(quantized[:3])}"
-            f"{', ...' if len(quantized) > 3 else ''}. To train entries of them too, name their layers with "
-            'target_modules, such as "all-linear".',
+            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
+            'train entries of them too, name their layers with target_modules, such as "all-linear".',
             stacklevel=4,
         )

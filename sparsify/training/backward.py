@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from sparsify.common.devices import Streams
 from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import listed
 from sparsify.common.ranks import num_ranks
 from sparsify.errors import SparsifyError
 from sparsify.masked.gradients import Gradient
@@ -224,7 +225,7 @@ class BackwardCollector:
             with self.streams.joined(values.device):
                 policy, work, selector = engine.policy, Work(), None
                 if not self.selected:
-                    selector = policy.selector(engine.progress, values, work, check=engine.check)
+                    selector = policy.selector(engine.progress, values, work)
                 engine.work = engine.work if selector is None else work
                 current = BackwardPass(graph, values, selector, engine.unmasked)
             self._passes[graph] = current
@@ -250,8 +251,8 @@ class BackwardCollector:
         if names:
             warnings.warn(
                 f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If the loss does not depend on them, all "
-                "is well; otherwise their weight is read without their module being called: please report it.",
+                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise their weight is read "
+                "without their module being called: please report it.",
                 stacklevel=2,
             )
 

@@ -51,7 +51,6 @@ class Engine:
 
     Attributes:
         steps: planned optimizer steps; may be set until the first backward.
-        check: whether each step's selection is compared with the dense form, which takes its time and memory.
         step: optimizer steps done.
         updates: entry updates done, the trained entries summed over the steps.
         work: entries that the last selection looked at, by the way it took.
@@ -63,7 +62,7 @@ class Engine:
             tensor.collector = self
         self.strategy, self.schedule, self.budget, self.steps = plan.strategy, plan.schedule, plan.budget, plan.steps
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
-        self.seed, self.sync_mode, self.check, self.work = plan.seed, plan.sync, False, Work()
+        self.seed, self.sync_mode, self.work = plan.seed, plan.sync, Work()
         self.dense_names = tuple(plan.targets.saved)
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
         self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again

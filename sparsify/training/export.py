@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
-from sparsify.common.names import plain_model, plain_name
+from sparsify.common.names import listed, plain_model, plain_name
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values, is_shard
 from sparsify.delta.entries import DeltaParts, TensorDelta
@@ -120,18 +120,19 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
     held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
     held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
-    trainable = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    replaced = [plain_name(t.name) for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
+    trainable, replaced = ([f"`{plain_name(name)}`" for name in names] for names in (trainable, replaced))
     problems = []
     if trainable:
         problems.append(
-            f"{_some(trainable)} can train, but no delta holds them: they were added, replaced or made trainable after "
-            "sparsify(), or are no part of the module that it was given. Do that first, give sparsify() the whole "
-            "model, and name what is to be trained whole in modules_to_save; freeze what is not trained "
+            f"{listed(trainable)} can train, but no delta holds them: they were added, replaced or made trainable "
+            "after sparsify(), or are no part of the module that it was given. Do that first, give sparsify() the "
+            "whole model, and name what is to be trained whole in modules_to_save; freeze what is not trained "
             "(requires_grad_(False))"
         )
     if replaced:
-        problems.append(f"{_some(replaced)} were replaced after sparsify(): what was trained there is lost")
+        problems.append(f"{listed(replaced)} were replaced after sparsify(): what was trained there is lost")
     return "; ".join(problems)
 
 
@@ -146,11 +147,6 @@ def _is_base(engine: Engine, name: str, parameter: Tensor) -> bool:
         return True
     known = engine.base_digests.get(name)
     return known is not None and known == (parameter.dtype, digest(full_values(parameter)))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(f"`{name}`" for name in names[:3]) + more
 
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsify.adapters.bottleneck import INITIAL_STD, Adapter
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.common.names import plain_model, plain_name
+from sparsify.common.names import listed, plain_model, plain_name
 from sparsify.common.raw_bits import digest
 from sparsify.delta import hub
 from sparsify.delta.checkpoint.reader import Checkpoint
@@ -72,7 +72,7 @@ def find_recipes(model: nn.Module, names: Sequence[str], mode: str, seed: int) -
     if left := [name for name in names if name not in recipes]:
         warnings.warn(
             f"{len(left)} of {len(names)} new parameters have other initial values than LoRA's or an adapter's, and "
-            f"are stored whole: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}.",
+            f"are stored whole: {listed(left)}.",
             stacklevel=3,
         )
     return recipes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.names import listed
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values
 from sparsify.strategies.strategy import Increment, Repeat
@@ -42,11 +43,7 @@ class Verification:
 
     def __str__(self) -> str:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
-        problems = [
-            f"{len(names)} tensors {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for names, problem in found
-            if names
-        ]
+        problems = [f"{len(names)} tensors {problem}: {listed(names)}" for names, problem in found if names]
         if self.unmasked != self.expected:
             problems.append(
                 f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (entries without a "

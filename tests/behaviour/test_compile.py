@@ -180,7 +180,7 @@ def test_a_part_of_a_compiled_function_is_in_its_graph():
 # -------------------------------------------------------------------------------- uses of a tensor
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=slow) for seed in range(8, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=slow) for seed in range(2, 20))])
 def test_a_random_program_that_is_compiled_is_the_oracle(seed, monkeypatch):
     """Every way in which a weight is used; several graphs in a step; weights that are read, loaded and copied."""
 

@@ -229,11 +229,10 @@ def winners_of_random_tensors(rank):
 # ------------------------------------------------------------------- scenarios that are refused
 
 
-def message(rank, *, seed=0, strategy="id3", steps=STEPS, check=False, **options):
+def message(rank, *, seed=0, strategy="id3", steps=STEPS, **options):
     """The error of a run in which something differs between the ranks."""
     model, batches = mlp(seed)
     sparsify(model, BUDGET, strategy, steps=steps)
-    get_unmasker(model).check = check
     return error_of(lambda: train(rank, model, batches, **options))
 
 
@@ -271,7 +270,6 @@ REFUSED = {
     "without DDP": (lambda rank: message(rank, ddp=False), "differ in their flat delta", "DistributedDataParallel"),
     "a known set without DDP": (lambda rank: message(rank, strategy="pafi", ddp=False), "differ in their flat delta"),
     "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
-    "the dense form": (lambda rank: message(rank, check=True), "several ranks train together"),
 }  # fmt: skip
 OWN = [
     nothing_finite_on_one_rank, no_token_on_one_rank, parts_of_two_lengths, a_small_module_on_one_rank_alone,

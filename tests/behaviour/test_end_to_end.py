@@ -80,12 +80,10 @@ def minilm():
     return AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
 
-@pytest.mark.parametrize("checked", [False, pytest.param(True, marks=pytest.mark.slow)])  # by the dense form
-def test_the_pretrained_minilm_trains_and_its_file_is_tiny(minilm, checked, tmp_path):
+def test_the_pretrained_minilm_trains_and_its_file_is_tiny(minilm, tmp_path):
     base, tokenizer = minilm
-    batch = tokenizer(TEXTS * (8 if checked else 1), return_tensors="pt", padding=True)
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
     model = sparsify(copy.deepcopy(base), 2_000, steps=4, exclude_modules=["pooler"])
-    get_unmasker(model).check = checked
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-3)
     distances = []
     for _ in range(4):
@@ -96,7 +94,6 @@ def test_the_pretrained_minilm_trains_and_its_file_is_tiny(minilm, checked, tmp_
         distances.append(distance.item())
     assert distances == sorted(distances, reverse=True)
     assert get_unmasker(model).unmasked == 2_000
-    assert get_unmasker(model).work.screened > 0 or not checked
     model.eval()
     SparseDelta.from_model(model).save(tmp_path)
     assert (tmp_path / "sparse_delta.safetensors").stat().st_size < 60_000  # the checkpoint has 90 million

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from sparsify.bench.settings import Settings
 from sparsify.bench.tokens import find_texts, make_batches, make_rows
+from sparsify.cli.demo.docstrings import Example
 from sparsify.errors import SparsifyError
 
 
@@ -35,10 +36,16 @@ def test_too_little_text_says_so(length):
         make_rows([("a b", 0)], Words(), length)
 
 
+def test_without_a_folder_of_data_the_texts_are_docstrings(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSIFY_DATA", str(tmp_path))
+    examples = [Example("A text.", 1, "a.py")], [Example("Another.", 0, "b.py")]
+    monkeypatch.setattr("sparsify.cli.demo.docstrings.load_examples", lambda: examples)
+    assert find_texts() == ("docstrings", [("A text.", 1), ("Another.", 0)])
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
 def test_mrpc_is_read_from_the_folder_in_the_environment(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPARSIFY_DATA", str(tmp_path))
-    assert find_texts()[0] == "docstrings"
     (tmp_path / "mrpc").mkdir()
     row = json.dumps({"sentence1": "One.", "sentence2": "Two.", "label": 1}) + "\n"
     with (gzip.open if name.endswith("gz") else open)(tmp_path / "mrpc" / name, "wt") as file:

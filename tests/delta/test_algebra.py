@@ -118,6 +118,19 @@ def test_a_sum_is_applied_once_and_reverted_to_the_bit():
         total.revert(base)
 
 
+def test_a_sum_is_swapped_for_a_delta_and_back():
+    base = make_base()
+    before, delta = bits(base), task(base, 1)
+    total = delta + task(base, 2)
+    expected = bits(total.on(base).apply(copy.deepcopy(base)))
+    delta.apply(base)
+    delta.swap(base, total)
+    assert bits(base) == expected
+    total.swap(base, delta)
+    delta.revert(base)
+    assert bits(base) == before
+
+
 @pytest.mark.parametrize("kind", ["replace", "add"])
 def test_a_saved_sum_loads_as_a_delta(tmp_path, kind):
     base = make_base()

@@ -378,7 +378,7 @@ def test_one_delta_serves_many_models_and_keeps_none_alive(delta):
     delta.revert(models[0])
     assert bits(models[0]) == before != bits(models[1])
     del model, models
-    assert len(delta._applied.plans) == 0
+    assert len(delta._applied) == 0
 
 
 # The model moves on between apply and revert

@@ -62,9 +62,7 @@ class Run:
         else:
             importance, _ = IMPORTANCES[program.importance]
             budget, strategy = dense.budget, Strategy(importance, SELECTIONS[program.selection])
-        model = sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
-        get_unmasker(model).check = program.checked
-        return model
+        return sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
 
     # -------------------------------------------------------------------------------- actions
 
@@ -310,7 +308,7 @@ def interrupt_in_backward(*_):
 
 
 def run(program):
-    """Runs both sides of a program; an error has the program, the action and what was found there."""
+    """Runs both sides of a program and returns them; an error has the program, the action and what was found there."""
     both = Run(program)
     with ExitStack() as limits:
         for name, limit in TINY.items() if program.tiny else ():
@@ -323,3 +321,4 @@ def run(program):
                     f"program({program.seed}), action {number}, {action}{tuple(arguments)}: "
                     f"{type(error).__name__}: {error}\n\n{program}"
                 ) from error
+    return both

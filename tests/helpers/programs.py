@@ -42,7 +42,6 @@ class Program:
     scaled: bool  # by GradScaler
     clip: float | None
     set_to_none: bool
-    checked: bool  # get_unmasker(model).check
     tiny: bool  # small tensors go the ways of large ones
     script: tuple[tuple, ...]
 
@@ -108,7 +107,6 @@ def program(seed):
         scaled=rng.random() < 0.3,
         clip=rng.choice([None, None, 0.1]),
         set_to_none=rng.random() < 0.8,
-        checked=rng.random() < 0.3,
         tiny=rng.random() < 0.4,
         script=tuple(_script(rng, steps + rng.randint(-1, 1), len(parts))),
     )

@@ -60,6 +60,7 @@ def interrupted_and_resumed(rank, folder):
     return sorted(path.name for path in folder.iterdir()), sorted(p.name for p in (folder / "checkpoint-8").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_is_resumed_bit_for_bit_from_the_last_complete_checkpoint(tmp_path):
     first, second = on_ranks(2, interrupted_and_resumed, tmp_path)
     assert first == second

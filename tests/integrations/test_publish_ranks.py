@@ -20,6 +20,23 @@ def replicated(model):
     return model, DistributedDataParallel(model)
 
 
+CASES = {
+    "sharded": (sharded, words, {}),
+    "sharded, with a head": (sharded, mlp, {"modules_to_save": ["head"]}),
+    "replicated": (replicated, words, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What both ranks found, by case; starting the processes takes most of the time."""
+    return on_ranks(2, all_followed)
+
+
+def all_followed(rank):
+    return {name: followed(rank, *case) for name, case in CASES.items()}
+
+
 def followed(rank, wrap, make, options):
     """The bits of a follower after each step, and whether they are those that a delta of the model makes."""
     model, batches = make()
@@ -36,12 +53,9 @@ def followed(rank, wrap, make, options):
     return found, all(right)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "make", "options"),
-    [(sharded, words, {}), (sharded, mlp, {"modules_to_save": ["head"]}), (replicated, words, {})],
-)
-def test_ranks_publish_the_same_versions(wrap, make, options):
-    (one, one_is_right), (other, other_is_right) = on_ranks(2, followed, wrap, make, options)
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_publish_the_same_versions(ranks, case):
+    (one, one_is_right), (other, other_is_right) = (found[case] for found in ranks)
     assert one_is_right
     assert other_is_right
     assert one == other

@@ -111,7 +111,7 @@ def made(command):
     return "compiler 1.0"
 
 
-@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("processor", ["x86-64", pytest.param("x86-64-v3", marks=pytest.mark.slow), "x86-64-v4"])
 def test_the_loops_are_the_same_on_an_older_processor(monkeypatch, fresh, processor):
     if native._compiler() is None or platform.machine() != "x86_64":
         pytest.skip("needs a compiler for x86-64")

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, exact, factors, seeded
 
@@ -17,6 +17,8 @@ triton_norm_bound = pytest.importorskip("sparsify.kernels.triton.norm_bound", re
 pytestmark = pytest.mark.usefixtures("device")
 
 SIZE, LIMIT, OFFSET = 20, 40, 1000
+# an interpreted kernel takes seconds
+EXAMPLES = pytest.mark.parametrize("examples", [6, pytest.param(40, marks=pytest.mark.slow)])
 EDGES = st.sampled_from([1, 2, 31, 33, 127, 128, 129, 150])
 INTEGERS = {
     "few numbers": lambda shape, generator: torch.randint(-2, 3, shape, generator=generator),
@@ -65,55 +67,63 @@ def some_factors(kind, tokens, rows, cols, dtype, seed):
     return Factors(left.t().contiguous().t(), right, weight, OFFSET, unmasked, excluded)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    kind=st.sampled_from(sorted(INTEGERS)), tokens=st.sampled_from([1, 63, 64, 65, 130]), rows=EDGES, cols=EDGES,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), seed=st.integers(0, 999),
-    exp=st.sampled_from([0.0, 1.0, 2.0]), rank=st.sampled_from([None, 0, 3, 20, 500]),
-)  # fmt: skip
-def test_the_best_of_a_product_are_those_of_the_product_multiplied_out(
-    kind, tokens, rows, cols, dtype, seed, exp, rank
-):
+@EXAMPLES
+def test_the_best_of_a_product_are_those_of_the_product_multiplied_out(examples):
     """With thresholds at exact scores, more ties than find room, and no threshold at all."""
-    factors, importance = some_factors(kind, tokens, rows, cols, dtype, seed), D3(exp=exp)
-    product = exact(factors.left, factors.right).float()
-    scores = importance.score(factors.weight.float(), product).view(-1).index_fill(0, factors.excluded, 0)
-    ranked = scores.sort(descending=True, stable=True)
-    threshold = -torch.inf if rank is None else float(ranked.values[min(rank, len(scores) - 1)])
-    candidates, unmasked = offer(importance, factors, threshold)
-    assert torch.equal(unmasked, product.take(factors.unmasked))
-    number = int(candidates.count[0])
-    ids, *parts = (array[:number] for array in candidates.arrays)
-    places = ids - OFFSET
-    expected = scores.take(places), product.take(places), factors.weight.float().take(places)
-    assert all(torch.equal(*pair) for pair in zip(parts, expected, strict=True))
-    reaching = int(((scores > 0) & (scores >= threshold)).sum())
-    best = ranked.indices[: min(SIZE, reaching)]
-    assert set(best.tolist()) <= set(places.tolist())
-    assert number == (reaching if reaching <= LIMIT else number) <= LIMIT
-    assert candidates.finite
-    assert candidates.count.tolist() == [number, 0, number, 0, 0]
-    assert threshold <= candidates.threshold <= max(threshold, ranked.values[min(SIZE, len(scores)) - 1])
+
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        kind=st.sampled_from(sorted(INTEGERS)), tokens=st.sampled_from([1, 63, 64, 65, 130]), rows=EDGES, cols=EDGES,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), seed=st.integers(0, 999),
+        exp=st.sampled_from([0.0, 1.0, 2.0]), rank=st.sampled_from([None, 0, 3, 20, 500]),
+    )  # fmt: skip
+    def hold(kind, tokens, rows, cols, dtype, seed, exp, rank):
+        factors, importance = some_factors(kind, tokens, rows, cols, dtype, seed), D3(exp=exp)
+        product = exact(factors.left, factors.right).float()
+        scores = importance.score(factors.weight.float(), product).view(-1).index_fill(0, factors.excluded, 0)
+        ranked = scores.sort(descending=True, stable=True)
+        threshold = -torch.inf if rank is None else float(ranked.values[min(rank, len(scores) - 1)])
+        candidates, unmasked = offer(importance, factors, threshold)
+        assert torch.equal(unmasked, product.take(factors.unmasked))
+        number = int(candidates.count[0])
+        ids, *parts = (array[:number] for array in candidates.arrays)
+        places = ids - OFFSET
+        expected = scores.take(places), product.take(places), factors.weight.float().take(places)
+        assert all(torch.equal(*pair) for pair in zip(parts, expected, strict=True))
+        reaching = int(((scores > 0) & (scores >= threshold)).sum())
+        best = ranked.indices[: min(SIZE, reaching)]
+        assert set(best.tolist()) <= set(places.tolist())
+        assert number == (reaching if reaching <= LIMIT else number) <= LIMIT
+        assert candidates.finite
+        assert candidates.count.tolist() == [number, 0, number, 0, 0]
+        assert threshold <= candidates.threshold <= max(threshold, ranked.values[min(SIZE, len(scores)) - 1])
+
+    hold()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    kind=st.sampled_from(sorted(KINDS)), tokens=st.sampled_from([1, 45, 300]), rows=EDGES, cols=EDGES,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 999),
-    share=st.sampled_from([0.5, 0.99, 1.0]),
-)  # fmt: skip
-def test_no_entry_is_missed_whatever_the_factors_are(rough_units, kind, tokens, rows, cols, dtype, seed, share):
-    left, right = factors(kind, tokens, rows, cols, dtype, seed)
-    if dtype == torch.bfloat16:  # the interpreter misreads its denormal numbers
-        left, right = (part.masked_fill(part.abs() < 2.0**-126, 0) for part in (left, right))
-    weight, nothing = torch.zeros(rows, cols), torch.empty(0, dtype=torch.int64)
-    size = exact(left, right).abs().view(-1)
-    threshold = float(size.quantile(share).float())
-    candidates, _ = offer(D3(), Factors(left, right, weight, 0, nothing, nothing), threshold)
-    off = (exact(left.abs(), right.abs()) * tokens * 2**-23).view(-1) + tokens * 2**-120
-    best = size.sort(descending=True).indices[:SIZE]
-    sure = best[size[best] - off[best] > max(threshold, float((size - off).sort().values[-min(SIZE, len(size))]))]
-    assert set(sure.tolist()) <= set(candidates.ids[: candidates.count[0]].tolist())
+@EXAMPLES
+@pytest.mark.usefixtures("rough_units")
+def test_no_entry_is_missed_whatever_the_factors_are(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        kind=st.sampled_from(sorted(KINDS)), tokens=st.sampled_from([1, 45, 300]), rows=EDGES, cols=EDGES,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 999),
+        share=st.sampled_from([0.5, 0.99, 1.0]),
+    )  # fmt: skip
+    def hold(kind, tokens, rows, cols, dtype, seed, share):
+        left, right = factors(kind, tokens, rows, cols, dtype, seed)
+        if dtype == torch.bfloat16:  # the interpreter misreads its denormal numbers
+            left, right = (part.masked_fill(part.abs() < 2.0**-126, 0) for part in (left, right))
+        weight, nothing = torch.zeros(rows, cols), torch.empty(0, dtype=torch.int64)
+        size = exact(left, right).abs().view(-1)
+        threshold = float(size.quantile(share).float())
+        candidates, _ = offer(D3(), Factors(left, right, weight, 0, nothing, nothing), threshold)
+        off = (exact(left.abs(), right.abs()) * tokens * 2**-23).view(-1) + tokens * 2**-120
+        best = size.sort(descending=True).indices[:SIZE]
+        sure = best[size[best] - off[best] > max(threshold, float((size - off).sort().values[-min(SIZE, len(size))]))]
+        assert set(sure.tolist()) <= set(candidates.ids[: candidates.count[0]].tolist())
+
+    hold()
 
 
 def test_what_the_units_cut_off_is_allowed_for(rough_units):

@@ -48,7 +48,7 @@ SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), 
 
 
 @pytest.mark.usefixtures("like_a_gpu", "small_parts")
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
 def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
     generator = seeded(seed)
@@ -109,7 +109,10 @@ def optimizer_of(model):
 def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, "id3", steps=STEPS)
-    Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9)).train(batches[:STEPS])
+    twins = Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    twins.train(batches[:STEPS])  # which compares losses and weights, too
+    assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
+    assert get_unmasker(sparse).unmasked == BUDGET
 
 
 @pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)

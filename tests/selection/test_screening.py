@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import descend
+from oracle import unmasked_sets
 from products import FORMS, FREE, screen_in_form
 from recorder import mask
 from torch import nn
@@ -172,7 +173,8 @@ def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     ways = torch.randint(-1, 2, (12, 5)).float()
     batches = [HARD[case](copy.deepcopy(dense), x)[1] for x in batches]
     options = {"make_optimizer": partial(sgd, lr=0.0), "loss_of": lambda model, x: (model(x) * ways).sum(), "exp": exp}
-    Twins(dense, sparse, 60, 4, **options).train(batches)
+    twins = Twins(dense, sparse, 60, 4, **options).train(batches)
+    assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
 
 
 class Tied(nn.Module):
@@ -190,20 +192,24 @@ class Tied(nn.Module):
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("selection", [Increment(), Repeat(capacity=30_000)], ids=lambda selection: selection.name)
-def test_a_tied_table_is_selected_from_as_by_its_whole_gradient(selection):
+def test_a_tied_table_is_selected_from_as_by_its_whole_gradient(selection, monkeypatch):
     torch.manual_seed(0)
-    model = sparsify(Tied(600, 160), 3_000, strategy=Strategy(D3(), selection), steps=5)
-    unmasker = get_unmasker(model)
-    unmasker.check = True  # raises where the dense form selects others
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    for step in range(5):
-        ids = torch.randint(600, (48,), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    work = unmasker.work
+    base, runs = Tied(600, 160), []
+    for can_screen in (screening.can_screen, lambda *_: False):
+        monkeypatch.setattr(screening, "can_screen", can_screen)
+        model = sparsify(copy.deepcopy(base), 3_000, strategy=Strategy(D3(), selection), steps=5)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        for step in range(5):
+            ids = torch.randint(600, (48,), generator=torch.Generator().manual_seed(step))
+            nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(model)
+    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
+    work = get_unmasker(runs[0]).work
     assert work.screened + work.skipped > 600 * 100, "the table, but for the rows that were looked up"
     assert work.screened + work.skipped + work.dense == 600 * 160 + 160 * 160 + 160
+    assert get_unmasker(runs[1]).work.dense == 600 * 160 + 160 * 160 + 160
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import plain_name, tied_names
+from sparsify.common.names import listed, plain_name, tied_names
 from sparsify.delta.checkpoint.conversion import model_without_weights
 from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor, open_base
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDeltas
@@ -28,7 +28,6 @@ from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NA
 from sparsify.errors import SparsifyError
 
 Edits: TypeAlias = Mapping[str, TensorPatch]  # by tensor name
-_NAMED_AT_MOST = 5
 _REMEDY = "write an ordinary checkpoint (`apply`, then `save_pretrained`)."
 
 
@@ -76,7 +75,7 @@ class PeftAdapter:
         if self.corrections:
             lines.append(f"  corrections: {counted(self.corrections, 'place')} for what the dtype rounds off")
         if self.saved_modules:
-            lines.append(f"  stored whole: {_listed(self.saved_modules)}")
+            lines.append(f"  stored whole: {listed(self.saved_modules)}")
         return "\n".join(lines)
 
 
@@ -153,7 +152,7 @@ class _Source(NamedTuple):
         model: Any = base
         if isinstance(tensors, Checkpoint):
             try:
-                model = model_without_weights(tensors.folder, len(tensors), architecture)
+                model = model_without_weights(tensors.folder, architecture)
             except SparsifyError as error:
                 raise SparsifyError(
                     f"PEFT's sparse adapters change weights of nn.Linear layers only, and which of the base's these "
@@ -175,7 +174,7 @@ def _saved_modules(whole: Iterable[str], modules: Mapping[str, nn.Module]) -> li
     """The outermost modules that hold tensors stored whole; raises where PEFT would take another module for one."""
     owners = sorted({name.rpartition(".")[0] for name in whole})
     if owners and not owners[0]:
-        own = _listed([f"`{name}` (of the model itself)" for name in whole if "." not in name])
+        own = listed([f"`{name}` (of the model itself)" for name in whole if "." not in name])
         raise SparsifyError(
             f"{own} cannot be stored whole by PEFT, which does so only with modules inside of the model: {_REMEDY}"
         )
@@ -196,7 +195,7 @@ def _check_weights(names: Collection[str], source: _Source, method: str) -> None
     if unfit := [f"`{name}` ({reason})" for name in names if (reason := _why_not(name, source))]:
         raise SparsifyError(
             f"PEFT's {method} adapter changes weights of nn.Linear and nothing else, which {len(unfit)} of the delta's "
-            f"{counted(len(names), 'tensor')} are not: {_listed(unfit)}. Nothing was written: freeze them before "
+            f"{counted(len(names), 'tensor')} are not: {listed(unfit)}. Nothing was written: freeze them before "
             f"training (`requires_grad_(False)` before `sparsify`), or {_REMEDY}"
         )
 
@@ -232,7 +231,7 @@ def _fit(method: Method, edits: Edits, needed: Mapping[str, int]) -> tuple[dict[
         raise SparsifyError(
             f"PEFT's {method.name} adapter gives every layer r * (in + out) places, and `{fullest}` needs "
             f"r={settings['r']} for its {counted(needed[fullest], 'entry', 'entries')}: more places than "
-            f"{counted(len(small), 'layer')} can have: {_listed(small)}. Nothing was written: use "
+            f"{counted(len(small), 'layer')} can have: {listed(small)}. Nothing was written: use "
             'method="supertuning", which gives every layer the same share of its size, or train fewer entries there.'
         )
     return settings, places
@@ -310,9 +309,3 @@ def _write_folder(folder: Path, config: Any, parts: Mapping[str, Tensor]) -> int
 def _inside(name: str, modules: Iterable[str]) -> bool:
     """Whether a module or tensor is in one of the modules."""
     return any(name.startswith(f"{module}.") for module in modules)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first few names, and the number of the others."""
-    more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")
