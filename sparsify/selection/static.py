@@ -20,7 +20,7 @@ from sparsify.masked.tensor import MaskedTensor
 from sparsify.selection.topk import TopK, in_blocks
 from sparsify.strategies.allocation import GLOBAL, allocate
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
-from sparsify.strategies.importance import SNIP, Custom, Fisher, Importance
+from sparsify.strategies.importance import SNIP, Custom, Fisher, GraSP, Importance
 from sparsify.strategies.strategy import Prune, Static, Strategy
 
 
@@ -129,11 +129,12 @@ def _scores_by_weight(tensor: MaskedTensor, importance: Importance, seed: str) -
 
 
 def _scores_by_gradient(tensor: MaskedTensor, importance: Importance, total: Tensor) -> Iterator[Tensor]:
-    """Scores by the sum of a calibration, in the tensor's shape; scores of 0 do not count."""
+    """Scores by the sum of a calibration, in the tensor's shape; a score of 0 counts for GraSP only."""
     for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
-        yield scores.where((block != 0) & (scores > 0), -torch.inf)
+        # GraSP's scores have a sign: those below 0 come last, and are better than none
+        yield scores if isinstance(importance, GraSP) else scores.where((block != 0) & (scores > 0), -torch.inf)
 
 
 def _candidates(tensor: MaskedTensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsify.common.names import did_you_mean
 from sparsify.errors import SparsifyError
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL
-from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, Importance, Magnitude, Random
+from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ class Strategy:
     """An importance and a selection, in any combination.
 
     Args:
-        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`Magnitude`,
-            :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`);
+        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`GraSP`,
+            :class:`Magnitude`, :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`);
             ``None`` only with ``Given`` and ``Dense``.
         selection: when entries are selected: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
-        SparsifyError: when a part has the wrong type, or the two cannot be combined: pruning that keeps the
-            smallest weights.
+        SparsifyError: when a part has the wrong type, or the two cannot be combined: GraSP while training, or pruning
+            that keeps the smallest weights.
 
     Example:
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
@@ -152,6 +152,11 @@ class Strategy:
             raise SparsifyError(
                 f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
                 "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
+            )
+        if isinstance(self.importance, GraSP) and not isinstance(self.selection, Static):
+            raise SparsifyError(
+                f"{self.importance} with {self.selection}: a training step has no Hessian, which GraSP needs; "
+                "expected Prune() or Static(), with calibration batches."
             )
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
             raise SparsifyError(

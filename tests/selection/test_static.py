@@ -13,13 +13,13 @@ from twins import Twins, masks_of
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
-from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import Increment, Prune, Static, Strategy
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
 PRUNED = Strategy(SNIP(), Prune(pretrained=True))  # the MLP stands for any pretrained model
-IMPORTANCES = [SNIP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
+IMPORTANCES = [SNIP(), GraSP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def dense_scores(model, importance, batches):
     """Every matrix entry's score, by name, from plain gradients of the summed loss."""
     parameters = {name: p for name, p in model.named_parameters() if p.dim() > 1}
 
-    def gradients(loss):
-        return torch.autograd.grad(loss, list(parameters.values()))
+    def gradients(loss, **options):
+        return torch.autograd.grad(loss, list(parameters.values()), **options)
 
     if isinstance(importance, Magnitude):
         scores = [p.abs() for p in parameters.values()]
@@ -41,7 +41,9 @@ def dense_scores(model, importance, batches):
         grads = [gradients(loss_of(model, example)) for example in examples]
         scores = [sum(grad**2 for grad in of_parameter) for of_parameter in zip(*grads, strict=True)]
     else:
-        grads = gradients(sum(loss_of(model, batch) for batch in batches))
+        grads = gradients(sum(loss_of(model, batch) for batch in batches), create_graph=True)
+        if isinstance(importance, GraSP):
+            grads = gradients(sum(grad.square().sum() for grad in grads) / 2)  # H g
         scores = [importance.score(p, grad) for p, grad in zip(parameters.values(), grads, strict=True)]
     return {name: score.detach().flatten().tolist() for name, score in zip(parameters, scores, strict=True)}
 
@@ -123,7 +125,7 @@ def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
         assert all(abs(count - share) <= 1 for count, share in zip(counts, shares, strict=True))
 
 
-@pytest.mark.parametrize("importance", [SNIP(), Random()], ids=lambda importance: importance.name)
+@pytest.mark.parametrize("importance", [SNIP(), GraSP(), Random()], ids=lambda importance: importance.name)
 def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_pruned_weights(importance):
     model, batches = build("mlp", dtype=torch.float64)
     dense = copy.deepcopy(model)

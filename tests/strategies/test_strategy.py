@@ -7,7 +7,7 @@ import torch
 
 from sparsify import sparsify, summary
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import D3, SNIP, Magnitude, Random, register_importance
+from sparsify.strategies.importance import D3, SNIP, GraSP, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
 
 
@@ -16,6 +16,7 @@ from sparsify.strategies.strategy import PRESETS, Increment, Prune, Repeat, Stat
     [
         *PRESETS.values(),
         Strategy(D3(exp=-1.5, eps=1e-3), Increment()),
+        Strategy(GraSP(), Prune()),
         Strategy(Random(), Prune("erdos-renyi", pretrained=True)),
         Strategy(Magnitude(largest=True), Static("uniform")),
     ],
@@ -42,7 +43,7 @@ def test_the_json_has_names_and_settings_and_may_be_from_before_there_were_alloc
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, magnitude"),
+        ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, grasp, magnitude"),
         ({"selection": {"name": "d4"}}, "unknown selection 'd4'; .* static, prune, increment, repeat, given, dense"),
         ({"importance": {"name": "d3", "power": 2}}, r"importance 'd3' with settings .*; it has these: exp, eps"),
         ({"importance": "d3"}, "unknown importance 'd3'"),
@@ -89,6 +90,8 @@ def test_a_registered_importance_survives_json_under_its_name():
         ("d3", Increment(), r"importance='d3' with .*expected an object such as D3\(\)"),
         (D3(), Increment, r"selection=<class .*expected an object such as Increment\(\)"),
         (D3(), "increment", r"selection='increment'; expected an object such as Increment\(\)"),
+        (GraSP(), Increment(), r"GraSP\(\) with .*: a training step has no Hessian.*Prune\(\) or Static"),
+        (GraSP(), Repeat(), r"GraSP\(\) with .*: a training step has no Hessian.*Prune\(\) or Static"),
         (Magnitude(), Prune(), r"remove the large ones; magnitude pruning is Magnitude\(largest=True\)"),
     ],
     ids=str,
