@@ -1,5 +1,6 @@
 """Names and layouts at run time are found in a checkpoint's files, as transformers itself would put them."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from requirements import fuses_at_load
 from safetensors.torch import load_file, save_file
 
 from sparsify.common.names import named_tensors
+from sparsify.delta.checkpoint.conversion import Conversion
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -227,3 +229,29 @@ def test_exact_names_need_no_transformers(tmp_path):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_a_config_that_counts_far_more_than_there_is_is_refused(tmp_path):
+    save(bert(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes in ({"num_hidden_layers": 10**9}, {"part": {"num_experts": 10**9}}, {"num_labels": 10**4000}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(SparsifyError, match=r"`num_\w+` is 10+.* for a checkpoint of 41 tensors: it is damaged"):
+            Conversion(dict.fromkeys(map(str, range(41)), (1,)), tmp_path)
+
+
+def test_a_model_that_is_built_without_end_is_given_up(tmp_path, monkeypatch):
+    """As by a number in its config whose name does not say what it counts."""
+    model = bert()
+    save(model, tmp_path)
+
+    def endless(self, config):
+        torch.nn.Module.__init__(self)
+        for number in itertools.count():
+            self.add_module(str(number), torch.nn.Identity())
+
+    monkeypatch.setattr(type(model), "__init__", endless)
+    with pytest.raises(SparsifyError, match=r"asks for more than 50,020 modules, for a checkpoint of 2 tensors"):
+        Conversion({"a": (1,), "b": (1,)}, tmp_path)
+    monkeypatch.undo()
+    torch.nn.ModuleList(torch.nn.Identity() for _ in range(60_000))  # of one's own there may be any number

@@ -10,14 +10,21 @@ run on tensors (renaming, stacks of experts, chunks of fused projections) are ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from sparsify.common.names import tied_names
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.errors import SparsifyError, brief
+
+_COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that are numbers of modules
 
 
 class Conversion:
@@ -29,7 +36,7 @@ class Conversion:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         """From the stored tensors' shapes by name, and the folder of ``config.json``; raises if that has no model."""
-        model = model_without_weights(folder)
+        model = model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
         self.layouts = _convert(model, shapes)
@@ -64,11 +71,11 @@ class Conversion:
         return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
 
 
-def model_without_weights(folder: Path, architecture: object = None) -> Any:
+def model_without_weights(folder: Path, num_tensors: int, architecture: object = None) -> Any:
     """Builds the model of a folder's ``config.json`` on the meta device; runs no code from the folder.
 
-    ``architecture`` names the class to build, if transformers has it for this config; else it is the config's own.
-    Raises where there is no config, or no model can be built.
+    The number of tensors in the checkpoint bounds the model. ``architecture`` names the class to build, if transformers
+    has it for this config; else it is the config's own. Raises where there is no config, or no model can be built.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -76,11 +83,14 @@ def model_without_weights(folder: Path, architecture: object = None) -> Any:
     import torch
     import transformers
 
+    most = 50_000 + 10 * num_tensors  # more modules than any model has: experts in one tensor may be modules each
+    damaged = f"for a checkpoint of {num_tensors:,} tensors: it is damaged"
     try:
+        _check_counts(json.loads(file.read_text(encoding="utf-8")), most, damaged)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = [name for name in (architecture, *(config.architectures or ())) if isinstance(name, str)]
         classes: Any = [getattr(transformers, name, None) for name in names]
-        with torch.device("meta"):
+        with torch.device("meta"), _at_most_modules(most, damaged):
             for model_class in classes:
                 is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
                 # a class of another family would be built in its own default size
@@ -90,6 +100,32 @@ def model_without_weights(folder: Path, architecture: object = None) -> Any:
     except Exception as error:  # third parties' code for hundreds of models
         reason = f"{type(error).__name__}: {brief(error)}"
         raise SparsifyError(f"transformers cannot build the model of `{file}` ({reason})") from error
+
+
+def _check_counts(config: object, most: int, damaged: str) -> None:
+    """Raises where a config counts far more layers, experts or labels than there are tensors."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, int) and value > most and _COUNTED.search(key):
+            raise SparsifyError(f"`{brief(key, 100)}` is {brief(value, 30)} {damaged}")
+        _check_counts(value, most, damaged)
+
+
+@contextmanager
+def _at_most_modules(most: int, damaged: str) -> Iterator[None]:
+    """Within the block, making more modules is an error: a number in a config decides how long its model takes."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    built, thread = count(1), get_ident()
+
+    def check(module: Any, name: str, part: Any) -> None:
+        if get_ident() == thread and next(built) > most:
+            raise SparsifyError(f"the config asks for more than {most:,} modules, {damaged}")
+
+    handle = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | str]:

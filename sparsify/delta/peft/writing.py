@@ -152,7 +152,7 @@ class _Source(NamedTuple):
         model: Any = base
         if isinstance(tensors, Checkpoint):
             try:
-                model = model_without_weights(tensors.folder, architecture)
+                model = model_without_weights(tensors.folder, len(tensors), architecture)
             except SparsifyError as error:
                 raise SparsifyError(
                     f"PEFT's sparse adapters change weights of nn.Linear layers only, and which of the base's these "
