@@ -10,10 +10,9 @@ GET /updates/{version}?chain=    the update to a version of a run; 204 while it 
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
-from http.client import HTTPException
 
+import urllib3
 import uvicorn
 from fastapi import FastAPI, Response
 
@@ -21,6 +20,7 @@ from examples.streaming.tiny_run import LATE, STEPS, TinyRun
 from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 
 KEEP = 10  # updates, for followers that are behind
+RETRIES = urllib3.Retry(10, backoff_factor=0.1, backoff_max=5, status_forcelist=range(500, 600))  # for half a minute
 
 
 def make_app(publisher: DeltaPublisher, updates: dict[int, DeltaUpdate]) -> FastAPI:
@@ -43,34 +43,19 @@ def make_app(publisher: DeltaPublisher, updates: dict[int, DeltaUpdate]) -> Fast
 
 def follow(url: str, follower: DeltaSubscriber) -> Iterator[int]:
     """Brings a follower to each version that comes, and yields the message's bytes."""
-    path = "snapshot"
+    http, path = urllib3.PoolManager(retries=RETRIES), "snapshot"
     while True:
-        status, message = get(f"{url}/{path}")
-        if status == 410:
-            path = "snapshot"
-        elif message:
-            follower.apply(message)
-            yield len(message)
+        answer = http.request("GET", f"{url}/{path}")
+        if answer.status == 200:
+            follower.apply(answer.data)
+            yield len(answer.data)
             path = f"updates/{follower.version + 1}?chain={follower.chain}"
-        else:
+        elif answer.status == 204:
             time.sleep(0.01)
-
-
-def get(url: str, patience: float = 60) -> tuple[int, bytes]:
-    """Status and body of an answer; asks again, for so many seconds, while the trainer cannot be reached."""
-    end, wait = time.monotonic() + patience, 0.1
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=patience) as answer:
-                return answer.status, answer.read()
-        except (OSError, HTTPException) as error:  # or it was cut off
-            status = getattr(error, "code", 500)
-            if status == 410:
-                return status, b""
-            if status < 500 or time.monotonic() + wait > end:
-                raise
-        time.sleep(wait)
-        wait = min(2 * wait, 5)
+        elif answer.status == 410:
+            path = "snapshot"
+        else:
+            raise ConnectionError(f"{url}/{path} answers {answer.status}: is it the trainer's address?")
 
 
 def main() -> None:
