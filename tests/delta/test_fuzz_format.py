@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz_attacks import ATTACKS, attacked
 from fuzz_format import TARGETS, make_world, valid_files
-from fuzzing import examine
+from fuzzing import examine, run_alone
 from limits import needs_limits
 
 from sparsify.delta.patch_plan import TensorPatch
@@ -20,19 +20,22 @@ ROUND = 5 * len(ATTACKS)  # files until every target has seen every kind of atta
 
 
 @needs_limits
-@pytest.mark.parametrize(
-    ("files", "seed"), [(ROUND, 4), pytest.param(72 * ROUND, 2, marks=pytest.mark.slow)], ids=["quick", "long"]
-)
-def test_attacks_end_well_or_in_an_error_of_ours(files, seed):
-    counts, failures = fuzz_format.fuzz(files, seed)
-    assert failures == [], f"seed {seed}"
+def test_attacks_end_well_or_in_an_error_of_ours():
+    counts, failures = fuzz_format.fuzz(ROUND, seed=4)
+    assert failures == []
     assert set(counts) == {attack.__name__.removeprefix("attack_") for attack in ATTACKS}
     outcomes = sum(counts.values(), start=Counter())
-    assert outcomes.total() == files
-    assert outcomes["refused"] > files / 4
+    assert outcomes.total() == ROUND
+    assert outcomes["refused"] > ROUND / 4
     passed = Counter(target for outcome in outcomes.elements() for target in outcome.split())
-    assert passed["load"] > files / 8
+    assert passed["load"] > ROUND / 8
     assert set(passed) - {"refused"} == set(TARGETS)
+
+
+@needs_limits
+@pytest.mark.slow
+def test_thousands_of_attacks():
+    run_alone(fuzz_format, 72 * ROUND, seed=2)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What the fuzzers have in common: a file goes through targets in a fork, and attempts by number are counted."""
 
 import argparse
+import subprocess
 import sys
 import time
 import warnings
@@ -49,6 +50,13 @@ def count(attempt, numbers):
             failures.append((number, f"{outcome} after {kind}"))
         counts.setdefault(kind, Counter())[outcome] += 1
     return counts, failures
+
+
+def run_alone(fuzzer, number, seed):
+    """Runs a fuzzer's command: every fork of a process with other tests' threads and memory is slow, or may hang."""
+    arguments = [fuzzer.__file__, "--number", str(number), "--seed", str(seed)]
+    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr[-5000:]
 
 
 def main(fuzz, description, names):
