@@ -24,8 +24,7 @@ ALL = [*FRAGMENTS, *PAGES, ROOT / "sparsify" / "delta" / "format.md", *sorted((R
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```(?:\n+```text\n(?P<shown>.*?)```)?", flags=re.DOTALL)
 NEEDS = {  # of the extra `test`, by the page's name
     "export": ["onnx", "onnxscript", "onnxruntime"],
-    "sft": ["trl"],
-    "dpo": ["trl"],
+    "trl": ["trl"],
     "quantized": ["bitsandbytes"],
 }
 SLOW = {"lora", "quantized"}
