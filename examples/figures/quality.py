@@ -36,8 +36,9 @@ LOOKS = {
 
 
 def is_drawn(settings: Settings) -> bool:
-    """Whether a run has the recommended recipe: early, on the linear layers, with a rate that falls to 0."""
-    recipe = (settings.until in (None, 0.2), settings.candidates in (None, "linear"), settings.decay == "linear")
+    """Whether a run has the recommended recipe: early, on the linear layers, with the paper's exp, and a rate to 0."""
+    early, linear = settings.until in (None, 0.2), settings.candidates in (None, "linear")
+    recipe = (early, linear, settings.exp in (None, 2), settings.decay == "linear")
     return all(recipe) and settings.method in LOOKS and settings.task in PANELS
 
 

@@ -29,7 +29,7 @@ def test_quality_has_a_panel_for_each_task_and_a_name_for_each_method(tmp_path):
 def test_only_runs_of_the_recommended_recipe_are_drawn():
     runs = [quality.settings_of(run) for run in quality.read(quality.RUNS).values()]
     drawn = [run for run in runs if quality.is_drawn(run)]
-    assert {run.until for run in drawn if run.method == "id3"} == {0.2}
+    assert {(run.until, run.exp) for run in drawn if run.method == "id3"} == {(0.2, 2)}
     assert {run.decay for run in drawn} == {"linear"}
     assert len(drawn) < len(runs)
 
