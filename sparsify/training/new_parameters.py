@@ -144,7 +144,7 @@ def _added_by_peft(module: nn.Module) -> list[Any]:
     """The modules and parameters of a PEFT model's module that are not the base's."""
     if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders are next to the base
         return [child for name, child in module._modules.items() if name == "prompt_encoder" and child is not None]
-    names = getattr(module, "adapter_layer_names", ())
+    names = getattr(module, "adapter_layer_names", ["modules_to_save"])  # PEFT 0.17's wrapper of these has none
     parts = [getattr(module, name, None) for name in names if isinstance(name, str)]
     return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
 
