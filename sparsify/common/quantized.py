@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 TRANSPOSED = "(transposed)"  # ends a quantization whose weight is the transpose of the one that was quantized
 _BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT, _TORCHAO = "Params4bit", "Int8Params", "torchao"
+_TORCHAO_DYNAMIC = ("act_quant_kwargs", "input_quant_func")  # of its tensors' second and first version
 
 
 class QuantizedWeight(NamedTuple):
@@ -86,7 +87,7 @@ def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "s
         )
     if kind == _BITSANDBYTES_8BIT and _row_scales(module, weight) is None:
         return f"has lost its scales; load the model again before {before}"
-    if kind == _TORCHAO and getattr(weight, "act_quant_kwargs", None) is not None:
+    if kind == _TORCHAO and any(getattr(weight, name, None) is not None for name in _TORCHAO_DYNAMIC):
         return "quantizes its input as well (torchao's dynamic activations), so that it is more than its weight"
     if kind == _TORCHAO and not hasattr(weight, "dequantize"):
         return f"({type(weight).__name__}) has no dequantize()"

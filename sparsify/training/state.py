@@ -59,7 +59,7 @@ def place_hooks(engine: Engine) -> None:
 def remove_hooks(engine: Engine) -> None:
     """Undoes :func:`place_hooks`."""
     root = engine.root
-    if hasattr(root, IGNORED_ON_SAVE):
+    if getattr(root, IGNORED_ON_SAVE, None):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
     others = [name for name in getattr(root, NOT_BROADCAST) if name not in STATE]
     setattr(root, NOT_BROADCAST, others) if others else delattr(root, NOT_BROADCAST)

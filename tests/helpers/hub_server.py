@@ -123,6 +123,10 @@ class Handler(BaseHTTPRequestHandler):
         repo.branches.setdefault(name, commit)
         self.send_json({}, 409 if known else 200)
 
+    def info(self, repo_id, revision):
+        _, commit = self.repo(repo_id, revision)
+        self.send_json({"id": repo_id, "sha": commit, "xetEnabled": False})
+
     def preupload(self, repo_id, revision):
         self.repo(repo_id, revision, write=True)
         kept = {"uploadMode": "regular", "shouldIgnore": False}
@@ -160,6 +164,7 @@ ROUTES = [
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate_card),
     ("POST", f"/api/models/{NAME}/branch/{PART}", Handler.branch),
+    ("GET", f"/api/models/{NAME}/revision/{PART}", Handler.info),  # a client before 1.0 asks so
     ("POST", f"/api/models/{NAME}/preupload/{PART}", Handler.preupload),
     ("POST", f"/api/models/{NAME}/commit/{PART}", Handler.commit),
     ("HEAD", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
