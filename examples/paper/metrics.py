@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 from typing import Any
@@ -30,6 +31,8 @@ def _correlation(labels: Sequence[float], predictions: Sequence[float]) -> float
     """Mean of Pearson's and Spearman's."""
     from scipy.stats import pearsonr, spearmanr
 
+    if not all(map(math.isfinite, predictions)):
+        return math.nan
     if len(set(predictions)) == 1:
         return 0.0
     return (pearsonr(labels, predictions).statistic + spearmanr(labels, predictions).statistic) / 2
