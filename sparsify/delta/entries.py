@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -87,6 +87,24 @@ def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
     )
 
 
+def merge(known: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """Merges entries, given by parallel tensors (n,) and (k,) on the CPU, of which the first ones ascend.
+
+    It takes much less time than sorting all of them where the new ones are few.
+
+    Example:
+        >>> merge([torch.tensor([2, 9]), torch.tensor([0.2, 0.9])], [torch.tensor([5]), torch.tensor([0.5])])
+        [tensor([2, 5, 9]), tensor([0.2000, 0.5000, 0.9000])]
+    """
+    n, k = known[0].numel(), new[0].numel()
+    places = torch.searchsorted(known[0], new[0]) + torch.arange(k, device="cpu")
+    is_known = torch.ones(n + k, dtype=torch.bool, device="cpu")
+    is_known[places] = False
+    order = is_known.cumsum(0) - 1
+    order[places] = torch.arange(n, n + k, device="cpu")
+    return [torch.cat(parts).index_select(0, order) for parts in zip(known, new, strict=True)]
+
+
 def encode_indices(indices: Tensor) -> Tensor:
     """Encodes flat positions (count,) in the fewest bytes: (count or more,) uint16 gaps, or uint32 or uint64 positions.
 
@@ -101,8 +119,9 @@ def encode_indices(indices: Tensor) -> Tensor:
     wide = torch.uint32 if int(indices[-1:].sum()) < 2**32 else torch.uint64  # [-1:]: there may be no entry
     if 2 * stream_length > wide.itemsize * indices.numel():
         return indices.to(wide)
-    stream = torch.full((stream_length,), ESCAPE, dtype=torch.int32)
-    ends = torch.arange(indices.numel()) + escapes.cumsum(0)  # an entry's number comes after its own escapes
+    stream = torch.full((stream_length,), ESCAPE, dtype=torch.int32, device=gaps.device)
+    # an entry's number comes after its own escapes
+    ends = torch.arange(indices.numel(), device=gaps.device) + escapes.cumsum(0)
     stream[ends] = (gaps % ESCAPE).int()
     return stream.to(torch.uint16)
 
@@ -129,7 +148,7 @@ def _decode_gaps(stored: Tensor, count: int) -> Tensor:
     """Positions (count,) from gaps (count or more,), by chunks: each number takes 30 bytes while it is decoded."""
     if stored.numel() and int(stored[-1]) == ESCAPE:
         raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
-    indices = torch.empty(count, dtype=torch.int64)
+    indices = torch.empty(count, dtype=torch.int64, device=stored.device)
     done, position = 0, -1
     for chunk in stored.split(_CHUNK):
         stream = chunk.to(torch.int64)

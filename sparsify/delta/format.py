@@ -88,8 +88,7 @@ def to_bytes(
     check_names(tensors, whole)
     document = describe(tensors, whole, config)
     document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)
-    with torch.device("cpu"):  # whatever the default device is
-        data = _serialise(_payload(tensors, whole) | dict(more or {}), document)
+    data = _serialise(_payload(tensors, whole) | dict(more or {}), document)
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
         raise SparsifyError(
             f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
@@ -179,13 +178,13 @@ def read_contents(
             "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after "
             "it was written"
         )
-    with torch.device("cpu"):
+    with torch.device("cpu"):  # whatever the default device is
         stored = _stored(data)
-        tensors = {name: _restore(name, record, stored) for name, record in records.items()}
-        dense = {name: stored[f"{name}.whole"] for name in whole}
-        for name, tensor in dense.items():
-            if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
-                dense[name] = tensor.view(torch.uint8) != 0
+    tensors = {name: _restore(name, record, stored) for name, record in records.items()}
+    dense = {name: stored[f"{name}.whole"] for name in whole}
+    for name, tensor in dense.items():
+        if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
+            dense[name] = tensor.view(torch.uint8) != 0
     return DeltaFile(tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,11 @@ from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
-@dataclass(frozen=True, eq=False)
-class TensorPatch:
+class TensorPatch(NamedTuple):
     """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
 
-    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning.
+    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning. Where the patch is
+    ``checked``, it is carried out on a tensor that holds ``old`` only.
     """
 
     name: str
@@ -34,11 +33,12 @@ class TensorPatch:
     indices: Tensor | None
     old: Tensor
     new: Tensor
+    checked: bool = True
 
     def fits(self, target: Tensor) -> bool:
-        """Whether the tensor holds ``old``, in its present dtype."""
-        if tuple(target.shape) != self.shape:
-            return False
+        """Whether the tensor has the patch's shape and, where that is checked, holds ``old``, in its present dtype."""
+        if tuple(target.shape) != self.shape or not self.checked:
+            return tuple(target.shape) == self.shape
         held = own_copy(target) if self.indices is None else take(target, self.indices)
         return torch.equal(as_bits(held), as_bits(self.old.to(target.dtype)))
 
@@ -46,17 +46,19 @@ class TensorPatch:
         """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
         # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
         with torch.inference_mode():
-            new = self.new.to(target.device, target.dtype)
-            if self.indices is None:
+            # without a wait for the device: `to` returns when memory that is not pinned has been read
+            new = self.new.to(target.device, target.dtype, non_blocking=True)
+            indices = None if self.indices is None else self.indices.to(target.device, non_blocking=True)
+            if indices is None:
                 target.copy_(new)
             elif isinstance(target, QuantizedDelta):
-                target.put(self.indices.to(target.device), new)
+                target.put(indices, new)
             else:
-                put(target, self.indices.to(target.device), new)
+                put(target, indices, new)
 
     def inverse(self) -> TensorPatch:
         """The patch that undoes this one."""
-        return replace(self, old=self.new, new=self.old)
+        return self._replace(old=self.new, new=self.old)
 
 
 PatchPlan: TypeAlias = list[TensorPatch]
@@ -255,6 +257,7 @@ def write_plan(
     plan: PatchPlan,
     model: nn.Module,
     held: str = "the base's values, which something else has changed since the delta was checked against them",
+    remedy: str = "revert deltas in the reverse order of their application, or load the base afresh",
 ) -> None:
     """Carries out all patches of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
     targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
@@ -264,7 +267,7 @@ def write_plan(
             if not patch.fits(targets[patch.name]):
                 raise SparsifyError(
                     f"tensor `{patch.name}` no longer holds {held} (another delta, training, or two casts). Nothing "
-                    "was changed: revert deltas in the reverse order of their application, or load the base afresh."
+                    f"was changed: {remedy}."
                 )
             done.append(patch)  # before the write, which may fail halfway
             patch.write(targets[patch.name])
@@ -282,7 +285,7 @@ def undo_plan(plan: PatchPlan, model: nn.Module) -> None:
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    source, indices = tensor.detach(), indices.to(tensor.device)
+    source, indices = tensor.detach(), indices.to(tensor.device, non_blocking=True)
     if isinstance(source, Tensor) and source.is_contiguous():
         return source.view(-1).index_select(0, indices).cpu()  # faster than take
     return source.take(indices).cpu()

@@ -145,7 +145,7 @@ class DeltaPublisher:
 
         Returns:
             What changed since the last version: new entries with their positions, and new values of earlier ones. It
-            is a snapshot where entries have left, as after an earlier state was loaded.
+            is a snapshot where a state was loaded in between.
 
         Raises:
             SparsifyError: when trained values are not finite, or as ``SparseDelta.from_model``; the version stays.
@@ -162,8 +162,10 @@ class DeltaPublisher:
 class DeltaSubscriber:
     """Keeps a plain model at the last version of a model in training.
 
-    A message is written completely or not at all, and what is in memory and in the message is checked before. Threads
-    that use the model while messages arrive do so within :meth:`reading`.
+    A message is checked before it is written, completely or not at all. A snapshot, and an update that has all trained
+    values, make their version whatever else was written into the trained entries since. An update of some of them is
+    refused where these no longer hold the version before. Threads that use the model while messages arrive do so within
+    :meth:`reading`.
 
     Args:
         model: the base that the publisher's model was sparsified from, wrapped or not, on any device; it is changed in
@@ -204,7 +206,8 @@ class DeltaSubscriber:
             MissingUpdateError: when it does not follow the model's version, or is of another publisher: apply
                 ``snapshot()`` first.
             BaseMismatchError: when the model is not the base that the publisher's model was sparsified from.
-            SparsifyError: when something else has changed the model. The model is as before after each of these.
+            SparsifyError: when the update has some of the values only, and something else has changed these: apply
+                ``snapshot()``. After each of these errors the model holds the version that it held.
         """
         with self._applying:
             message = read_message(bytes(update))
@@ -214,7 +217,7 @@ class DeltaSubscriber:
             else:
                 steps, held = plan_update(message, self._held, self.model)
                 with self._turns.writing(), uninterrupted():
-                    write_plan(steps, self.model, f"the values of version {self.version}")
+                    write_plan(steps, self.model, f"the values of version {self.version}", "apply `snapshot()`")
                     self._held, self.version = held, message.version
         return message.version
 

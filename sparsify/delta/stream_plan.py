@@ -7,13 +7,12 @@ and what is held then.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import TensorDelta, merge
 from sparsify.delta.patch_plan import (
     PatchPlan,
     TensorPatch,
@@ -49,19 +48,10 @@ class HeldEntries(NamedTuple):
 
     def and_also(self, name: str, more: HeldEntries) -> HeldEntries:
         """These and new entries of the same tensor, in ascending order."""
-        before = torch.searchsorted(self.indices, more.indices)
-        twice = self.indices[before.clamp(max=self.indices.numel() - 1)].eq(more.indices).any()
-        _check(self[3:] == more[3:] and not bool(twice), f"it has other entries of `{name}`")
-        is_new = torch.zeros(self.indices.numel() + more.indices.numel(), dtype=torch.bool)
-        is_new[before + torch.arange(before.numel())] = True
-
-        def joined(own: Tensor, other: Tensor) -> Tensor:
-            parts = own.new_empty(is_new.numel())
-            parts[is_new], parts[~is_new] = other, own
-            return parts
-
-        indices, base = joined(self.indices, more.indices), joined(self.base, more.base)
-        return self._replace(indices=indices, base=base, values=joined(self.values, more.values))
+        indices, base, values = merge(self[:3], more[:3])
+        twice = bool((indices[1:] == indices[:-1]).any())
+        _check(self[3:] == more[3:] and not twice, f"it has other entries of `{name}`")
+        return self._replace(indices=indices, base=base, values=values)
 
 
 class Held(NamedTuple):
@@ -74,7 +64,12 @@ class Held(NamedTuple):
     def plan(self) -> PatchPlan:
         """The patches from the base."""
         entries = (TensorPatch(name, e.shape, e.indices, e.base, e.values) for name, e in self.entries.items())
-        return [*entries, *self.whole.values()]
+        return _unchecked([*entries, *self.whole.values()])
+
+    def is_renewed_by(self, message: Message) -> bool:
+        """Whether an update sends all of it again, so that the next version does not depend on what the model holds."""
+        sent = {dtype for dtype, known in message.known.items() if known.places is None}
+        return self.whole.keys() <= message.whole.keys() and {e.sent_dtype for e in self.entries.values()} <= sent
 
 
 def plan_snapshot(message: Message, model: nn.Module) -> Held:
@@ -101,8 +96,10 @@ def plan_update(message: Message, held: Held, model: nn.Module) -> tuple[PatchPl
         _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
         patch = plan_dense(name, tensor, targets[name])
         before = held.whole.get(name)
-        steps.append(patch if before is None else replace(patch, old=before.new))
-        whole[name] = patch if before is None else replace(patch, old=before.old)
+        steps.append(patch if before is None else patch._replace(old=before.new))
+        whole[name] = patch if before is None else patch._replace(old=before.old)
+    if held.is_renewed_by(message):
+        steps = _unchecked(steps)
     return steps, Held(dict(sorted(entries.items())), whole)
 
 
@@ -118,6 +115,10 @@ def _known_values(known: KnownValues, dtype: torch.dtype, entries: dict[str, Hel
         new = trained_values(name, each.kind, values, base)
         entries[name] = each._replace(values=new if places is None else each.values.index_put((places,), new))
         yield TensorPatch(name, each.shape, indices, old, new)
+
+
+def _unchecked(plan: PatchPlan) -> PatchPlan:
+    return [patch._replace(checked=False) for patch in plan]
 
 
 def _check(fits: bool, problem: str) -> None:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import as_bits, digest
-from sparsify.delta.entries import TensorDelta
+from sparsify.delta.entries import TensorDelta, merge
 
 
 class Entries(NamedTuple):
     """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`.
 
     Attributes:
+        slots: (count,) int64: the order of unmasking, among the entries of the whole model.
         base: (count,) in ``dtype``: the base's values.
     """
 
@@ -30,6 +31,7 @@ class Entries(NamedTuple):
     kind: str
     quantization: str | None
     indices: Tensor
+    slots: Tensor
     base: Tensor
     values: Tensor
 
@@ -38,23 +40,48 @@ class Entries(NamedTuple):
         """What two versions of a tensor have in common."""
         return self[:4]
 
+    def split(self, unmasked: int) -> tuple[Tensor, Tensor]:
+        """Numbers, ascending, of the first ``unmasked`` entries of the model, and of the others."""
+        is_early = self.slots < unmasked
+        return is_early.nonzero().flatten(), is_early.logical_not().nonzero().flatten()
+
     def delta(self, chosen: Tensor | None = None) -> TensorDelta:
-        """The entries, or those ``chosen`` by a mask (count,) or ascending numbers (n,)."""
-        shape, dtype, kind, quantization, *parts = self
-        indices, base, values = parts if chosen is None else [part[chosen] for part in parts]
-        return TensorDelta(indices, values, shape, dtype, kind, digest(base), quantization=quantization)
+        """The entries, or those ``chosen`` by their numbers (n,)."""
+        parts = self.indices, self.base, self.values
+        indices, base, values = parts if chosen is None else [part.index_select(0, chosen) for part in parts]
+        sha = digest(base)
+        return TensorDelta(indices, values, self.shape, self.dtype, self.kind, sha, quantization=self.quantization)
 
 
 class Version(NamedTuple):
-    """A model's trained state: entries by tensor name, in the order of the names; dense tensors; a delta's config."""
+    """A model's trained state.
+
+    Attributes:
+        tensors: entries by tensor name, in the order of the names.
+        whole: dense tensors by name.
+        config: a delta's.
+        unmasked: number of entries in all.
+        generation: how often the entries were replaced, as by a state that was loaded. Versions with the same number
+            have the same entries, but for those that were unmasked in between.
+    """
 
     tensors: dict[str, Entries]
     whole: dict[str, Tensor]
     config: dict[str, Any]
+    unmasked: int
+    generation: int
 
     def delta_parts(self) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
         """The parts of the :class:`sparsify.SparseDelta` of this version."""
         return {name: entries.delta() for name, entries in self.tensors.items()}, self.whole, self.config
+
+    def continues(self, old: Version) -> bool:
+        """Whether it has all that an earlier version has, and more entries, other values and dense tensors at most."""
+        return (
+            self.generation == old.generation
+            and old.whole.keys() <= self.whole.keys()
+            and all(name in self.tensors and self.tensors[name].sort == e.sort for name, e in old.tensors.items())
+        )
 
 
 class KnownValues(NamedTuple):
@@ -80,32 +107,25 @@ class Changes(NamedTuple):
 
 def difference(old: Version, new: Version) -> Changes | None:
     """What changed from one version to another; ``None`` where that is more than new entries, values and tensors."""
-    if not (old.tensors.keys() <= new.tensors.keys() and old.whole.keys() <= new.whole.keys()):
+    if not new.continues(old):
         return None
-    fresh: dict[str, TensorDelta] = {}
+    tensors: dict[str, TensorDelta] = {}
     pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for name, entries in new.tensors.items():
-        if (before := old.tensors.get(name)) is None:
-            fresh[name] = entries.delta()
+        before, values = old.tensors.get(name), entries.values
+        if before is None:
+            tensors[name] = entries.delta()
             continue
-        values = entries.values
-        if entries.indices is not before.indices or entries.base is not before.base:
-            places = _places(before, entries)
-            if places is None:
-                return None
-            values, is_new = values[places], torch.ones_like(entries.indices, dtype=torch.bool)
-            is_new[places] = False
-            if places.numel() < is_new.numel():
-                fresh[name] = entries.delta(is_new)
-        if entries.sort != before.sort:
-            return None
+        if before.values.numel() < values.numel():
+            known, new_ones = entries.split(old.unmasked)
+            tensors[name] = entries.delta(new_ones)
+            values = values.index_select(0, known)
         befores, afters = pairs.setdefault(values.dtype, ([], []))
         befores.append(before.values)
         afters.append(values)
-    known = {dtype: _changed(torch.cat(befores), torch.cat(afters)) for dtype, (befores, afters) in pairs.items()}
-    return Changes(
-        fresh, changed_whole(old, new), {dtype: changed for dtype, changed in known.items() if changed.values.numel()}
-    )
+    changed = {dtype: _changed(torch.cat(befores), torch.cat(afters)) for dtype, (befores, afters) in pairs.items()}
+    changed = {dtype: values for dtype, values in changed.items() if values.values.numel()}
+    return Changes(tensors, changed_whole(old, new), changed)
 
 
 def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
@@ -115,18 +135,19 @@ def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
 
 def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
     """What brings the entries of an earlier version to those of a later one, by tensor name."""
+    if not new.continues(old):
+        names = sorted(old.tensors.keys() | new.tensors.keys())
+        return {name: _after(old.tensors.get(name), new.tensors.get(name)).delta() for name in names}
     found = {}
-    for name in sorted(old.tensors.keys() | new.tensors.keys()):
-        before, after = old.tensors.get(name), new.tensors.get(name)
-        if before is None or after is None:
-            found[name] = (after or _reverted(before)).delta()  # type: ignore[arg-type]
-        elif (places := _places(before, after)) is None:
-            found[name] = _with_reverted(after, _reverted(before)).delta()
-        else:
-            changed = torch.ones_like(after.indices, dtype=torch.bool)
-            changed[places] = as_bits(after.values[places]) != as_bits(before.values)
-            if bool(changed.any()):
-                found[name] = after.delta(changed)
+    for name, entries in new.tensors.items():
+        if (before := old.tensors.get(name)) is None:
+            found[name] = entries.delta()
+            continue
+        known, new_ones = entries.split(old.unmasked)
+        differ = as_bits(entries.values.index_select(0, known)) != as_bits(before.values)
+        changed = torch.cat([known[differ], new_ones]).sort().values
+        if changed.numel():
+            found[name] = entries.delta(changed)
     return found
 
 
@@ -134,38 +155,27 @@ def spread(known: KnownValues, counts: Sequence[int]) -> Iterable[tuple[Tensor |
     """The numbers of the given entries and their values, tensor by tensor; ``None`` for all that a tensor has."""
     if known.places is None:
         return ((None, values) for values in known.values.split(list(counts)))
-    starts = torch.tensor([0, *counts]).cumsum(0)
+    starts = torch.tensor([0, *counts], device="cpu").cumsum(0)
     cuts = torch.searchsorted(known.places, starts).tolist()
     parts = zip(cuts, cuts[1:], starts.tolist(), strict=False)
     places = known.places
     return ((places[begin:end] - start, known.values[begin:end]) for begin, end, start in parts)
 
 
-def _places(before: Entries, after: Entries) -> Tensor | None:
-    """(count,) the numbers of a tensor's earlier entries among its later ones; ``None`` where one or its base left."""
-    if before.indices.numel() > after.indices.numel():
-        return None
-    places = torch.searchsorted(after.indices, before.indices).clamp_(max=after.indices.numel() - 1)
-    there = torch.equal(after.indices[places], before.indices)
-    same_base = there and before.dtype == after.dtype and same_tensor(after.base[places], before.base)
-    return places if same_base else None
-
-
-def _reverted(entries: Entries) -> Entries:
-    """The entries with the base's values."""
-    values = entries.base if entries.kind == "replace" else torch.zeros_like(entries.values)
-    return entries._replace(values=values)
-
-
-def _with_reverted(entries: Entries, reverted: Entries) -> Entries:
-    """Entries and, where they have none, reverted ones."""
-    left = torch.isin(reverted.indices, entries.indices, invert=True)
-    indices, order = torch.cat([entries.indices, reverted.indices[left]]).sort()
-    base, values = (
-        torch.cat([own, other[left].to(own.dtype)])[order]
-        for own, other in ((entries.base, reverted.base), (entries.values, reverted.values))
-    )
-    return entries._replace(indices=indices, base=base, values=values)
+def _after(before: Entries | None, after: Entries | None) -> Entries:
+    """A tensor's entries of a later version, and those of an earlier one that have left, with the base's values."""
+    if before is None:
+        assert after is not None
+        return after
+    values = before.base if before.kind == "replace" else torch.zeros_like(before.values)
+    reverted = before._replace(values=values)
+    if after is None:
+        return reverted
+    left = torch.isin(before.indices, after.indices, invert=True)
+    known = after.indices, after.base, after.values
+    more = before.indices, before.base.to(after.base.dtype), values.to(after.values.dtype)
+    indices, base, values = merge(known, [part[left] for part in more])
+    return after._replace(indices=indices, base=base, values=values)
 
 
 def _changed(old: Tensor, new: Tensor) -> KnownValues:

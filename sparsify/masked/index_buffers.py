@@ -34,7 +34,7 @@ class IndexBuffers:
         self._root = root
         self._starts = [0]  # of each tensor's entries, then the end of the last one's: a copy of the counts on the host
         self._seen: tuple[Tensor, int] | None = None  # the buffer of counts at that copy, and its version
-        self.generation = 0  # how often entries were added or replaced
+        self.generation = 0  # how often the entries were replaced; in between, entries are only added
 
     def register(self, num_tensors: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         """Adds buffers without entries to the root, with base values in ``dtype``."""
@@ -92,7 +92,6 @@ class IndexBuffers:
             self._buffer(name)[: starts[-1]].copy_(entries)
         self._buffer(COUNTS).add_(more_counts)
         self._remember(starts)
-        self.generation += 1
 
     def make_room(self, capacity: int) -> None:
         """Lengthens the buffers to ``capacity`` entries."""

@@ -1,15 +1,16 @@
 """Exports a model in training again and again, for a stream of its versions.
 
 In: an engine. Out: a :class:`sparsify.delta.version.Version` of the state as it is now, to the bit what
-``SparseDelta.from_model`` takes; only tensors that are drawn from a seed there are stored whole here. Entries are
-sorted, and their positions and base values copied, only after entries were added; each call takes the values anew, for
-all tensors of a dtype at once.
+``SparseDelta.from_model`` takes; only tensors that are drawn from a seed there are stored whole here. Positions
+and base values of entries are copied and sorted once, when they are new; each call takes the values anew, for all
+tensors of a dtype at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
 from sparsify.common.raw_bits import all_finite
+from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
 from sparsify.delta.version import Entries, Version
 from sparsify.errors import SparsifyError
@@ -39,14 +41,23 @@ CALL = "DeltaPublisher.update()"
 
 
 class _Group(NamedTuple):
-    """The tensors that are exported in one dtype, all of them quantized or none, and their entries in order."""
+    """The tensors that are exported in one dtype, all of them quantized or none, and their entries."""
 
     dtype: torch.dtype
     packed: bool
     tensors: dict[str, MaskedTensor]
-    entries: dict[str, Entries]  # of an earlier version, by plain name
+    entries: dict[str, Entries]  # by plain name, with the base's values
     slots: Tensor  # (n,) of all of these entries, on the flat delta's device
     base: Tensor  # (n,) there, in the dtype of base + delta
+
+
+class _Known(NamedTuple):
+    """The entries at the last call."""
+
+    key: object = None  # as long as it is the same, entries are only added
+    counts: Sequence[int] = ()  # by tensor
+    groups: Sequence[_Group] = ()
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 class Exporter:
@@ -58,10 +69,7 @@ class Exporter:
     """
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine = engine
-        self._key: object = None
-        self._groups: list[_Group] = []
-        self._config: dict[str, Any] = {}
+        self._engine, self._known = engine, _Known()
         twice = [name for name, count in Counter(plain_name(t.name) for t in engine.tensors).items() if count > 1]
         if twice:
             raise SparsifyError(f"two trained tensors are called `{twice[0]}`: rename one of the modules.")
@@ -75,50 +83,62 @@ class Exporter:
         parts = trained_tensors(engine, parameters)
         stored_whole = {name: part for name, part in parts.items() if is_stored_whole(engine, name, part)}
         self._find_entries({name: part for name, part in parts.items() if name not in stored_whole})
-        tensors = {name: entries for group in self._groups for name, entries in self._export(group).items()}
+        tensors = {name: entries for group in self._known.groups for name, entries in self._export(group).items()}
         whole = dense_tensors(engine, parameters)
         whole |= {plain_name(name): as_of(part, engine.unmasked) for name, part in stored_whole.items()}
-        config = {**self._config, "steps_done": engine.step}
-        return Version(
-            dict(sorted(tensors.items())), {name: own_copy(tensor) for name, tensor in whole.items()}, config
-        )
+        config = {**self._known.config, "steps_done": engine.step}
+        whole = {name: own_copy(tensor) for name, tensor in whole.items()}
+        return Version(dict(sorted(tensors.items())), whole, config, engine.unmasked, engine.buffers.generation)
 
     def _find_entries(self, parts: Mapping[str, Any]) -> None:
-        """Sorts the entries into groups again if they may have changed."""
-        engine = self._engine
-        dtypes = tuple((name, part.dtype) for name, part in parts.items())
+        """Takes in the entries that were added since the last call; all of them where they were replaced."""
+        engine, known = self._engine, self._known
+        dtypes = {name: part.dtype for name, part in parts.items()}
         key = engine.buffers.generation, engine.values.device, engine.values.dtype, dtypes
-        if key == self._key:
+        counts = [tensor.count for tensor in engine.tensors]
+        if key != known.key:
+            known = _Known(key, [0] * len(counts))
+        elif counts == known.counts:
             return
+        entries = {name: one for group in known.groups for name, one in group.entries.items()}
+        for tensor, more in self._new_entries(known.counts, counts):
+            if tensor.name in parts:
+                name = plain_name(tensor.name)
+                entries[name] = _merged(entries[name], more) if name in entries else more
         groups: dict[tuple[torch.dtype, bool], dict[str, MaskedTensor]] = {}
         for name, part in parts.items():
             if part.count:
                 dtype = engine.values.dtype if part.packed else part.dtype
                 groups.setdefault((dtype, part.packed), {})[plain_name(name)] = part
-        self._groups = [self._group(*sort, tensors) for sort, tensors in groups.items()]
-        in_whole = engine.unmasked - sum(group.slots.numel() for group in self._groups)
-        self._config = describe_run(engine, engine.unmasked, in_whole)
-        self._key = key
+        found = [self._group(*sort, tensors, entries) for sort, tensors in groups.items()]
+        in_whole = engine.unmasked - sum(group.slots.numel() for group in found)
+        self._known = _Known(key, counts, found, describe_run(engine, engine.unmasked, in_whole))
 
-    def _group(self, dtype: torch.dtype, packed: bool, tensors: dict[str, MaskedTensor]) -> _Group:
-        buffers, device = self._engine.buffers, self._engine.values.device
-        orders, sorted_indices = [], []
-        for tensor in tensors.values():
-            indices, order = buffers.indices(tensor.number).sort()
-            orders.append(order)
-            sorted_indices.append(indices)
-        numbers = [tensor.number for tensor in tensors.values()]
-        pairs = list(zip(numbers, orders, strict=True))
-        slots = torch.cat([buffers.slots(number)[order] for number, order in pairs])
-        base = torch.cat([buffers.base(number)[order] for number, order in pairs])
-        counts = [tensor.count for tensor in tensors.values()]
-        host = own_copy(torch.cat(sorted_indices)).split(counts), own_copy(base).split(counts)
-        entries = {}
-        for (name, tensor), indices, old in zip(tensors.items(), *host, strict=True):
-            kind, old = "add" if packed else "replace", old.to(tensor.dtype)
-            entries[name] = Entries(tuple(tensor.shape_now), tensor.dtype, kind, tensor.scheme, indices, old, old)
-        wide = torch.promote_types(base.dtype, self._engine.values.dtype)
-        return _Group(dtype, packed, tensors, entries, slots.to(device), base.to(device, wide))
+    def _new_entries(self, before: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[MaskedTensor, Entries]]:
+        """The entries by which the tensors' counts have grown, with the base's values, in ascending order."""
+        buffers = self._engine.buffers
+        is_new = (buffers.slots() >= sum(before)).nonzero().flatten()
+        sizes = [count - old for count, old in zip(counts, before, strict=True)]
+        per_entry = buffers.indices(), buffers.slots(), buffers.base()
+        parts = [own_copy(part.index_select(0, is_new)).split(sizes) for part in per_entry]
+        for tensor, *own in zip(self._engine.tensors, *parts, strict=True):
+            if own[0].numel():
+                order = own[0].argsort()
+                indices, slots, base = (part[order] for part in own)
+                base, kind = base.to(tensor.dtype), "add" if tensor.packed else "replace"
+                fixed = tuple(tensor.shape_now), tensor.dtype, kind, tensor.scheme
+                yield tensor, Entries(*fixed, indices, slots, base, base)
+
+    def _group(
+        self, dtype: torch.dtype, packed: bool, tensors: dict[str, MaskedTensor], entries: Mapping[str, Entries]
+    ) -> _Group:
+        engine, own = self._engine, {name: entries[name] for name in tensors}
+        slots = torch.cat([each.slots for each in own.values()]).to(engine.values.device, non_blocking=True)
+        # not the entries' own, which are rounded where only some of the model's modules were cast
+        base = engine.buffers.base()
+        by_slot = torch.empty_like(base).index_copy_(0, engine.buffers.slots(), base).to(slots.device)
+        wide = torch.promote_types(base.dtype, engine.values.dtype)
+        return _Group(dtype, packed, tensors, own, slots, by_slot.index_select(0, slots).to(wide))
 
     def _export(self, group: _Group) -> dict[str, Entries]:
         """The entries of a group with their present values; raises where one is not finite."""
@@ -139,4 +159,10 @@ class Exporter:
         if not (group.packed or engine.weights.are_sums or engine.sharded):
             return torch.cat([own_copy(entries_of(t, engine.unmasked)[1]) for t in group.tensors.values()])
         delta = engine.values.detach().index_select(0, group.slots)
-        return own_copy((delta if group.packed else group.base + delta).to(group.dtype))
+        return (delta if group.packed else group.base + delta).to(group.dtype).cpu()
+
+
+def _merged(known: Entries, new: Entries) -> Entries:
+    """One tensor's entries; what they have for values are the base's."""
+    indices, slots, base = merge((known.indices, known.slots, known.base), (new.indices, new.slots, new.base))
+    return known._replace(indices=indices, slots=slots, base=base, values=base)

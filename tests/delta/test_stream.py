@@ -25,6 +25,7 @@ from sparsify import (
     SparseDelta,
     SparsifyError,
     StaleUpdateError,
+    get_unmasker,
     sparsify,
 )
 from sparsify.delta.patch_plan import TensorPatch
@@ -272,17 +273,40 @@ def name_of(model, wanted):
     return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
-def test_a_model_that_something_else_has_changed_is_refused():
+def disturb(follower, run):
+    """Something else than the stream changes the entry that was unmasked first; returns its tensor's name."""
+    tensor = next(tensor for tensor in get_unmasker(run.model).tensors if 0 in tensor.slots)
+    follower.model.get_parameter(tensor.name).data.view(-1)[tensor.indices[tensor.slots == 0]] += 1
+    return tensor.name
+
+
+def test_all_values_replace_what_something_else_wrote_into_trained_entries():
     run = Run(strategy="pafi")
     follower = run.follower()
+    for message in ("update", "snapshot"):
+        disturb(follower, run)
+        (update,) = run.updates(1)
+        follower.apply(update if message == "update" else run.snapshot())
+        assert bits(follower.model) == run.expected()
+    follower.model.load_state_dict(run.base.state_dict())
     follower.apply(run.updates(1)[0])
-    name, part = next(iter(SparseDelta.from_model(run.model).tensors.items()))
-    entry = follower.model.get_parameter(name).data.view(-1)[part.indices[:1]]
-    follower.model.get_parameter(name).data.view(-1)[part.indices[:1]] += 1
-    for message in (run.updates(1)[0], run.snapshot()):
-        refused(follower, message, SparsifyError, f"`{name}` no longer holds")
-    follower.model.get_parameter(name).data.view(-1)[part.indices[:1]] = entry
-    assert follower.apply(run.snapshot()) == 2
+    assert bits(follower.model) == run.expected()
+
+
+@pytest.mark.parametrize("left_out", ["values", "head"])
+def test_an_update_of_a_part_is_refused_where_something_else_has_changed_it(left_out):
+    run = Run("bert", strategy="pafi", modules_to_save=["classifier"])
+    follower = run.follower()
+    follower.apply(run.updates(1)[0])
+    run.model.sparse_values.data[: 3 if left_out == "values" else None] += 1
+    if left_out == "values":
+        for parameter in run.model.classifier.parameters():
+            parameter.data += 1
+    name = disturb(follower, run)
+    update = bytes(run.publisher.update())
+    refused(follower, update, SparsifyError, f"`{name}` no longer holds the values of version 1 .*: apply `snapshot")
+    follower.apply(run.snapshot())
+    assert bits(follower.model) == run.expected()
 
 
 @pytest.mark.parametrize("message", ["update", "snapshot"])
@@ -319,6 +343,22 @@ def test_a_publisher_goes_on_after_values_that_are_not_finite():
     run.model.sparse_values.data.copy_(good)
     assert follower.apply(run.updates(1)[0]) == 2
     assert bits(follower.model) == run.expected()
+
+
+def test_the_default_device_does_not_matter():
+    run = Run("bert", modules_to_save=["classifier"])
+    follower = run.follower()
+    for few in (False, True):
+        run.step()
+        with torch.device("meta"):
+            if few:
+                run.model.sparse_values.data[:2] += 1
+            update = run.publisher.update()
+            follower.apply(bytes(update))
+            assert all(patch.values.device.type == "cpu" for patch in update.patches())
+            late = DeltaSubscriber(copy.deepcopy(run.base))
+            late.apply(bytes(run.publisher.snapshot()))
+        assert bits(follower.model) == bits(late.model) == run.expected()
 
 
 def test_what_cannot_publish_or_follow_is_refused():
