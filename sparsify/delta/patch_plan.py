@@ -113,10 +113,15 @@ def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> TensorPatch:
     return TensorPatch(name, delta.shape, delta.indices, old, new)
 
 
-def plan_dense(name: str, tensor: Tensor, target: Tensor) -> TensorPatch:
-    """Plans the replacement of all values; raises where the model's tensor has another shape or sort of dtype."""
+def plan_dense(name: str, tensor: Tensor, target: Tensor, old: Tensor | None = None) -> TensorPatch:
+    """Plans the replacement of all values, which are ``old``, or are read.
+
+    Raises:
+        BaseMismatchError: when the model's tensor has another shape or sort of dtype.
+    """
     check_dense(name, tensor, target.shape, target.dtype)
-    return TensorPatch(name, tuple(tensor.shape), None, own_copy(target), tensor.detach().cpu().to(target.dtype))
+    new = tensor.detach().cpu().to(target.dtype)
+    return TensorPatch(name, tuple(tensor.shape), None, own_copy(target) if old is None else old, new)
 
 
 def drawn_values(name: str, delta: TensorDelta) -> Tensor:

@@ -94,10 +94,9 @@ def plan_update(message: Message, held: Held, model: nn.Module) -> tuple[PatchPl
         entries[name] = entries[name].and_also(name, new) if name in entries else new
     for name, tensor in message.whole.items():
         _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
-        patch = plan_dense(name, tensor, targets[name])
         before = held.whole.get(name)
-        steps.append(patch if before is None else patch._replace(old=before.new))
-        whole[name] = patch if before is None else patch._replace(old=before.old)
+        steps.append(plan_dense(name, tensor, targets[name], None if before is None else before.new))
+        whole[name] = steps[-1] if before is None else steps[-1]._replace(old=before.old)
     if held.is_renewed_by(message):
         steps = _unchecked(steps)
     return steps, Held(dict(sorted(entries.items())), whole)

@@ -90,12 +90,19 @@ def entries(sets):
     return {(name, index) for name, indices in sets.items() for index in indices}
 
 
-@pytest.fixture(scope="module", params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
-def results(request):
-    if request.param == "real" and not torch.cuda.is_available():
+DEVICES = ["simulated", pytest.param("real", marks=pytest.mark.gpu)]
+
+
+def skip_without(device):
+    if device == "real" and not torch.cuda.is_available():
         pytest.skip("torch finds no GPU here")
-    if request.param == "simulated" and missing():
+    if device == "simulated" and missing():
         pytest.skip(missing())
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def results(request):
+    skip_without(request.param)
     return Results(request.param)
 
 
@@ -123,6 +130,19 @@ def test_the_host_waits_once_in_a_step(simulated, place):
 @pytest.mark.parametrize("place", STREAMS)
 def test_the_control_has_no_race(simulated, place):
     assert not simulated.runs["full", place]["races"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_follower_on_a_device_has_every_version_and_is_not_waited_for(device):
+    skip_without(device)
+    lines = run(ROOT / "tests/helpers/stream_on_cuda.py", device, simulated=device == "simulated").splitlines()
+    id3, pafi = map(json.loads, lines)
+    for found in (id3, pafi):
+        assert found["equal"] == [True] * len(found["equal"])
+        assert not found["races"]
+        if device == "simulated":
+            # the flat delta's free part is zero; the values of entries; those of the head's weight and bias
+            assert found["waits"] == {"update": 1 + 1 + 2, "bytes": 0, "apply": 0}
 
 
 COUNT = """import os, launches, sparsify.selection.small_tensors as small
