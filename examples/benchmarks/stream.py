@@ -1,7 +1,8 @@
 """Bytes and time of bringing a policy's new weights to the models that serve it: updates, diffs, and all weights.
 
-    python examples/benchmarks/stream.py --rounds 5
-    python examples/benchmarks/stream.py --shape llama-1b-layer --followers 1,4,16 --rounds 5
+    python examples/benchmarks/stream.py --rounds 7 --followers 1,4
+    python examples/benchmarks/stream.py --rounds 7 --growing 12000
+    python examples/benchmarks/stream.py --rounds 5 --shape llama-1b-quarter --followers 1,4,16
 
 updates    ``DeltaPublisher.update()``, sent, and applied by ``DeltaSubscriber``
 diffs      the trainer keeps a copy of all weights, compares, and sends int32 positions and values of what differs; the
@@ -9,7 +10,8 @@ diffs      the trainer keeps a copy of all weights, compares, and sends int32 po
 all        every weight, from the trainer's memory straight into the follower's
 
 Trainer and followers are processes with a model each, and sockets between them (loopback). In every round the trained
-entries get new values, all of which differ; then each method in turn brings the same weights over. In the end every
+entries get new values, all of which differ, and with ``--growing`` some more are unmasked, as in increment-S; then each
+method in turn brings the same weights over. In the end every
 follower's weights are compared with the trainer's. "CPU" are seconds of the trainer and of one follower together, which
 other processes on the machine change less.
 """
@@ -36,11 +38,11 @@ from sparsify import DeltaPublisher, DeltaSubscriber, get_unmasker, sparsify
 from sparsify.bench.shapes import LLAMA_1B, TINY
 from sparsify.common.raw_bits import digest
 
-SMALL = {"num_hidden_layers": 1, "vocab_size": 2_048}
+QUARTER = {"num_hidden_layers": 4}  # of 16
 TINY_LLAMA = {**TINY, "num_key_value_heads": 2}
 SHAPES = {
     "llama-1b": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_1B)),
-    "llama-1b-layer": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_1B | SMALL)),
+    "llama-1b-quarter": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_1B | QUARTER)),
     "tiny": lambda: LlamaForCausalLM(LlamaConfig(**{k: v for k, v in TINY_LLAMA.items() if "dropout" not in k})),
 }
 METHODS = ("updates", "diffs", "all")
@@ -52,6 +54,7 @@ _DONE = struct.Struct("<dd")  # the follower's seconds to apply them, and of its
 def main(
     shape: Annotated[str, typer.Option(help=f"Model shape: {', '.join(SHAPES)}.")] = "llama-1b",
     density: Annotated[float, typer.Option(help="Share of all weights that are trained.")] = 0.001,
+    growing: Annotated[int, typer.Option(help="Entries that are unmasked in each round.")] = 0,
     followers: Annotated[str, typer.Option(help="Numbers of followers, separated by commas.")] = "1",
     rounds: Annotated[int, typer.Option(help="Turns of each method, after one that is not counted.")] = 5,
     threads: Annotated[int, typer.Option(help="Of each process.")] = 1,
@@ -61,11 +64,11 @@ def main(
     check_names([shape], SHAPES, "shape")
     torch.set_num_threads(threads)
     numbers = [int(number) for number in followers.split(",")]
-    results = [result for number in numbers for result in measure(shape, density, number, rounds, threads)]
+    results = [result for number in numbers for result in measure(shape, density, growing, number, rounds, threads)]
     entries = results[0]["entries"]
     report(
-        f"{shape} in bfloat16, {entries:,} trained entries ({density:.2%}): medians of {rounds} rounds in turns, "
-        f"{threads} thread(s) a process",
+        f"{shape} in bfloat16, {entries:,} trained entries ({density:.2%}), of which {growing:,} are new in a round: "
+        f"medians of {rounds} rounds in turns, {threads} thread(s) a process",
         ["method", "followers", "MB each", "bytes/entry", "extract (ms)", "apply (ms)", "all done (ms)", "CPU (ms)"],
         [
             (
@@ -76,10 +79,10 @@ def main(
             for result in results
         ],
     )  # fmt: skip
-    write_json(json, results, shape=shape, density=density, rounds=rounds, threads=threads)
+    write_json(json, results, shape=shape, density=density, growing=growing, rounds=rounds, threads=threads)
 
 
-def measure(shape: str, density: float, number: int, rounds: int, threads: int) -> list[dict[str, Any]]:
+def measure(shape: str, density: float, growing: int, number: int, rounds: int, threads: int) -> list[dict[str, Any]]:
     """Seconds of each method's parts, round by round, with a number of followers."""
     server = socket.create_server(("127.0.0.1", 0))
     context = get_context("fork")  # which has imported everything
@@ -89,11 +92,11 @@ def measure(shape: str, density: float, number: int, rounds: int, threads: int) 
     model = build(SHAPES[shape], torch.bfloat16)
     budget = round(density * sum(parameter.numel() for parameter in model.parameters()))
     followers = [at_once(server.accept()[0]) for _ in processes]
-    trainer = Trainer(sparsify(model, budget, "random"), followers)
+    trainer = Trainer(sparsify(model, budget, steps=1), followers, later=growing * (rounds + 1))
     same = {"followers": number, "entries": budget}
     results: list[dict[str, Any]] = [{"method": name, **same, **{part: [] for part in PARTS}} for name in METHODS]
     for turn in range(rounds + 1):
-        trainer.step(turn)
+        trainer.step(turn, growing)
         for result in results:
             taken = trainer.bring(result["method"])
             result["bytes"] = taken.pop("bytes")
@@ -106,11 +109,13 @@ def measure(shape: str, density: float, number: int, rounds: int, threads: int) 
 
 
 class Trainer:
-    """A sparsified model, and the sockets of its followers, which have its base."""
+    """A sparsified model, and the sockets of its followers, which have its base; some entries are unmasked later."""
 
-    def __init__(self, model: nn.Module, followers: list[socket.socket]) -> None:
+    def __init__(self, model: nn.Module, followers: list[socket.socket], later: int) -> None:
         self.model, self.followers = model, followers
         self.weights = weights_of(model)
+        self.masked = random_entries(sum(weight.numel() for weight in self.weights), model.sparse_values.numel())
+        self.unmask(len(self.masked) - later)
         self.publisher = DeltaPublisher(model)
         self.copy = [weight.clone() for weight in self.weights]
         self.senders = ThreadPoolExecutor(len(followers))
@@ -121,12 +126,20 @@ class Trainer:
             "all": lambda: [raw(weight) for weight in self.weights],
         }
 
+    def unmask(self, number: int) -> None:
+        """Unmasks some more of the random entries."""
+        chosen, self.masked = self.masked.split([number, len(self.masked) - number])
+        get_unmasker(self.model).begin(chosen)
+
     @torch.no_grad()
-    def step(self, seed: int) -> None:
-        """Gives every trained entry another value."""
+    def step(self, seed: int, growing: int) -> None:
+        """Unmasks some entries, and gives every trained one another value."""
+        if growing:
+            self.unmask(growing)
         torch.manual_seed(seed)
-        self.model.sparse_values.normal_(std=0.05)
-        get_unmasker(self.model).refresh()
+        engine = get_unmasker(self.model)
+        engine.values[: engine.unmasked].normal_(std=0.05)
+        engine.refresh()
 
     def bring(self, method: str) -> dict[str, Any]:
         """Brings the present weights to all followers by one method: seconds and bytes."""
@@ -180,6 +193,13 @@ def follow(shape: str, port: int, threads: int) -> None:
             start = time.perf_counter()
             subscriber.apply(bytes(data)) if method == "updates" else write(weights, data)
         trainer.sendall(_DONE.pack(time.perf_counter() - start, time.process_time() - cpu))
+
+
+def random_entries(total: int, number: int) -> Tensor:
+    """Different numbers (number,) below ``total``, in random order."""
+    torch.manual_seed(0)
+    drawn = torch.randint(total, (number + number // 100 + 100,)).unique()
+    return drawn[torch.randperm(len(drawn))[:number]]
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:

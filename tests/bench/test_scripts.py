@@ -109,6 +109,18 @@ def test_streams_are_measured_in_every_round(tmp_path):
     assert everything == pytest.approx(2 / 0.2, rel=1e-3)
 
 
+def test_streams_are_measured_while_entries_are_unmasked(tmp_path):
+    out = tmp_path / "raw.json"
+    options = ("--shape", "tiny", "--density", "0.2", "--growing", "100", "--rounds", "2", "--json", str(out))
+    done = run("stream", *options)
+    assert done.returncode == 0, done.stderr
+    raw = json.loads(out.read_text())
+    assert raw["conditions"]["growing"] == 100
+    updates, *_ = raw["results"]
+    known = updates["entries"] - 100
+    assert 2 * known + 4 * 100 <= updates["bytes"] < 2 * known + 4 * 100 + 20_000  # and a header for every tensor
+
+
 @pytest.mark.slow
 def test_swaps_are_measured_in_every_round(tmp_path):
     out = tmp_path / "raw.json"
