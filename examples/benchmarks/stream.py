@@ -28,6 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy
 import torch
 import typer
 from common import MB, build, check_names, report, run, write_json
@@ -114,8 +115,9 @@ class Trainer:
     def __init__(self, model: nn.Module, followers: list[socket.socket], later: int) -> None:
         self.model, self.followers = model, followers
         self.weights = weights_of(model)
-        self.masked = random_entries(sum(weight.numel() for weight in self.weights), model.sparse_values.numel())
-        self.unmask(len(self.masked) - later)
+        total, budget = sum(weight.numel() for weight in self.weights), model.sparse_values.numel()
+        self.masked = torch.from_numpy(numpy.random.default_rng(0).choice(total, budget, replace=False))
+        self.unmask(budget - later)
         self.publisher = DeltaPublisher(model)
         self.copy = [weight.clone() for weight in self.weights]
         self.senders = ThreadPoolExecutor(len(followers))
@@ -193,13 +195,6 @@ def follow(shape: str, port: int, threads: int) -> None:
             start = time.perf_counter()
             subscriber.apply(bytes(data)) if method == "updates" else write(weights, data)
         trainer.sendall(_DONE.pack(time.perf_counter() - start, time.process_time() - cpu))
-
-
-def random_entries(total: int, number: int) -> Tensor:
-    """Different numbers (number,) below ``total``, in random order."""
-    torch.manual_seed(0)
-    drawn = torch.randint(total, (number + number // 100 + 100,)).unique()
-    return drawn[torch.randperm(len(drawn))[:number]]
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
