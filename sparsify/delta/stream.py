@@ -141,7 +141,8 @@ class DeltaPublisher:
     def update(self) -> DeltaUpdate:
         """Makes the next version, of what the model holds now; call it between optimizer steps.
 
-        It waits for the values to be copied to the host. The bytes are made when they are asked for.
+        It waits for the values to be copied to the host and, where entries were unmasked, merges these into the sorted
+        ones there. The bytes are made when they are asked for.
 
         Returns:
             What changed since the last version: new entries with their positions, and new values of earlier ones. It
