@@ -147,6 +147,17 @@ def test_a_model_that_was_cast():
     assert {entries.dtype for entries in version.tensors.values()} == {torch.bfloat16}
 
 
+def test_a_module_that_was_cast():
+    model, _ = build("mlp")
+    sparsify(model, 60, "random")
+    export = get_unmasker(model).exporter(model)
+    model.second.bfloat16()  # its weight is the base's float32 value plus the delta, rounded once
+    for _ in range(2):
+        model.sparse_values.data.normal_(std=1e-3)
+        version = assert_exported(export, model)
+    assert {entries.dtype for entries in version.tensors.values()} == {torch.float32, torch.bfloat16}
+
+
 def test_negative_zeros_between_backward_and_step():
     model, batches = build("mlp")
     with torch.no_grad():
