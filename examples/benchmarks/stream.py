@@ -11,9 +11,8 @@ all        every weight, from the trainer's memory straight into the follower's
 
 Trainer and followers are processes with a model each, and sockets between them (loopback). In every round the trained
 entries get new values, all of which differ, and with ``--growing`` some more are unmasked, as in increment-S; then each
-method in turn brings the same weights over. In the end every
-follower's weights are compared with the trainer's. "CPU" are seconds of the trainer and of one follower together, which
-other processes on the machine change less.
+method in turn brings the same weights over. In the end every follower's weights are compared with the trainer's. "CPU"
+are seconds of the trainer and of one follower together, which other processes on the machine change less.
 """
 
 from __future__ import annotations

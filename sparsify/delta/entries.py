@@ -88,7 +88,7 @@ def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
 
 
 def merge(known: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    """Merges entries, given by parallel tensors (n,) and (k,) on the CPU, of which the first ones ascend.
+    """Merges new entries (k,) into known ones (n,): parallel tensors on the CPU, of which the first ascends in both.
 
     It takes much less time than sorting all of them where the new ones are few.
 

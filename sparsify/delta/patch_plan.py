@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.devices import send
 from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest, put
@@ -20,12 +21,14 @@ from sparsify.delta.metadata import check_names
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
+REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
+
 
 class TensorPatch(NamedTuple):
     """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
 
-    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning. Where the patch is
-    ``checked``, it is carried out on a tensor that holds ``old`` only.
+    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning. A patch that is
+    ``checked`` is carried out only on a tensor that holds ``old``; any other replaces what is there.
     """
 
     name: str
@@ -37,8 +40,10 @@ class TensorPatch(NamedTuple):
 
     def fits(self, target: Tensor) -> bool:
         """Whether the tensor has the patch's shape and, where that is checked, holds ``old``, in its present dtype."""
-        if tuple(target.shape) != self.shape or not self.checked:
-            return tuple(target.shape) == self.shape
+        if tuple(target.shape) != self.shape:
+            return False
+        if not self.checked:
+            return True
         held = own_copy(target) if self.indices is None else take(target, self.indices)
         return torch.equal(as_bits(held), as_bits(self.old.to(target.dtype)))
 
@@ -46,15 +51,13 @@ class TensorPatch(NamedTuple):
         """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
         # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
         with torch.inference_mode():
-            # without a wait for the device: `to` returns when memory that is not pinned has been read
-            new = self.new.to(target.device, target.dtype, non_blocking=True)
-            indices = None if self.indices is None else self.indices.to(target.device, non_blocking=True)
-            if indices is None:
+            new = send(self.new.to(target.dtype), target.device)
+            if self.indices is None:
                 target.copy_(new)
             elif isinstance(target, QuantizedDelta):
-                target.put(indices, new)
+                target.put(send(self.indices, target.device), new)
             else:
-                put(target, indices, new)
+                put(target, send(self.indices, target.device), new)
 
     def inverse(self) -> TensorPatch:
         """The patch that undoes this one."""
@@ -262,9 +265,12 @@ def write_plan(
     plan: PatchPlan,
     model: nn.Module,
     held: str = "the base's values, which something else has changed since the delta was checked against them",
-    remedy: str = "revert deltas in the reverse order of their application, or load the base afresh",
+    remedy: str = REMEDY,
 ) -> None:
-    """Carries out all patches of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
+    """Carries out all patches of a plan or, where one fails or does not fit, none; ``held`` says what it replaces.
+
+    Where a patch that was not checked has to be undone, its tensor gets ``old``.
+    """
     targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
     done: PatchPlan = []
     try:
@@ -282,15 +288,15 @@ def write_plan(
         raise
 
 
-def undo_plan(plan: PatchPlan, model: nn.Module) -> None:
+def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
     """Puts back what a plan replaced, if the model still holds what it wrote."""
     held = "the delta's values, so that reverting would undo what came after"
-    write_plan([patch.inverse() for patch in plan], model, held)
+    write_plan([patch.inverse() for patch in plan], model, held, remedy)
 
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    source, indices = tensor.detach(), indices.to(tensor.device, non_blocking=True)
+    source, indices = tensor.detach(), send(indices, tensor.device)
     if isinstance(source, Tensor) and source.is_contiguous():
         return source.view(-1).index_select(0, indices).cpu()  # faster than take
     return source.take(indices).cpu()

@@ -31,6 +31,7 @@ from sparsify.delta.version import Changes, Version, changed_entries, changed_wh
 from sparsify.errors import MissingUpdateError, SparsifyError, StaleUpdateError
 
 _MAX_INDEX = 2**31 - 1
+_REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `snapshot()`"
 
 
 class DeltaUpdate:
@@ -146,7 +147,7 @@ class DeltaPublisher:
 
         Returns:
             What changed since the last version: new entries with their positions, and new values of earlier ones. It
-            is a snapshot where a state was loaded in between.
+            is a snapshot where entries have left or changed their base or dtype, as after an earlier state was loaded.
 
         Raises:
             SparsifyError: when trained values are not finite, or as ``SparseDelta.from_model``; the version stays.
@@ -163,10 +164,9 @@ class DeltaPublisher:
 class DeltaSubscriber:
     """Keeps a plain model at the last version of a model in training.
 
-    A message is checked before it is written, completely or not at all. A snapshot, and an update that has all trained
-    values, make their version whatever else was written into the trained entries since. An update of some of them is
-    refused where these no longer hold the version before. Threads that use the model while messages arrive do so within
-    :meth:`reading`.
+    A message is written completely or not at all, and is checked before, as are the values in memory that it replaces:
+    all of them or, where an update has all trained values, a sample. Threads that use the model while messages arrive
+    do so within :meth:`reading`.
 
     Args:
         model: the base that the publisher's model was sparsified from, wrapped or not, on any device; it is changed in
@@ -207,8 +207,8 @@ class DeltaSubscriber:
             MissingUpdateError: when it does not follow the model's version, or is of another publisher: apply
                 ``snapshot()`` first.
             BaseMismatchError: when the model is not the base that the publisher's model was sparsified from.
-            SparsifyError: when the update has some of the values only, and something else has changed these: apply
-                ``snapshot()``. After each of these errors the model holds the version that it held.
+            SparsifyError: when something else has changed the model: make a new subscriber of a base that is loaded
+                afresh. The model is as before after each of these.
         """
         with self._applying:
             message = read_message(bytes(update))
@@ -218,7 +218,7 @@ class DeltaSubscriber:
             else:
                 steps, held = plan_update(message, self._held, self.model)
                 with self._turns.writing(), uninterrupted():
-                    write_plan(steps, self.model, f"the values of version {self.version}", "apply `snapshot()`")
+                    write_plan(steps, self.model, f"the values of version {self.version}", _REMEDY)
                     self._held, self.version = held, message.version
         return message.version
 
@@ -251,7 +251,7 @@ class DeltaSubscriber:
         """Brings the model to a snapshot's version, from the base's values."""
         with self._turns.writing(), uninterrupted():
             before = self._held.plan
-            undo_plan(before, self.model)
+            undo_plan(before, self.model, _REMEDY)
             try:
                 held = plan_snapshot(message, self.model)
                 write_plan(held.plan, self.model)

@@ -27,6 +27,8 @@ from sparsify.delta.update_file import Message
 from sparsify.delta.version import KnownValues, spread
 from sparsify.errors import DeltaFormatError
 
+SAMPLE = 1024  # values that are compared where an update replaces all
+
 
 class HeldEntries(NamedTuple):
     """The entries of one tensor that a follower knows: (count,) each, values in the model's dtype."""
@@ -64,10 +66,10 @@ class Held(NamedTuple):
     def plan(self) -> PatchPlan:
         """The patches from the base."""
         entries = (TensorPatch(name, e.shape, e.indices, e.base, e.values) for name, e in self.entries.items())
-        return _unchecked([*entries, *self.whole.values()])
+        return [*entries, *self.whole.values()]
 
-    def is_renewed_by(self, message: Message) -> bool:
-        """Whether an update sends all of it again, so that the next version does not depend on what the model holds."""
+    def is_all_sent_again(self, message: Message) -> bool:
+        """Whether an update has new values for all of it."""
         sent = {dtype for dtype, known in message.known.items() if known.places is None}
         return self.whole.keys() <= message.whole.keys() and {e.sent_dtype for e in self.entries.values()} <= sent
 
@@ -97,8 +99,9 @@ def plan_update(message: Message, held: Held, model: nn.Module) -> tuple[PatchPl
         before = held.whole.get(name)
         steps.append(plan_dense(name, tensor, targets[name], None if before is None else before.new))
         whole[name] = steps[-1] if before is None else steps[-1]._replace(old=before.old)
-    if held.is_renewed_by(message):
-        steps = _unchecked(steps)
+    if held.is_all_sent_again(message):
+        # The version does not depend on what is replaced. A sample tells whether another model is below.
+        steps = [*_sample(steps), *(step._replace(checked=False) for step in steps)]
     return steps, Held(dict(sorted(entries.items())), whole)
 
 
@@ -116,8 +119,13 @@ def _known_values(known: KnownValues, dtype: torch.dtype, entries: dict[str, Hel
         yield TensorPatch(name, each.shape, indices, old, new)
 
 
-def _unchecked(plan: PatchPlan) -> PatchPlan:
-    return [patch._replace(checked=False) for patch in plan]
+def _sample(plan: PatchPlan) -> PatchPlan:
+    """A part of the patch with the most entries; of one tensor, since a GPU is waited for."""
+    patches = [(patch.indices[:SAMPLE], patch) for patch in plan if patch.indices is not None]
+    if not patches:
+        return []
+    indices, largest = max(patches, key=lambda pair: pair[1].new.numel())
+    return [largest._replace(indices=indices, old=largest.old[:SAMPLE], new=largest.new[:SAMPLE])]
 
 
 def _check(fits: bool, problem: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.common.raw_bits import as_bits, digest
+from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.entries import TensorDelta, merge
 
 
@@ -45,6 +45,12 @@ class Entries(NamedTuple):
         is_early = self.slots < unmasked
         return is_early.nonzero().flatten(), is_early.logical_not().nonzero().flatten()
 
+    def keeps(self, before: Entries, unmasked: int) -> bool:
+        """Whether those of the first ``unmasked`` entries of the model are the ones before, over the same base."""
+        known, _ = self.split(unmasked)
+        pairs = zip(self[4:7], before[4:7], strict=True)
+        return all(same_values(part.index_select(0, known), other) for part, other in pairs)
+
     def delta(self, chosen: Tensor | None = None) -> TensorDelta:
         """The entries, or those ``chosen`` by their numbers (n,)."""
         parts = self.indices, self.base, self.values
@@ -61,8 +67,8 @@ class Version(NamedTuple):
         whole: dense tensors by name.
         config: a delta's.
         unmasked: number of entries in all.
-        generation: how often the entries were replaced, as by a state that was loaded. Versions with the same number
-            have the same entries, but for those that were unmasked in between.
+        generation: how often a state was loaded. Versions of the same generation have the same entries, but for those
+            that were unmasked in between.
     """
 
     tensors: dict[str, Entries]
@@ -77,10 +83,11 @@ class Version(NamedTuple):
 
     def continues(self, old: Version) -> bool:
         """Whether it has all that an earlier version has, and more entries, other values and dense tensors at most."""
-        return (
-            self.generation == old.generation
-            and old.whole.keys() <= self.whole.keys()
-            and all(name in self.tensors and self.tensors[name].sort == e.sort for name, e in old.tensors.items())
+        if not (old.whole.keys() <= self.whole.keys() and old.tensors.keys() <= self.tensors.keys()):
+            return False
+        pairs = [(entries, self.tensors[name]) for name, entries in old.tensors.items()]
+        return all(before.sort == after.sort for before, after in pairs) and (
+            self.generation == old.generation or all(after.keeps(before, old.unmasked) for before, after in pairs)
         )
 
 
@@ -130,7 +137,8 @@ def difference(old: Version, new: Version) -> Changes | None:
 
 def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
     """The dense tensors that are new or have changed."""
-    return {name: tensor for name, tensor in new.whole.items() if not same_tensor(tensor, old.whole.get(name))}
+    before = old.whole
+    return {name: t for name, t in new.whole.items() if name not in before or not same_values(t, before[name])}
 
 
 def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
@@ -186,10 +194,3 @@ def _changed(old: Tensor, new: Tensor) -> KnownValues:
         return KnownValues(new)
     places = changed.nonzero().flatten()
     return KnownValues(new[places], places)
-
-
-def same_tensor(tensor: Tensor, other: Tensor | None) -> bool:
-    """Whether two tensors are equal in dtype, shape and every bit."""
-    if other is None or (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(as_bits(tensor), as_bits(other))

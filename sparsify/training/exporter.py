@@ -1,8 +1,8 @@
 """Exports a model in training again and again, for a stream of its versions.
 
 In: an engine. Out: a :class:`sparsify.delta.version.Version` of the state as it is now, to the bit what
-``SparseDelta.from_model`` takes; only tensors that are drawn from a seed there are stored whole here. Positions
-and base values of entries are copied and sorted once, when they are new; each call takes the values anew, for all
+``SparseDelta.from_model`` takes; only tensors that are drawn from a seed there are stored whole here. Entries
+are copied to the host and merged into the sorted ones once, when they are new; each call takes the values anew, for all
 tensors of a dtype at once.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.devices import send
 from sparsify.common.names import plain_name
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta.entries import merge
@@ -94,7 +95,7 @@ class Exporter:
         """Takes in the entries that were added since the last call; all of them where they were replaced."""
         engine, known = self._engine, self._known
         dtypes = {name: part.dtype for name, part in parts.items()}
-        key = engine.buffers.generation, engine.values.device, engine.values.dtype, dtypes
+        key = engine.buffers.generation, engine.values.device, engine.values.dtype, dtypes, engine.steps
         counts = [tensor.count for tensor in engine.tensors]
         if key != known.key:
             known = _Known(key, [0] * len(counts))
@@ -133,7 +134,7 @@ class Exporter:
         self, dtype: torch.dtype, packed: bool, tensors: dict[str, MaskedTensor], entries: Mapping[str, Entries]
     ) -> _Group:
         engine, own = self._engine, {name: entries[name] for name in tensors}
-        slots = torch.cat([each.slots for each in own.values()]).to(engine.values.device, non_blocking=True)
+        slots = send(torch.cat([each.slots for each in own.values()]), engine.values.device)
         # not the entries' own, which are rounded where only some of the model's modules were cast
         base = engine.buffers.base()
         by_slot = torch.empty_like(base).index_copy_(0, engine.buffers.slots(), base).to(slots.device)

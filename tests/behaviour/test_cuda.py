@@ -133,7 +133,7 @@ def test_the_control_has_no_race(simulated, place):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_follower_on_a_device_has_every_version_and_is_not_waited_for(device):
+def test_a_follower_on_a_device_has_every_version_and_is_waited_for_once(device):
     skip_without(device)
     lines = run(ROOT / "tests/helpers/stream_on_cuda.py", device, simulated=device == "simulated").splitlines()
     id3, pafi = map(json.loads, lines)
@@ -141,8 +141,8 @@ def test_a_follower_on_a_device_has_every_version_and_is_not_waited_for(device):
         assert found["equal"] == [True] * len(found["equal"])
         assert not found["races"]
         if device == "simulated":
-            # the flat delta's free part is zero; the values of entries; those of the head's weight and bias
-            assert found["waits"] == {"update": 1 + 1 + 2, "bytes": 0, "apply": 0}
+            # the flat delta's free part is zero; the values of entries; those of the head's weight and bias; the sample
+            assert found["waits"] == {"update": 1 + 1 + 2, "bytes": 0, "apply": 1}
 
 
 COUNT = """import os, launches, sparsify.selection.small_tensors as small

@@ -14,6 +14,7 @@ from quantized_models import quantize
 from streams import BUDGET, STEPS, Run
 from test_patches import patched
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from sparsify import (
     BaseMismatchError,
@@ -29,6 +30,8 @@ from sparsify import (
     sparsify,
 )
 from sparsify.delta.patch_plan import TensorPatch
+
+RUN = Run(strategy="pafi")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,6 +253,24 @@ def test_where_entries_left_the_update_is_a_snapshot(tmp_path):
     assert bits(follower.model) == run.expected()
 
 
+@pytest.mark.parametrize("by", ["state dict", "average"])
+def test_entries_that_stay_are_not_sent_again_when_a_state_is_loaded(by):
+    run = Run("bert")
+    model = run.model if by == "state dict" else AveragedModel(run.model)
+    publisher, follower = DeltaPublisher(model), DeltaSubscriber(copy.deepcopy(run.base))
+    follower.apply(publisher.snapshot())
+    for _ in range(STEPS):
+        run.step()
+        if by == "state dict":
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+        else:
+            model.update_parameters(run.model)
+        update = publisher.update()
+        assert not update.is_snapshot
+        follower.apply(update)
+        assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(copy.deepcopy(run.base)))
+
+
 # All or nothing
 
 
@@ -273,24 +294,42 @@ def name_of(model, wanted):
     return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
-def disturb(follower, run):
-    """Something else than the stream changes the entry that was unmasked first; returns its tensor's name."""
-    tensor = next(tensor for tensor in get_unmasker(run.model).tensors if 0 in tensor.slots)
-    follower.model.get_parameter(tensor.name).data.view(-1)[tensor.indices[tensor.slots == 0]] += 1
+def disturb(follower, run, slot=0):
+    """Something else than the stream changes the entry of a slot; returns its tensor's name."""
+    tensor = next(tensor for tensor in get_unmasker(run.model).tensors if slot in tensor.slots)
+    follower.model.get_parameter(tensor.name).data.view(-1)[tensor.indices[tensor.slots == slot]] += 1
     return tensor.name
 
 
-def test_all_values_replace_what_something_else_wrote_into_trained_entries():
-    run = Run(strategy="pafi")
-    follower = run.follower()
-    for message in ("update", "snapshot"):
-        disturb(follower, run)
-        (update,) = run.updates(1)
-        follower.apply(update if message == "update" else run.snapshot())
-        assert bits(follower.model) == run.expected()
-    follower.model.load_state_dict(run.base.state_dict())
-    follower.apply(run.updates(1)[0])
-    assert bits(follower.model) == run.expected()
+def draw(model):
+    for parameter in model.parameters():
+        parameter.data.normal_()
+
+
+@pytest.mark.parametrize(
+    "change", [draw, lambda model: model.bfloat16().float(), lambda model: model.load_state_dict(RUN.base.state_dict())]
+)
+def test_a_model_that_something_else_has_changed_is_refused(change):
+    follower = RUN.follower()
+    follower.apply(RUN.updates(1)[0])
+    change(follower.model)
+    for message in (RUN.updates(1)[0], RUN.snapshot()):
+        refused(
+            follower, message, SparsifyError, "no longer holds .*: load the base afresh, make a new DeltaSubscriber"
+        )
+
+
+def test_an_update_of_all_values_replaces_single_values_of_something_else():
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 10))
+    model = sparsify(copy.deepcopy(base), 1_500, "random")
+    publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
+    follower.apply(publisher.snapshot())
+    base[1].weight.data += 1  # not in the sample
+    model.sparse_values.data.normal_()
+    follower.apply(publisher.update())
+    indices = get_unmasker(model).tensors[2].indices
+    assert torch.equal(base[1].weight.view(-1)[indices], model[1].weight.view(-1)[indices])
 
 
 @pytest.mark.parametrize("left_out", ["values", "head"])
@@ -302,10 +341,13 @@ def test_an_update_of_a_part_is_refused_where_something_else_has_changed_it(left
     if left_out == "values":
         for parameter in run.model.classifier.parameters():
             parameter.data += 1
-    name = disturb(follower, run)
     update = bytes(run.publisher.update())
-    refused(follower, update, SparsifyError, f"`{name}` no longer holds the values of version 1 .*: apply `snapshot")
-    follower.apply(run.snapshot())
+    for slot in range(3):
+        before = copy.deepcopy(follower.model.state_dict())
+        name = disturb(follower, run, slot)
+        refused(follower, update, SparsifyError, f"`{name}` no longer holds the values of version 1 ")
+        follower.model.load_state_dict(before)
+    follower.apply(update)
     assert bits(follower.model) == run.expected()
 
 

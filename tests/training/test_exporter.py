@@ -136,6 +136,16 @@ def test_an_earlier_state_and_plain_weights_that_are_loaded():
     assert_exported(export, model)
 
 
+def test_a_run_that_is_extended():
+    model, batches = build("mlp")
+    sparsify(model, 60, steps=2)
+    export = get_unmasker(model).exporter(model)
+    run_steps(model, batches[:2])
+    assert assert_exported(export, model).config["steps"] == 2
+    get_unmasker(model).extend(steps=20)
+    assert export().config == SparseDelta.from_model(model).config
+
+
 def test_a_model_that_was_cast():
     model, batches = build("mlp")
     sparsify(model, 60, steps=STEPS)
