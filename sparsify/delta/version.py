@@ -180,10 +180,8 @@ def _after(before: Entries | None, after: Entries | None) -> Entries:
     if after is None:
         return reverted
     left = torch.isin(before.indices, after.indices, invert=True)
-    known = after.indices, after.base, after.values
-    more = before.indices, before.base.to(after.base.dtype), values.to(after.values.dtype)
-    indices, base, values = merge(known, [part[left] for part in more])
-    return after._replace(indices=indices, base=base, values=values)
+    more = [part[left].to(own.dtype) for part, own in zip(reverted[4:], after[4:], strict=True)]
+    return Entries(*after[:4], *merge(after[4:], more))
 
 
 def _changed(old: Tensor, new: Tensor) -> KnownValues:

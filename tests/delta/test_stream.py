@@ -31,8 +31,6 @@ from sparsify import (
 )
 from sparsify.delta.patch_plan import TensorPatch
 
-RUN = Run(strategy="pafi")
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -301,19 +299,26 @@ def disturb(follower, run, slot=0):
     return tensor.name
 
 
-def draw(model):
+def draw(model, base):
     for parameter in model.parameters():
         parameter.data.normal_()
 
 
-@pytest.mark.parametrize(
-    "change", [draw, lambda model: model.bfloat16().float(), lambda model: model.load_state_dict(RUN.base.state_dict())]
-)
+def cast_twice(model, base):
+    model.bfloat16().float()
+
+
+def load_base(model, base):
+    model.load_state_dict(base.state_dict())
+
+
+@pytest.mark.parametrize("change", [draw, cast_twice, load_base])
 def test_a_model_that_something_else_has_changed_is_refused(change):
-    follower = RUN.follower()
-    follower.apply(RUN.updates(1)[0])
-    change(follower.model)
-    for message in (RUN.updates(1)[0], RUN.snapshot()):
+    run = Run(strategy="pafi")
+    follower = run.follower()
+    follower.apply(run.updates(1)[0])
+    change(follower.model, run.base)
+    for message in (run.updates(1)[0], run.snapshot()):
         refused(
             follower, message, SparsifyError, "no longer holds .*: load the base afresh, make a new DeltaSubscriber"
         )
