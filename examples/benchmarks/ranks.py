@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed.nn.functional  # before there is a group: its default arguments would keep it
 import typer
 from common import BERTS, MB, check_names, report, run, write_json
 from torch import distributed as dist

@@ -1,10 +1,16 @@
-"""Several gloo processes on the CPU, each of which runs the same function."""
+"""Several gloo processes on the CPU, each of which runs the same function.
+
+DDP imports ``torch.distributed.nn.functional``, whose default arguments keep the default group that there is then.
+It is imported here before there is one: otherwise gloo's threads outlive ``destroy_process_group``, and one that still
+has a tensor to drop aborts the process once the interpreter has ended.
+"""
 
 import os
 import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch import multiprocessing
 
@@ -23,5 +29,3 @@ def _run(rank, number, folder, function, args):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=number)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
-    # DDP keeps the group's threads alive, and one that still has a tensor to drop aborts once the interpreter has ended
-    os._exit(0)
