@@ -11,11 +11,13 @@ if PROCESSES is not None:  # in one of them, and not where they are started
 
 import pytest  # noqa: E402
 import torch  # noqa: E402 - which reads the number of threads when it is imported
+from hypothesis import settings  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels run on the CPU
+settings.load_profile("ci")  # of hypothesis: the same examples each time, however long they take
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 

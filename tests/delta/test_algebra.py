@@ -17,7 +17,7 @@ from sparsify.delta.entries import TensorDelta
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
-PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=50)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 COEFFICIENTS = st.lists(st.sampled_from([-1.5, -1.0, 0.25, 0.5, 1.0, 2.0]), min_size=1, max_size=4)
 

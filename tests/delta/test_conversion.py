@@ -53,7 +53,7 @@ def arrangements(draw):
     return (*pair, stored)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(arrangements(), st.data())
 def test_a_layout_says_where_each_entry_is_whatever_was_done_to_the_tensors(arrangement, data):
     layout, tensor, stored = arrangement

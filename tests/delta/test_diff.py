@@ -17,7 +17,7 @@ from sparsify import sparsify
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
-PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=40)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 

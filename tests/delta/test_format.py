@@ -20,7 +20,7 @@ from sparsify.errors import DeltaFormatError, SparsifyError
 
 ESCAPE = 0xFFFF
 SHA = "0" * 64
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=150)
 
 
 def entries(indices=(1, 4, 70_000), values=(1.0, -2.0, 0.5), shape=(2, 40_000), kind="replace", dtype=torch.bfloat16):

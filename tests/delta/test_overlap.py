@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparsify import SparseDelta, overlap
 from sparsify.errors import BaseMismatchError, SparsifyError
 
-PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=40)
 
 
 def dense(base, delta):

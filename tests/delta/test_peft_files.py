@@ -181,7 +181,7 @@ def test_the_smallest_setting_that_fits_is_taken_and_its_padding_reported(base, 
     assert zeros == adapter.padding
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.floats(0, 1)), min_size=1, max_size=4))
 def test_supertunings_sparsity_gives_every_layer_enough_places(layers):
     needs = {str(i): (max(1, round(share * 7 * rows)), (rows, 7)) for i, (rows, share) in enumerate(layers)}
@@ -407,7 +407,7 @@ def test_an_adapter_that_peft_trained_is_read(method, dtype, tmp_path):
     assert torch.equal(outputs(SparseDelta.load(tmp_path / "delta").apply(copy.deepcopy(base))), outputs(trained))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
 @BOTH
 def test_any_values_come_back_exactly(method, data, dtype):

@@ -21,7 +21,7 @@ from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 SPECIFICATION = files("sparsify").joinpath("delta/format.md").read_text(encoding="utf-8")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLAT = re.sub(r"\s+", " ", SPECIFICATION)
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+PROPERTY = settings(max_examples=150)
 
 
 def block(language):

@@ -26,7 +26,7 @@ def all_of(left, right, form, least=0.0, wanted=NOTHING, excluded=NOTHING):
     return form(left, right, wanted, excluded, least, Limits(rows * cols, ALL))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     kind=st.sampled_from(sorted(KINDS)), tokens=st.one_of(SIZES, st.integers(129, 700)), rows=SIZES, cols=SIZES,
     seed=st.integers(0, 999), dtype=st.sampled_from([torch.float32, torch.bfloat16]), weighted=st.booleans(),
@@ -64,7 +64,7 @@ def test_an_entry_of_few_weak_tokens_alone_is_found(form):
     assert all_of(left, right, form, least=115.0).indices.tolist() == [7 * 200 + 7]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999), wide=st.booleans())
 def test_few_are_found_in_vain(form, tokens, rows, cols, seed, wide):
     left, right = factors("random", tokens, rows, cols, torch.float32 if wide else torch.bfloat16, seed)
@@ -74,7 +74,7 @@ def test_few_are_found_in_vain(form, tokens, rows, cols, seed, wide):
     assert (found.most.double() <= (size + 7 * 2**-8 * off).view(-1)[found.indices]).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(KINDS)), tokens=st.integers(1, 1000), rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

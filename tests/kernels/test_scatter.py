@@ -23,7 +23,7 @@ def form(request, device):
     return triton_scatter.scatter
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 9)), min_size=1, max_size=5), st.integers(0, 99))
 def test_every_weight_holds_its_own_values_and_nothing_else_moved(form, kinds, seed):
     generator = seeded(seed)

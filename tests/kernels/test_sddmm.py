@@ -38,7 +38,7 @@ def cpu_form(form):
     return form
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(sorted(KINDS)), tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), number=st.sampled_from([0, 1, 15, 16, 17, 100]),
@@ -54,7 +54,7 @@ def test_the_entries_are_those_of_the_product(cpu_form, kind, tokens, rows, cols
     assert (error <= off.view(-1)[indices]).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.sampled_from([1, 15, 16, 17, 255, 257, 600]), st.integers(1, 5), st.integers(1, 40),
     st.sampled_from([1, 63, 64, 65]), st.sampled_from(DTYPES), st.integers(0, 99),

@@ -65,7 +65,7 @@ def some(rows, cols, seed, dtype=torch.float32):
     return torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), (rows, cols), generator=generator)].to(dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 1000), st.sampled_from(EXACT), st.integers(1, 4), st.sampled_from([1, 3, 31]), st.booleans(),
     st.sampled_from([-math.inf, 0.0, 0.5, 1.0, 1.3]),
@@ -146,7 +146,7 @@ def test_ids_are_taken_from_a_list_where_there_is_one(form):
     assert held(candidates) == {30: (1.0, 1.0, 5.0), 12: (3.0, 3.0, 7.0)}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     *(st.integers(*ends) for ends in ((0, 999), (1, 12), (0, 20), (8, 40), (0, 30))),
     st.sampled_from(["ties", "rising", "one score"]), st.booleans(),
@@ -198,7 +198,7 @@ def test_a_cut_of_more_candidates_than_a_block_has(form):
     assert sorted(held(candidates)) == sorted(entry for _, entry in best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCORES, st.randoms(use_true_random=False), st.integers(1, 12), st.integers(0, 12))
 def test_a_cut_keeps_the_best_by_score_then_id(form, scores, random, size, slack):
     ids = random.sample(range(TOTAL), len(scores))

@@ -71,7 +71,7 @@ def some_factors(kind, tokens, rows, cols, dtype, seed):
 def test_the_best_of_a_product_are_those_of_the_product_multiplied_out(examples):
     """With thresholds at exact scores, more ties than find room, and no threshold at all."""
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(
         kind=st.sampled_from(sorted(INTEGERS)), tokens=st.sampled_from([1, 63, 64, 65, 130]), rows=EDGES, cols=EDGES,
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), seed=st.integers(0, 999),
@@ -104,7 +104,7 @@ def test_the_best_of_a_product_are_those_of_the_product_multiplied_out(examples)
 @EXAMPLES
 @pytest.mark.usefixtures("rough_units")
 def test_no_entry_is_missed_whatever_the_factors_are(examples):
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(
         kind=st.sampled_from(sorted(KINDS)), tokens=st.sampled_from([1, 45, 300]), rows=EDGES, cols=EDGES,
         dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 999),

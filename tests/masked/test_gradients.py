@@ -35,7 +35,7 @@ row_sets = st.one_of(st.none(), st.sets(st.integers(0, ROWS - 1), min_size=1).ma
 index_sets = st.sets(st.integers(0, ROWS * COLS - 1)).map(lambda chosen: torch.tensor(list(chosen), dtype=torch.int64))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(rows=row_sets, indices=index_sets, owned=st.booleans())
 def test_take_and_clear_are_those_of_the_dense_gradient(rows, indices, owned):
     gradient = of_rows(rows, owned=owned)
@@ -47,7 +47,7 @@ def test_take_and_clear_are_those_of_the_dense_gradient(rows, indices, owned):
     assert owned or torch.equal(shared, before)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(first=row_sets, second=row_sets, owned=st.tuples(st.booleans(), st.booleans()))
 def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
     gradients = [of_rows(rows, owned=own) for rows, own in zip((first, second), owned, strict=True)]
@@ -62,7 +62,7 @@ def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
         assert own or torch.equal(values, before)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(rows=row_sets, indices=index_sets, excluded=index_sets, at_once=st.integers(1, ROWS + 1))
 def test_a_large_product_or_tied_table_is_multiplied_out_some_rows_at_a_time(rows, indices, excluded, at_once):
     gradient = product(3) if rows is None else TiedGradient(product(3), of_rows(rows))

@@ -32,7 +32,7 @@ def filled(additions):
     return root, buffers, expected
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3).map(list), max_size=5))
 def test_each_tensor_keeps_its_entries_in_the_order_in_which_they_came(additions):
     _, buffers, expected = filled(additions)

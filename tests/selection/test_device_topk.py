@@ -48,7 +48,7 @@ SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), 
 
 
 @pytest.mark.usefixtures("like_a_gpu", "small_parts")
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
 def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
     generator = seeded(seed)

@@ -52,7 +52,7 @@ def always_worth_it(screened):
 
 
 @pytest.mark.usefixtures("form")
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),
     importance=st.one_of(

@@ -56,7 +56,7 @@ def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking_in_the
     assert taken.dtype == torch.float32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 999), size=st.integers(1, 12), masked_only=st.booleans(),
     unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),

@@ -38,7 +38,7 @@ def exact_shares(budget, weights, candidates):
     raise AssertionError("there is always a scale")
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(problem=problems(), allocation=st.sampled_from([UNIFORM, ERDOS_RENYI]))
 def test_counts_are_the_exact_shares_rounded_and_keep_their_order(problem, allocation):
     shapes, candidates, budget = problem

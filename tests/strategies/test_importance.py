@@ -52,7 +52,7 @@ d3 = st.builds(D3, st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), st.sampled_fro
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(data=st.data(), importance=d3 | st.sampled_from([SNIP(), Fisher()]))
 def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, importance):
     assert_bounded(importance, data.draw(matrices(dtype)), data.draw(matrices(dtype)))
@@ -69,7 +69,7 @@ def test_bounds_hold_where_every_entry_is_as_large_as_can_be(dtype, exp, eps):
         assert_bounded(D3(exp=exp, eps=eps), weight, grad)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(units=st.integers(1, 200), exp=st.sampled_from(EXPONENTS), eps=st.sampled_from([0.1, 0.3, 0.9, 1, 3]))
 @example(units=1, exp=2, eps=1)
 def test_bounds_hold_for_denormal_gradients(units, exp, eps):

@@ -16,7 +16,7 @@ schedules = st.builds(
     until=st.one_of(st.sampled_from([1.0, 1, 0.5, 0.1, 1 / 3]), st.floats(0.01, 1)),
 )
 plans = {"schedule": schedules, "steps": st.integers(1, 120), "budget": st.integers(1, 10_000_000)}
-cheap = settings(max_examples=150, deadline=None, derandomize=True)
+cheap = settings(max_examples=150)
 
 
 @cheap
