@@ -3,61 +3,54 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sparsify.errors import SparsifyError
 
+_POLL_SECONDS = 0.001
+
 
 class Turns:
-    """Readers and writers take turns: a writer waits for the readers in progress, later readers wait for the writer.
+    """Readers and writers take turns: a writer waits for the readings in progress, later readings wait for the writer.
 
-    A thread may read within its own reading, also while a writer waits.
+    A thread may read within its own reading, also while a writer waits. Readings may overlap in one thread, and end in
+    another one, as those of asyncio's tasks and of generators do. Writers poll: Ctrl-C would find a condition variable
+    with its lock held, whereas single operations of a dictionary begin and end a reading.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._readers = 0
-        self._writers = 0  # that write or wait to
-        self._writing = False
-        self._mine = threading.local()  # .depth: how many readings of this thread are in progress
+        self._readings: dict[object, threading.Thread] = {}  # in progress, with the threads that began them
+        self._door = threading.Lock()  # readers pass through, and a writer holds it
+
+    def check_not_reading(self) -> None:
+        """Raises where a reading that this thread began is in progress, for which a writer would wait."""
+        if self._is_reading():
+            raise SparsifyError("an update inside a block that reads the model would wait for itself: leave it first.")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Keeps writers out for the length of a ``with`` block."""
-        depth = getattr(self._mine, "depth", 0)
-        with self._changed:
-            while self._writers and not depth:
-                self._changed.wait()
-            self._readers += 1
-        self._mine.depth = depth + 1
+        reading, thread = object(), threading.current_thread()
         try:
+            if self._is_reading():
+                self._readings[reading] = thread
+            else:
+                with self._door:
+                    self._readings[reading] = thread
             yield
         finally:
-            self._mine.depth = depth
-            with self._changed:
-                self._readers -= 1
-                self._changed.notify_all()
+            self._readings.pop(reading, None)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Keeps everybody else out for the length of a ``with`` block; raises inside a reading of the same thread."""
-        if getattr(self._mine, "depth", 0):
-            raise SparsifyError("an update inside a block that reads the model would wait for itself: leave it first.")
-        with self._changed:
-            self._writers += 1
-            try:
-                while self._readers or self._writing:
-                    self._changed.wait()
-            except BaseException:
-                self._writers -= 1
-                self._changed.notify_all()
-                raise
-            self._writing = True
-        try:
+        self.check_not_reading()
+        with self._door:
+            while self._readings:
+                time.sleep(_POLL_SECONDS)
             yield
-        finally:
-            with self._changed:
-                self._writing = False
-                self._writers -= 1
-                self._changed.notify_all()
+
+    def _is_reading(self) -> bool:
+        return threading.current_thread() in tuple(self._readings.values())

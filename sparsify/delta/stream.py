@@ -37,7 +37,8 @@ _REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `sn
 class DeltaUpdate:
     """A version of a model in training, as a message to its followers: ``bytes(update)`` are what to send.
 
-    It does not change any more, so that another thread may ask for its bytes, which are made once.
+    It does not change any more, so that another thread may ask for its bytes, which are made once. It holds the two
+    versions that it is between: to keep messages, keep their bytes.
 
     Attributes:
         chain: the publisher's id.
@@ -73,14 +74,15 @@ class DeltaUpdate:
             checkpoint: the path of the checkpoint that the engine has loaded, as for :meth:`SparseDelta.patches`.
 
         Returns:
-            Patches with int32 positions; of an update those that bring the version before to this one, of a snapshot
-            those that bring the base to it. For vLLM's sparse weight transfer a patch ``p`` with indices is
-            ``SparseWeightPatch(name=p.name, indices=p.indices, values=p.values, full_shape=p.shape)``.
+            Patches with int32 positions; of ``update()`` those that bring the version before to this one, of
+            ``snapshot()`` those that bring the base to it. For vLLM's sparse weight transfer a patch ``p`` with indices
+            is ``SparseWeightPatch(name=p.name, indices=p.indices, values=p.values, full_shape=p.shape)``.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the model's base.
             SparsifyError: when the model was extended by adapters, or quantized and no checkpoint is given; when a
-                dense tensor is the base's again, whose values are not known.
+                dense tensor is the base's again, whose values are not known; while the patches are read, when one has
+                a position that int32 cannot hold.
         """
         check_not_extended(self._state.config, "patches")
         tensors, whole, _ = self._state.delta_parts() if self._before is None else ({}, {}, None)
@@ -100,9 +102,10 @@ class DeltaUpdate:
 class DeltaPublisher:
     """Makes the messages of a model in training.
 
-    It keeps the entries of the last version, with their base's values, and the tensors stored whole, in host memory. A
-    version has the values that ``SparseDelta.from_model(model)`` would have at that moment. A new publisher begins a
-    new chain, so that followers of an earlier run notice.
+    It keeps the entries of the last version, with their base's values, and the tensors stored whole, in host memory;
+    on the model's device, the entries' places in the flat delta, and their base's values. A version has the values that
+    ``SparseDelta.from_model(model)`` would have at that moment. A new publisher begins a new chain, so that followers
+    of an earlier run notice.
 
     With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
 
@@ -110,7 +113,7 @@ class DeltaPublisher:
         model: a model that ``sparsify`` prepared, wrapped or not; what it holds now is version 0.
 
     Raises:
-        SparsifyError: when the model is not sparsified.
+        SparsifyError: when the model is not sparsified, or has strategy "full".
 
     Example:
         >>> import copy, sparsify
@@ -132,8 +135,8 @@ class DeltaPublisher:
         engine = find_engine(model)
         if engine is None:
             raise SparsifyError(
-                f"this {type(model).__name__} is not sparsified, so nothing tells which of its entries change: pass "
-                "the model that `sparsify(model, ...)` returned."
+                f"this {type(model).__name__} is not sparsified, or it is trained in full, so nothing tells which of "
+                "its entries change: pass the model that `sparsify(model, budget)` returned."
             )
         self._export = engine.exporter(model)
         self._chain = secrets.token_hex(16)
@@ -210,6 +213,7 @@ class DeltaSubscriber:
             SparsifyError: when something else has changed the model: make a new subscriber of a base that is loaded
                 afresh. The model is as before after each of these.
         """
+        self._turns.check_not_reading()
         with self._applying:
             message = read_message(bytes(update))
             self._check_order(message)

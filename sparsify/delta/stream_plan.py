@@ -88,7 +88,8 @@ def plan_update(message: Message, held: Held, model: nn.Module) -> tuple[PatchPl
     entries, whole = dict(held.entries), dict(held.whole)
     steps = [step for dtype, known in message.known.items() for step in _known_values(known, dtype, entries)]
     names = [*message.tensors, *message.whole]
-    targets = find_targets(names, model, message.whole) if names else {}
+    # with all that is held, of which a new tensor must not be an alias
+    targets = find_targets([*entries, *whole, *names], model, {*whole, *message.whole}) if names else {}
     for name, part in message.tensors.items():
         _check(name not in whole, f"it has entries of `{name}`, which is stored whole")
         steps.append(plan_entries(name, part, targets[name]))

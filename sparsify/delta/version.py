@@ -38,7 +38,7 @@ class Entries(NamedTuple):
     @property
     def sort(self) -> tuple[object, ...]:
         """What two versions of a tensor have in common."""
-        return self[:4]
+        return *self[:4], self.values.dtype
 
     def split(self, unmasked: int) -> tuple[Tensor, Tensor]:
         """Numbers, ascending, of the first ``unmasked`` entries of the model, and of the others."""

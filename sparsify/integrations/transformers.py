@@ -6,7 +6,7 @@
     on_step_end             publishes the new version for followers
     on_log                  adds the progress of the unmasking
     on_push_begin           saves the delta for the hub
-    on_train_end            restores ``save_pretrained``
+    on_train_end            restores ``save_pretrained``; publishes the best model, if that was loaded
 
 Checkpoints are described in checkpoints.py; loading one needs no callback. A model of strategy "full" is plain: its
 logs have the same numbers, and its checkpoints are the Trainer's own.
@@ -66,7 +66,8 @@ class SparsifyCallback(TrainerCallback):
     Args:
         extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
             ``get_unmasker(model).extend(steps=...)``; otherwise it keeps its steps, with a warning.
-        publish: called on the first rank with a snapshot when training begins, and with an update after each step.
+        publish: called on the first rank with a snapshot when training begins, with an update after each step, and with
+            one more at the end of a run with ``load_best_model_at_end``.
 
     Attributes:
         publisher: of the present or the last run, if it is published.
@@ -129,16 +130,19 @@ class SparsifyCallback(TrainerCallback):
             event["model"].zero_grad()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        if self._publish is not None and self.publisher is not None:
-            update = self.publisher.update()  # on all ranks, which gather what is sharded
-            if state.is_world_process_zero:
-                self._publish(update)
+        self._publish_update(state)
 
     def _begin_to_publish(self, model: Any, state: Any) -> None:
         if self._publish is not None:
             self.publisher = DeltaPublisher(model)
             if state.is_world_process_zero:
                 self._publish(self.publisher.snapshot())
+
+    def _publish_update(self, state: Any) -> None:
+        if self._publish is not None and self.publisher is not None:
+            update = self.publisher.update()  # on all ranks, which gather what is sharded
+            if state.is_world_process_zero:
+                self._publish(update)
 
     def on_log(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         logs = event["logs"]
@@ -171,11 +175,12 @@ class SparsifyCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         model = event["model"]
         vars(model).pop(SAVE, None)
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        if not args.load_best_model_at_end:
+            return
+        if state.best_model_checkpoint is not None and has_trained_state(best := Path(state.best_model_checkpoint)):
             # for a PEFT model the Trainer has loaded only the adapter, which has no unmasked entries
-            best = Path(state.best_model_checkpoint)
-            if has_trained_state(best):
-                model.load_state_dict(load_file(best / WEIGHTS), strict=False)
+            model.load_state_dict(load_file(best / WEIGHTS), strict=False)
+        self._publish_update(state)
 
 
 def _move_to_front(callback: SparsifyCallback) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.devices import send
-from sparsify.common.names import plain_name
+from sparsify.common.names import ENGINE, plain_name
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
@@ -79,6 +79,11 @@ class Exporter:
     @torch.no_grad()
     def __call__(self) -> Version:
         engine = self._engine
+        if vars(engine.root).get(ENGINE) is not engine:
+            raise SparsifyError(
+                f"{CALL}: the model was desparsified since its publisher was made, so that nothing of it changes any "
+                "more. If it was sparsified again, make a new DeltaPublisher."
+            )
         prepare(engine, CALL)
         parameters = dict(engine.root.named_parameters())
         parts = trained_tensors(engine, parameters)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_waiting_writer_comes_before_later_readers():
 
     with turns.reading():
         writer = started(write)
-        until(lambda: turns._writers == 1)
+        until(turns._door.locked)
         reader = started(read)
         time.sleep(0.02)
         assert order == []
@@ -69,11 +70,65 @@ def test_a_writer_in_a_reading_of_its_own_is_refused():
         pass
 
 
-def test_errors_end_a_turn():
+def held(turns):
+    with turns.reading():
+        yield
+
+
+def test_readings_of_one_thread_may_end_in_any_order():
+    turns = Turns()
+    first, second = held(turns), held(turns)
+    next(first), next(second)
+    first.close()
+    with pytest.raises(SparsifyError, match="would wait for itself"), turns.writing():
+        pass
+    second.close()
+    with turns.writing():
+        reader = started(lambda: next(held(turns)))
+        time.sleep(0.02)
+        assert reader.is_alive()
+    reader.join(SECONDS)
+    assert not reader.is_alive()
+
+
+def test_a_reading_may_end_in_another_thread():
+    turns, order = Turns(), []
+    reading = held(turns)
+    started(lambda: next(reading)).join(SECONDS)
+
+    def write():
+        with turns.writing():
+            order.append("writer")
+
+    writer = started(write)
+    time.sleep(0.02)
+    assert order == []
+    reading.close()
+    writer.join(SECONDS)
+    assert order == ["writer"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_errors_end_a_turn(error):
     turns = Turns()
     for turn in (turns.reading, turns.writing):
-        with pytest.raises(ZeroDivisionError), turn():
-            raise ZeroDivisionError
+        with pytest.raises(error), turn():
+            raise error
+    with turns.writing():
+        pass
+
+
+def test_a_writer_that_is_interrupted_while_it_waits_leaves_nothing_locked(monkeypatch):
+    turns = Turns()
+    reading = held(turns)
+    started(lambda: next(reading)).join(SECONDS)
+    with monkeypatch.context() as patched:
+        patched.setattr("sparsify.common.turns.time.sleep", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), turns.writing():
+            pass
+    reading.close()
+    with turns.reading():
+        pass
     with turns.writing():
         pass
 

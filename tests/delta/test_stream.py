@@ -26,6 +26,7 @@ from sparsify import (
     SparseDelta,
     SparsifyError,
     StaleUpdateError,
+    desparsify,
     get_unmasker,
     sparsify,
 )
@@ -91,6 +92,21 @@ def test_a_quantized_base_is_followed_quantized(scheme):
         expected = SparseDelta.from_model(model).apply(copy.deepcopy(base))
         assert torch.equal(follower.model.first(x), expected.first(x))
         assert torch.equal(follower.model.second.quantized_delta_values, expected.second.quantized_delta_values)
+
+
+def test_a_quantized_models_deltas_in_another_dtype_make_a_snapshot():
+    model, batches = build("mlp")
+    model = quantize(model, "int8")
+    follower = DeltaSubscriber(copy.deepcopy(model))
+    sparsify(model, 40, steps=3, target_modules=["first", "second"])
+    publisher = DeltaPublisher(model)
+    follower.apply(bytes(publisher.snapshot()))
+    run_steps(model, batches[:2])
+    follower.apply(bytes(publisher.update()))
+    model.sparse_values.data = model.sparse_values.data.double()
+    update = publisher.update()
+    assert update.is_snapshot
+    assert follower.apply(bytes(update)) == 2
 
 
 def test_a_follower_in_another_dtype_holds_what_a_delta_makes_of_it():
@@ -410,7 +426,7 @@ def test_the_default_device_does_not_matter():
 
 def test_what_cannot_publish_or_follow_is_refused():
     run = Run()
-    with pytest.raises(SparsifyError, match="this MLP is not sparsified, so nothing tells which of its entries change"):
+    with pytest.raises(SparsifyError, match="this MLP is not sparsified, or it is trained in full, so nothing tells"):
         DeltaPublisher(run.base)
     with pytest.raises(SparsifyError, match="this model is sparsified"):
         DeltaSubscriber(run.model)
@@ -418,6 +434,28 @@ def test_what_cannot_publish_or_follow_is_refused():
     (update,) = run.updates(1)
     with follower.reading():
         refused(follower, update, SparsifyError, "would wait for itself")
+    desparsify(run.model)
+    with pytest.raises(SparsifyError, match="the model was desparsified since its publisher was made"):
+        run.publisher.update()
+
+
+def test_a_new_tensor_that_is_a_known_one_in_the_follower_is_refused():
+    torch.manual_seed(0)
+    base = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    base[1].load_state_dict(base[0].state_dict())
+    model = sparsify(copy.deepcopy(base), 4, steps=2)
+    base[1].weight = base[0].weight
+    publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
+    follower.apply(bytes(publisher.snapshot()))
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0)
+    for layer in (model[1], model[0]):  # entries of the one in version 1, of the other in version 2
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        last = bytes(publisher.update())
+        if layer is model[1]:
+            follower.apply(last)
+    refused(follower, last, BaseMismatchError, "`1.weight` and `0.weight` are one tensor in this model")
 
 
 # Patches
@@ -478,6 +516,19 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.001)
+
+
+def test_an_update_in_a_reading_is_refused_also_while_another_thread_waits_with_one():
+    run = Run()
+    follower, (update,) = run.follower(), run.updates(1)
+    with follower.reading():
+        waiting = threading.Thread(target=follower.apply, args=(update,), daemon=True)
+        waiting.start()
+        until(follower._applying.locked)
+        with pytest.raises(SparsifyError, match="would wait for itself"):
+            follower.apply(update)
+    waiting.join(20)
+    assert follower.version == 1
 
 
 def test_threads_that_read_see_one_version_while_updates_arrive():

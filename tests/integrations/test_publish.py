@@ -49,6 +49,20 @@ def test_a_follower_has_the_weights_of_every_step(tmp_path, accumulation):
     assert follower.version == STEPS
 
 
+def test_the_best_model_that_is_loaded_at_the_end_is_published(tmp_path):
+    follower, model = DeltaSubscriber(make_base()), sparsify(make_base(), BUDGET)
+    callback = SparsifyCallback(publish=lambda update: follower.apply(bytes(update)))
+    best = {
+        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }  # fmt: skip
+    trainer = make_trainer(model, tmp_path, callbacks=[callback], **best)
+    trainer.train()
+    assert trainer.state.best_global_step < STEPS
+    assert follower.version == STEPS + 1
+    assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(make_base()))
+
+
 def test_a_resumed_run_begins_a_new_chain(tmp_path):
     base, sent = make_base(), []
     make_trainer(make_model(), tmp_path, callbacks=[SparsifyCallback()], max_steps=STEPS).train()
@@ -69,7 +83,7 @@ def make_base():
 def test_a_model_that_is_trained_in_full_cannot_be_published(tmp_path):
     model = sparsify(make_base(), None, "full")
     trainer = make_trainer(model, tmp_path, callbacks=[SparsifyCallback(publish=print)], save_strategy="no")
-    with pytest.raises(SparsifyError, match="is not sparsified, so nothing tells which of its entries change"):
+    with pytest.raises(SparsifyError, match="is not sparsified, or it is trained in full, so nothing tells"):
         trainer.train()
 
 
