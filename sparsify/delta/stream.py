@@ -38,7 +38,7 @@ class DeltaUpdate:
     """A version of a model in training, as a message to its followers: ``bytes(update)`` are what to send.
 
     It does not change any more, so that another thread may ask for its bytes, which are made once. It holds the two
-    versions that it is between: to keep messages, keep their bytes.
+    versions that it is between: to keep many, keep their bytes.
 
     Attributes:
         chain: the publisher's id.
