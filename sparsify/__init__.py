@@ -33,9 +33,9 @@ from sparsify.errors import (
 from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
-from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
-from sparsify.strategies.schedules import Schedule
-from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
+from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.core.schedule import Schedule
+from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.version import __version__
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from sparsify.api import desparsify, get_unmasker, sparsify
 from sparsify.bench.settings import PLANNED_STEPS, Settings
 from sparsify.bench.shapes import SHAPES
-from sparsify.strategies.importance import D3
-from sparsify.strategies.schedules import Schedule
+from sparsify.core.importance import D3
+from sparsify.core.schedule import Schedule
 
 LORA_RANK = 8
 FLOOR, FULL = "floor", "full"

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsify.common.initializers import InitializerRecipe
-from sparsify.common.interrupts import uninterrupted
+from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.entries import (
     DTYPES,
     NamedTensors,

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.devices import send
+from sparsify.core.devices import send
 from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest, put

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from sparsify.common.interrupts import uninterrupted
+from sparsify.core.interrupts import uninterrupted
 from sparsify.common.names import check_plain, find_engine
 from sparsify.common.turns import Turns
 from sparsify.delta.entries import StrPath

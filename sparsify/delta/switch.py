@@ -11,7 +11,7 @@ from os import PathLike
 
 from torch import nn
 
-from sparsify.common.interrupts import uninterrupted
+from sparsify.core.interrupts import uninterrupted
 from sparsify.common.names import near_names
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.patch_plan import PatchPlan, undo_plan, write_plan

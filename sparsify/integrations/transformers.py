@@ -40,7 +40,7 @@ from sparsify.integrations.checkpoints import (
     set_aside_incomplete,
     write_trained_state,
 )
-from sparsify.strategies.strategy import Increment
+from sparsify.core.strategy import Increment
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held

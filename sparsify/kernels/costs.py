@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.common.devices import runs_ahead
+from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
 from sparsify.kernels.cpu.library import library
 from sparsify.kernels.norm_bound import Limits, has_matrix_units

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.common.devices import runs_ahead
+from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
 from sparsify.kernels.cpu.library import Address, Size, library
 

@@ -5,7 +5,7 @@
     cut             keeps the best candidates, where there are many, and raises the threshold
 
 The best are those with the highest score and, among equal ones, the lowest id, in whatever order they came:
-:class:`sparsify.selection.topk.TopK`'s order. ``select`` needs free places for all entries that it is given: the caller
+:class:`sparsify.core.topk.TopK`'s order. ``select`` needs free places for all entries that it is given: the caller
 counts as if each of them joined, and cuts in time. The Triton form can do with fewer: where they run out it cuts, and
 goes on, on the device.
 """
@@ -19,7 +19,7 @@ from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Factors, Part, at_least_float32
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import SHORT
-from sparsify.strategies.importance import D3, Importance
+from sparsify.core.importance import D3, Importance
 
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 

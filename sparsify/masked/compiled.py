@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparsify.masked.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
+from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
 from sparsify.masked.module import autocast_dtype, check_not_exported, frozen_if_masked, linear, masked_tensors
-from sparsify.masked.tensor import MaskedTensor, tensor_of
+from sparsify.core.tensor import MaskedTensor, tensor_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.masked.gradients import row_gradient
+from sparsify.core.gradients import row_gradient
 from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
-from sparsify.masked.tensor import Use
+from sparsify.core.tensor import Use
 
 
 class MaskedEmbedding(MaskedModule, nn.Embedding):

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.gradients import tap_gradient
+from sparsify.core.gradients import tap_gradient
 from sparsify.masked.module import announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.recompute import announce_layer_norm
-from sparsify.masked.tensor import MaskedTensor, Use
+from sparsify.core.tensor import MaskedTensor, Use
 
 
 class _Tap(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.gradients import DenseGradient, Product, linear_gradient
+from sparsify.core.gradients import DenseGradient, Product, linear_gradient
 from sparsify.masked.module import (
     MaskedModule,
     announce_use,
@@ -32,7 +32,7 @@ from sparsify.masked.module import (
 )
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.recompute import recomputable
-from sparsify.masked.tensor import Use
+from sparsify.core.tensor import Use
 
 
 class MaskedLinear(MaskedModule, nn.Linear):

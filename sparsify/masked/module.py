@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor, Use
+from sparsify.core.tensor import MaskedTensor, Use
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
 NOT_EXPORTED = (

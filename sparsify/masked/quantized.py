@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.common.raw_bits import put
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor
 
 
 class QuantizedTensor(MaskedTensor):

@@ -19,7 +19,7 @@ from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 UNTAP = -1  # key of the second; those that torch gives out are not negative

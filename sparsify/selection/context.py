@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from sparsify.masked.gradients import Gradient
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.gradients import Gradient
+from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.topk import TopK
-from sparsify.strategies.importance import Importance
+from sparsify.core.topk import TopK
+from sparsify.core.importance import Importance
 
 
 @dataclass

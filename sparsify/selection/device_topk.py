@@ -3,7 +3,7 @@
 Only the device knows how many entries reach the threshold, and the host counts as if all of them did. Where by its
 count the candidates could be too many, it launches a cut, which the device carries out if its own count calls for one.
 A step's first parts are small: the sooner there is a threshold, the fewer entries join. No candidate can be lost, and
-the winners are those of :class:`sparsify.selection.topk.TopK`.
+the winners are those of :class:`sparsify.core.topk.TopK`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparsify.kernels.candidates import Candidates, Factors, Part, best_first
 from sparsify.kernels.select import cut, may_overflow, screens, select, select_product
-from sparsify.selection.topk import Winners
-from sparsify.strategies.importance import Importance
+from sparsify.core.topk import Winners
+from sparsify.core.importance import Importance
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
@@ -122,7 +122,7 @@ class DeviceTopK:
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Offers the entries of one tensor; see :meth:`sparsify.selection.topk.TopK.offer`."""
+        """Offers the entries of one tensor; see :meth:`sparsify.core.topk.TopK.offer`."""
         self._on(grad.device).offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
 
     def screen(self, importance: Importance, factors: Factors) -> Tensor | None:

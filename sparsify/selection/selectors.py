@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparsify.masked.gradients import Gradient
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.gradients import Gradient
+from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
 from sparsify.selection.small_tensors import SmallGradients
-from sparsify.selection.topk import Winners
+from sparsify.core.topk import Winners
 
 
 class Selector(Protocol):

@@ -6,7 +6,7 @@
     the end          the ranks gather their best entries, and all take the same best of these
 
 The host never waits for a device: what the ranks decide together they decide on lengths, which they exchange in headers
-on the CPU. The order of the entries is :class:`sparsify.selection.topk.TopK`'s, so the winners are those of the mean
+on the CPU. The order of the entries is :class:`sparsify.core.topk.TopK`'s, so the winners are those of the mean
 gradient. The mean is of the ranks' gradients in the flat delta's dtype, float32 or float64, as the winners' gradients
 are and as DDP averages them: a sum in bfloat16 would be rounded once for each rank.
 
@@ -23,13 +23,13 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.masked.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient, padded_unique
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient, padded_unique
+from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.device_topk import DeviceTopK, Entries
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
-from sparsify.selection.topk import Winners
+from sparsify.core.topk import Winners
 
 MOST_AT_ONCE = 1 << 26  # entries that are averaged at once, at 4 bytes each
 ALL_ROWS = -1  # in a header

@@ -11,9 +11,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sparsify.common.devices import upload
-from sparsify.masked.gradients import DenseGradient, Gradient
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.devices import upload
+from sparsify.core.gradients import DenseGradient, Gradient
+from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext
 
 LARGEST = 1 << 14  # entries of a small tensor

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.topk import TopK, in_blocks
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK, in_blocks
 from sparsify.strategies.allocation import GLOBAL, allocate
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
-from sparsify.strategies.importance import SNIP, Custom, Fisher, GraSP, Importance
-from sparsify.strategies.strategy import Prune, Static, Strategy
+from sparsify.core.importance import SNIP, Custom, Fisher, GraSP, Importance
+from sparsify.core.strategy import Prune, Static, Strategy
 
 
 def select_static(

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import Fisher, GraSP, Importance
+from sparsify.core.importance import Fisher, GraSP, Importance
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Calibration = Iterable[Any] | Callable[[nn.Module], object]

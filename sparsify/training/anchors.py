@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.gradients import Gradient
+from sparsify.core.gradients import Gradient
 from sparsify.masked.module import first_order
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor
 
 if TYPE_CHECKING:
     from sparsify.training.backward import BackwardCollector

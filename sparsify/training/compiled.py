@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from sparsify.errors import SparsifyError
-from sparsify.masked.gradients import Gradient
+from sparsify.core.gradients import Gradient
 from sparsify.masked.module import without_autocast
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.small_tensors import is_small
 from sparsify.training.anchors import REENTRANT, Root, is_reached
 

@@ -23,8 +23,8 @@ from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor
-from sparsify.strategies.strategy import Prune, Strategy
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.strategy import Prune, Strategy
 from sparsify.training.flat_delta import VALUES
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.masked.index_buffers import BUFFERS
+from sparsify.core.entries import BUFFERS
 
 VALUES, POSITION, SETTINGS = "sparse_values", "sparse_position", "sparse_settings"
 STATE = (VALUES, POSITION, SETTINGS, *BUFFERS)  # what the root's state dict has in addition to the model's own

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sparsify.common.interrupts import uninterrupted
+from sparsify.core.interrupts import uninterrupted
 from sparsify.errors import SparsifyError
 from sparsify.training.flat_delta import VALUES
 

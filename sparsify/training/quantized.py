@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor
-from sparsify.strategies.strategy import Prune, Strategy
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.strategy import Prune, Strategy
 
 QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
 

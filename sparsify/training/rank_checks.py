@@ -15,8 +15,8 @@ from sparsify.common.ranks import BEGIN, END
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import MaskedTensor
-from sparsify.selection.topk import Winners
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import Winners
 
 if TYPE_CHECKING:
     from sparsify.training.engine import Engine

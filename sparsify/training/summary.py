@@ -14,7 +14,7 @@ from sparsify.common.names import find_engine
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.selection.context import Work
-from sparsify.strategies.strategy import PRESETS, Dense, Given, Repeat, Strategy
+from sparsify.core.strategy import PRESETS, Dense, Given, Repeat, Strategy
 from sparsify.training.flat_delta import VALUES
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparsify.common.names import listed
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values
-from sparsify.strategies.strategy import Increment, Repeat
+from sparsify.core.strategy import Increment, Repeat
 from sparsify.training.export import find_unheld, prepare
 from sparsify.training.flat_delta import VALUES
 

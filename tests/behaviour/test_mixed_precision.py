@@ -7,7 +7,7 @@ from torch import nn
 from twins import sgd, trainable
 
 from sparsify import get_unmasker, sparsify, summary
-from sparsify.masked.gradients import Product
+from sparsify.core.gradients import Product
 
 
 def test_updates_too_small_for_bfloat16_add_up_in_the_delta():

@@ -9,7 +9,7 @@ from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING
 from program_runs import SELECTIONS, run
 from programs import KINDS, program
 
-from sparsify.strategies.schedules import Schedule
+from sparsify.core.schedule import Schedule
 
 ALL = 200
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from sparsify.common.devices import Streams
+from sparsify.common.streams import Streams
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 

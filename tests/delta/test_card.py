@@ -10,7 +10,7 @@ from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.card import model_card, update_card
 from sparsify.delta.entries import TensorDelta
-from sparsify.strategies.strategy import PRESETS
+from sparsify.core.strategy import PRESETS
 
 CONFIG = {
     "base_model_name_or_path": "google-bert/bert-base-uncased",

@@ -34,10 +34,10 @@ SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 TINY = {
     "sparsify.selection.small_tensors.LARGEST": 10,
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
-    "sparsify.selection.topk.SMALLEST_CUT": 2,
-    "sparsify.selection.topk.BLOCK_ENTRIES": 24,
+    "sparsify.core.topk.SMALLEST_CUT": 2,
+    "sparsify.core.topk.BLOCK_ENTRIES": 24,
     "sparsify.selection.screening.costs_of": lambda *_: FREE,
-    "sparsify.masked.gradients.costs_of": lambda *_: FREE,
+    "sparsify.core.gradients.costs_of": lambda *_: FREE,
 }
 
 

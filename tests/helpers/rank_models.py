@@ -114,7 +114,7 @@ def selecting(way, small=0):
     """A context in which tensors of up to ``small`` entries are batched by a device, which the CPU is taken for."""
     limits = ExitStack()
     if way == "device":
-        limits.enter_context(patch("sparsify.common.devices.AHEAD", ("cpu",)))
+        limits.enter_context(patch("sparsify.core.devices.AHEAD", ("cpu",)))
         limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
         limits.enter_context(patch("sparsify.selection.small_tensors.LARGEST", small))
         limits.enter_context(patch("sparsify.selection.sharded.MOST_AT_ONCE", 150))  # several blocks for some tensors

@@ -5,9 +5,9 @@ from oracle import padding_rows
 from torch import nn
 
 from sparsify import D3, Increment, Strategy, get_unmasker, sparsify
-from sparsify.masked.index_buffers import IndexBuffers
+from sparsify.core.entries import IndexBuffers
 from sparsify.masked.swap import frozen_row, swap
-from sparsify.masked.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor
 
 
 class Recorder:

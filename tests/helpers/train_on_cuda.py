@@ -34,8 +34,8 @@ from sparsify import SparseDelta, base_weights, get_unmasker, register_importanc
 from sparsify.common.ranks import Ranks
 from sparsify.kernels import costs
 from sparsify.selection import device_topk, small_tensors
-from sparsify.strategies.importance import D3, SNIP, Fisher, GraSP, Magnitude
-from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
+from sparsify.core.importance import D3, SNIP, Fisher, GraSP, Magnitude
+from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 
 SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2

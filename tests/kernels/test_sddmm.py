@@ -102,7 +102,7 @@ def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, threads, 
 
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
-    monkeypatch.setattr("sparsify.common.devices.AHEAD", ("cpu",))
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
     monkeypatch.setattr("sparsify.kernels.costs.BYTES", 2.5e14)  # so that 40 dot products take longer than 200
     left, right = factors("random", 30, 10, 20, torch.bfloat16)
     indices = torch.arange(number) * 5

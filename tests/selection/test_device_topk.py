@@ -18,7 +18,7 @@ from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, spa
 from sparsify.kernels import costs
 from sparsify.selection import device_topk, screening, small_tensors
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.topk import TopK
+from sparsify.core.topk import TopK
 
 STEPS, BUDGET = 6, 61
 NUMBERS = [0.0, 1.0, -1.0, 0.5, 2.0, -4.0]  # few, so that there are ties
@@ -31,7 +31,7 @@ def like_a_gpu(request, device, monkeypatch):
         monkeypatch.setattr(kernels, "_is_installed", lambda: False)
     elif not kernels.has_triton(device):
         pytest.skip("Triton is not installed, or does not run here")
-    monkeypatch.setattr("sparsify.common.devices.AHEAD", (device.type,))
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", (device.type,))
     return request.param
 
 
@@ -120,7 +120,7 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
 def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, device, monkeypatch):
     runs = []
     for ahead in ((device.type,), ()):
-        monkeypatch.setattr("sparsify.common.devices.AHEAD", ahead)
+        monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
         model, batches = build("mlp", dtype=dtype)
         sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)
         runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))
@@ -229,7 +229,7 @@ def test_layers_may_be_screened_once_there_is_a_threshold(monkeypatch):
     monkeypatch.setattr(costs, "LAUNCHES", 0)
     runs = []
     for ahead in (("cpu",), ()):
-        monkeypatch.setattr("sparsify.common.devices.AHEAD", ahead)
+        monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
         model, batches = build("mlp")
         sparsify(model, BUDGET, "id3", steps=STEPS)
         runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))

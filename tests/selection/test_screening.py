@@ -16,10 +16,10 @@ from torch import nn
 from twins import Twins, sgd
 
 from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_unmasker, sparsify, summary
-from sparsify.masked.gradients import DenseGradient, Product, TiedGradient
+from sparsify.core.gradients import DenseGradient, Product, TiedGradient
 from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
-from sparsify.selection.topk import TopK
+from sparsify.core.topk import TopK
 
 ROWS, COLS, TOKENS = 48, 40, 24
 NOTHING = torch.empty(0, dtype=torch.int64)

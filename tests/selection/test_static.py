@@ -13,8 +13,8 @@ from twins import Twins, masks_of
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
-from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
-from sparsify.strategies.strategy import Increment, Prune, Static, Strategy
+from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.core.strategy import Increment, Prune, Static, Strategy
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41

@@ -11,9 +11,9 @@ from oracle import unmasked_sets
 from torch import nn
 
 from sparsify import SparseDelta, SparsifyError, get_unmasker, sparsify, summary, trained_state
-from sparsify.strategies.importance import D3, Magnitude, Random
-from sparsify.strategies.schedules import Schedule
-from sparsify.strategies.strategy import Increment, Repeat, Strategy
+from sparsify.core.importance import D3, Magnitude, Random
+from sparsify.core.schedule import Schedule
+from sparsify.core.strategy import Increment, Repeat, Strategy
 from sparsify.training.flat_delta import SETTINGS
 
 BUDGET, STEPS = 40, 8

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparsify import BaseMismatchError, sparsify, summary, trained_state
-from sparsify.strategies.importance import SNIP, Magnitude
-from sparsify.strategies.strategy import Increment, Prune, Strategy
+from sparsify.core.importance import SNIP, Magnitude
+from sparsify.core.strategy import Increment, Prune, Strategy
 from sparsify.training.flat_delta import STATE
 
 BUDGET, STEPS = 40, 8

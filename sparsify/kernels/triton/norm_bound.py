@@ -40,7 +40,7 @@ from sparsify.kernels.triton.select import (
     store,
     worst_of_best,
 )
-from sparsify.strategies.importance import D3, ROUNDING_SLACK
+from sparsify.core.importance import D3, ROUNDING_SLACK
 
 TF32_ROUNDING = 1.02 * 2.0**-10  # of one number, which the units may cut off, with the terms of higher order
 SMALLEST = tl.constexpr(SMALLEST_THRESHOLD)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsify.common.devices import upload
+from sparsify.core.devices import upload
 from sparsify.common.raw_bits import as_bits
 
 BLOCK = 1024  # entries of a program

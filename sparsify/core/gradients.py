@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from sparsify.common.devices import runs_ahead
+from sparsify.core.devices import runs_ahead
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import sddmm
 from sparsify.masked.recompute import lasting

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsify.common.names import did_you_mean
 from sparsify.errors import SparsifyError
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL
-from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
+from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
 
 
 @dataclass(frozen=True)

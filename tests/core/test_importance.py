@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, register_importance
+from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, register_importance
 
 EXPONENTS = [-2, -1, 0, 1, 2]
 ROWS, COLS = 2, 3

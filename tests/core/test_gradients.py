@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sparsify.masked.gradients import DenseGradient, Product, RowBlocks, TiedGradient, row_gradient, sum_rows
+from sparsify.core.gradients import DenseGradient, Product, RowBlocks, TiedGradient, row_gradient, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
 
 ROWS, COLS = 12, 10
@@ -111,13 +111,13 @@ def test_any_memory_layout_can_be_cleared_and_added_to(values, owned):
 @pytest.fixture(params=["numbers of rows known", "padded"])
 def padded(request, monkeypatch):
     """Whether sums of rows are padded, as on a GPU."""
-    monkeypatch.setattr("sparsify.masked.gradients.runs_ahead", lambda device: request.param == "padded")
+    monkeypatch.setattr("sparsify.core.gradients.runs_ahead", lambda device: request.param == "padded")
     return request.param == "padded"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monkeypatch):
-    monkeypatch.setattr("sparsify.masked.gradients.CAST_ENTRIES", 100)
+    monkeypatch.setattr("sparsify.core.gradients.CAST_ENTRIES", 100)
     rows, values = torch.arange(5000) % 2, torch.ones(5000, COLS, dtype=dtype)
     gradient = sum_rows(rows, values)
     assert gradient.take(EVERY[: 2 * COLS]).tolist() == [2500] * 2 * COLS

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparsify.errors import SparsifyError
-from sparsify.strategies.schedules import SHAPES, Schedule, resolve_schedule
+from sparsify.core.schedule import SHAPES, Schedule, resolve_schedule
 
 schedules = st.builds(
     Schedule,

@@ -7,8 +7,8 @@ import torch
 
 from sparsify import sparsify, summary
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import D3, SNIP, GraSP, Magnitude, Random, register_importance
-from sparsify.strategies.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
+from sparsify.core.importance import D3, SNIP, GraSP, Magnitude, Random, register_importance
+from sparsify.core.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
 
 
 @pytest.mark.parametrize(

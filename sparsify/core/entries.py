@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.devices import upload
+from sparsify.core.devices import upload
 
 COUNTS = "sparse_counts"
 INDICES, SLOTS, BASE = PER_ENTRY = ("sparse_indices", "sparse_slots", "sparse_base")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsify import SparsifyError, sparsify
-from sparsify.masked.index_buffers import BASE, BUFFERS, PER_ENTRY, IndexBuffers, padded, problem_with
+from sparsify.core.entries import BASE, BUFFERS, PER_ENTRY, IndexBuffers, padded, problem_with
 
 CPU, CAPACITY = torch.device("cpu"), 60
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsify.kernels.candidates import at_least_float32, best_first
 from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD
-from sparsify.strategies.importance import Importance
+from sparsify.core.importance import Importance
 
 BLOCK_ENTRIES = 1 << 18  # compared together: small enough for a cache, large enough for a kernel launch
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
