@@ -19,6 +19,9 @@ from sparsify.api import (
     summary,
     trained_state,
 )
+from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.core.schedule import Schedule
+from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.stream import DeltaPublisher, DeltaSubscriber, DeltaUpdate
@@ -33,9 +36,6 @@ from sparsify.errors import (
 from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
-from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
-from sparsify.core.schedule import Schedule
-from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.version import __version__
 
 __all__ = [

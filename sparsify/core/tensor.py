@@ -21,11 +21,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from sparsify.core.devices import upload
 from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
-from sparsify.errors import SparsifyError
-from sparsify.core.gradients import Gradient, as_matrix
+from sparsify.core.devices import upload
 from sparsify.core.entries import IndexBuffers
+from sparsify.core.gradients import Gradient, as_matrix
+from sparsify.errors import SparsifyError
 
 _HANDLES = itertools.count()
 _BY_HANDLE: weakref.WeakValueDictionary[int, MaskedTensor] = weakref.WeakValueDictionary()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsify.core.importance import Importance
 from sparsify.kernels.candidates import at_least_float32, best_first
 from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD
-from sparsify.core.importance import Importance
 
 BLOCK_ENTRIES = 1 << 18  # compared together: small enough for a cache, large enough for a kernel launch
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join

@@ -18,9 +18,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from sparsify.core.interrupts import uninterrupted
 from sparsify.common.names import check_plain, find_engine
 from sparsify.common.turns import Turns
+from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.entries import StrPath
 from sparsify.delta.metadata import check_not_extended
 from sparsify.delta.patch_plan import undo_plan, write_plan

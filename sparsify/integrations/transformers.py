@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import get_unmasker, summary
+from sparsify.core.strategy import Increment
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.stream import DeltaPublisher, DeltaUpdate
@@ -40,7 +41,6 @@ from sparsify.integrations.checkpoints import (
     set_aside_incomplete,
     write_trained_state,
 )
-from sparsify.core.strategy import Increment
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held

@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.core.importance import D3, Importance
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Factors, Part, at_least_float32
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import SHORT
-from sparsify.core.importance import D3, Importance
 
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 

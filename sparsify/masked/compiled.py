@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
-from sparsify.masked.module import autocast_dtype, check_not_exported, frozen_if_masked, linear, masked_tensors
 from sparsify.core.tensor import MaskedTensor, tensor_of
+from sparsify.masked.module import autocast_dtype, check_not_exported, frozen_if_masked, linear, masked_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.core.gradients import row_gradient
-from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
 from sparsify.core.tensor import Use
+from sparsify.masked.module import MaskedModule, announce_use, first_order, frozen_if_masked
 
 
 class MaskedEmbedding(MaskedModule, nn.Embedding):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
+from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.masked.module import announce_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.masked.recompute import announce_layer_norm
-from sparsify.core.tensor import MaskedTensor, Use
 
 
 class _Tap(torch.autograd.Function):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import DenseGradient, Product, linear_gradient
+from sparsify.core.tensor import Use
 from sparsify.masked.module import (
     MaskedModule,
     announce_use,
@@ -32,7 +33,6 @@ from sparsify.masked.module import (
 )
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.recompute import recomputable
-from sparsify.core.tensor import Use
 
 
 class MaskedLinear(MaskedModule, nn.Linear):

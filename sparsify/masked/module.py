@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.errors import SparsifyError
 from sparsify.core.tensor import MaskedTensor, Use
+from sparsify.errors import SparsifyError
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
 NOT_EXPORTED = (

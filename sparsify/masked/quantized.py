@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.common.raw_bits import put
-from sparsify.errors import SparsifyError
 from sparsify.core.tensor import MaskedTensor
+from sparsify.errors import SparsifyError
 
 
 class QuantizedTensor(MaskedTensor):

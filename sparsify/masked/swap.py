@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from sparsify.common.quantized import is_quantized, unreadable
+from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
 from sparsify.masked.linear import MaskedLinear
 from sparsify.masked.module import TENSORS, MaskedModule
-from sparsify.core.tensor import MaskedTensor
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
 UNTAP = -1  # key of the second; those that torch gives out are not negative

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from torch import Tensor
 
 from sparsify.core.gradients import Gradient
-from sparsify.core.tensor import MaskedTensor
-from sparsify.selection.device_topk import DeviceTopK
-from sparsify.core.topk import TopK
 from sparsify.core.importance import Importance
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK
+from sparsify.selection.device_topk import DeviceTopK
 
 
 @dataclass

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsify.core.importance import Importance
+from sparsify.core.topk import Winners
 from sparsify.kernels.candidates import Candidates, Factors, Part, best_first
 from sparsify.kernels.select import cut, may_overflow, screens, select, select_product
-from sparsify.core.topk import Winners
-from sparsify.core.importance import Importance
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.core.importance import ROUNDING_SLACK
 from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
 from sparsify.selection.selectors import StreamingSelector
-from sparsify.core.topk import TopK
-from sparsify.core.importance import ROUNDING_SLACK
 
 MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
 RAISING = {"exact": 4, "candidates": 1}  # entries of a rank that are exchanged for that, per entry to be selected

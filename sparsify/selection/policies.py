@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.core.devices import runs_ahead
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.errors import SparsifyError
+from sparsify.core.devices import runs_ahead
+from sparsify.core.importance import D3, Fisher
+from sparsify.core.schedule import Schedule
+from sparsify.core.strategy import Increment, Repeat
 from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK, Winners
+from sparsify.errors import SparsifyError
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.selectors import RankedSelector, Selector, StreamingSelector
 from sparsify.selection.sharded import ShardedSelector
 from sparsify.selection.static import rank_by_weight
-from sparsify.core.topk import TopK, Winners
-from sparsify.core.importance import D3, Fisher
-from sparsify.core.schedule import Schedule
-from sparsify.core.strategy import Increment, Repeat
 
 
 class Progress(NamedTuple):

@@ -11,16 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.core.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient
+from sparsify.core.importance import ROUNDING_SLACK
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK
 from sparsify.kernels.candidates import Factors
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.norm_bound import screen
 from sparsify.kernels.sddmm import sddmm
-from sparsify.core.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient
-from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.context import SelectionContext, scan_dense
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.core.topk import TopK
-from sparsify.core.importance import ROUNDING_SLACK
 
 MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sparsify.core.gradients import Gradient
 from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
 from sparsify.selection.small_tensors import SmallGradients
-from sparsify.core.topk import Winners
 
 
 class Selector(Protocol):

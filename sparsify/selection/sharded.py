@@ -25,11 +25,11 @@ from torch.nn.functional import pad
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient, padded_unique
 from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.device_topk import DeviceTopK, Entries
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
-from sparsify.core.topk import Winners
 
 MOST_AT_ONCE = 1 << 26  # entries that are averaged at once, at 4 bytes each
 ALL_ROWS = -1  # in a header

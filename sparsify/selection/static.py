@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
-from sparsify.errors import SparsifyError
-from sparsify.core.tensor import MaskedTensor
-from sparsify.core.topk import TopK, in_blocks
-from sparsify.strategies.allocation import GLOBAL, allocate
-from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 from sparsify.core.importance import SNIP, Custom, Fisher, GraSP, Importance
 from sparsify.core.strategy import Prune, Static, Strategy
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK, in_blocks
+from sparsify.errors import SparsifyError
+from sparsify.strategies.allocation import GLOBAL, allocate
+from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 
 
 def select_static(

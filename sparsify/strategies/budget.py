@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from sparsify.errors import SparsifyError
 from sparsify.core.importance import Bias
 from sparsify.core.schedule import Schedule
 from sparsify.core.strategy import Repeat, Strategy
+from sparsify.errors import SparsifyError
 
 
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:

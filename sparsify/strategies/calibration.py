@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
-from sparsify.errors import SparsifyError
 from sparsify.core.importance import Fisher, GraSP, Importance
+from sparsify.errors import SparsifyError
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Calibration = Iterable[Any] | Callable[[nn.Module], object]

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsify.errors import SparsifyError
 from sparsify.core.gradients import Gradient
-from sparsify.masked.module import first_order
 from sparsify.core.tensor import MaskedTensor
+from sparsify.errors import SparsifyError
+from sparsify.masked.module import first_order
 
 if TYPE_CHECKING:
     from sparsify.training.backward import BackwardCollector

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sparsify.common.streams import Streams
-from sparsify.core.interrupts import uninterrupted
 from sparsify.common.names import listed
 from sparsify.common.ranks import num_ranks
-from sparsify.errors import SparsifyError
+from sparsify.common.streams import Streams
 from sparsify.core.gradients import Gradient
+from sparsify.core.interrupts import uninterrupted
+from sparsify.core.tensor import MaskedTensor, count_by_tensor
+from sparsify.core.topk import Winners
+from sparsify.errors import SparsifyError
 from sparsify.masked.module import without_autocast
 from sparsify.masked.recompute import release_memory
-from sparsify.core.tensor import MaskedTensor, count_by_tensor
 from sparsify.selection.context import Work
 from sparsify.selection.selectors import Selector
 from sparsify.selection.small_tensors import SmallGradients, is_small
-from sparsify.core.topk import Winners
 from sparsify.training.anchors import Anchors
 from sparsify.training.rank_checks import agree, check_agreement, check_ranks_alike, meet_at_end
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsify.errors import SparsifyError
 from sparsify.core.gradients import Gradient
-from sparsify.masked.module import without_autocast
 from sparsify.core.tensor import MaskedTensor
+from sparsify.errors import SparsifyError
+from sparsify.masked.module import without_autocast
 from sparsify.selection.small_tensors import is_small
 from sparsify.training.anchors import REENTRANT, Root, is_reached
 

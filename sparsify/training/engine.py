@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.core.devices import upload
-from sparsify.core.interrupts import uninterrupted
 from sparsify.common.ranks import Ranks
 from sparsify.common.shards import is_fully_sharded
+from sparsify.core.devices import upload
+from sparsify.core.entries import IndexBuffers
+from sparsify.core.interrupts import uninterrupted
+from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import DeltaParts
 from sparsify.errors import SparsifyError
-from sparsify.core.entries import IndexBuffers
-from sparsify.core.tensor import MaskedTensor
 from sparsify.selection.context import Work
 from sparsify.selection.policies import POLICIES, Progress, UnmaskingPolicy
 from sparsify.training.anchors import AnchoredUse

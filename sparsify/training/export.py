@@ -19,12 +19,12 @@ from sparsify.adapters.extensions import record_extensions
 from sparsify.common.names import listed, plain_model, plain_name
 from sparsify.common.raw_bits import digest, put
 from sparsify.common.shards import full_values, is_shard
+from sparsify.core.strategy import Prune, Strategy
+from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
-from sparsify.core.tensor import MaskedTensor
-from sparsify.core.strategy import Prune, Strategy
 from sparsify.training.flat_delta import VALUES
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsify.core.devices import send
 from sparsify.common.names import ENGINE, plain_name
 from sparsify.common.raw_bits import all_finite
+from sparsify.core.devices import send
+from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
 from sparsify.delta.version import Entries, Version
 from sparsify.errors import SparsifyError
-from sparsify.core.tensor import MaskedTensor
 from sparsify.training.export import (
     as_of,
     dense_tensors,

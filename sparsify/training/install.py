@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from sparsify.core.interrupts import uninterrupted
 from sparsify.common.names import ENGINE
-from sparsify.masked.swap import swap, unswap
+from sparsify.core.interrupts import uninterrupted
 from sparsify.core.tensor import MaskedTensor
+from sparsify.masked.swap import swap, unswap
 from sparsify.training.engine import Engine
 from sparsify.training.flat_delta import POSITION, SETTINGS, VALUES, SparseValues
 from sparsify.training.optimizer_hook import listen, stop_listening

@@ -13,13 +13,13 @@ from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import check_unsharded
+from sparsify.core.schedule import Schedule
+from sparsify.core.strategy import Strategy
+from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.masked.module import masked_tensors
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.swap import check_maskable, frozen_row
-from sparsify.core.tensor import MaskedTensor
-from sparsify.core.schedule import Schedule
-from sparsify.core.strategy import Strategy
 from sparsify.strategies.targets import Candidate, Targets, check_own_memory
 from sparsify.training.flat_delta import STATE
 

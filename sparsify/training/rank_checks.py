@@ -14,9 +14,9 @@ from torch import Tensor
 from sparsify.common.ranks import BEGIN, END
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
-from sparsify.errors import SparsifyError
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
+from sparsify.errors import SparsifyError
 
 if TYPE_CHECKING:
     from sparsify.training.engine import Engine

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import digest
-from sparsify.errors import SparsifyError
 from sparsify.core.entries import COUNTS
-from sparsify.core.tensor import MaskedTensor
-from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.core.importance import Random
 from sparsify.core.strategy import Given, Increment, Repeat
+from sparsify.core.tensor import MaskedTensor
+from sparsify.errors import SparsifyError
+from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.training.flat_delta import SETTINGS, VALUES, SparseValues
 from sparsify.training.optimizer_hook import holds
 

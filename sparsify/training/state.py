@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE
-from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.core.entries import BASE, BUFFERS, COUNTS, INDICES, PER_ENTRY, SLOTS, padded, problem_with
+from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.masked.module import check_not_exported
 from sparsify.training.export import changed_buffers, is_pruned
 from sparsify.training.flat_delta import POSITION, SETTINGS, STATE, VALUES

@@ -13,8 +13,8 @@ from torch import nn
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
-from sparsify.selection.context import Work
 from sparsify.core.strategy import PRESETS, Dense, Given, Repeat, Strategy
+from sparsify.selection.context import Work
 from sparsify.training.flat_delta import VALUES
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.shards import is_shard, reshard
 from sparsify.core.devices import runs_ahead, upload
 from sparsify.core.interrupts import uninterrupted
-from sparsify.common.shards import is_shard, reshard
+from sparsify.core.tensor import MaskedTensor, count_by_tensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
 from sparsify.kernels.scatter import scatter
-from sparsify.core.tensor import MaskedTensor, count_by_tensor
 from sparsify.training.sharding import check_root, read_base
 
 if TYPE_CHECKING:

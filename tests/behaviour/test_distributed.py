@@ -34,16 +34,16 @@ from sparsify import (
     sparsify,
     summary,
 )
-from sparsify.core.devices import runs_ahead
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.integrations.distributed import check_ranks
+from sparsify.core.devices import runs_ahead
 from sparsify.core.gradients import DenseGradient
+from sparsify.core.topk import TopK
+from sparsify.integrations.distributed import check_ranks
 from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.sharded import ShardedSelector
-from sparsify.core.topk import TopK
 
 
 def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, steps=STEPS, **options):

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sparsify.errors import SparsifyError
 from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, register_importance
+from sparsify.errors import SparsifyError
 
 EXPONENTS = [-2, -1, 0, 1, 2]
 ROWS, COLS = 2, 3

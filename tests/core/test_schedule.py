@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparsify.errors import SparsifyError
 from sparsify.core.schedule import SHAPES, Schedule, resolve_schedule
+from sparsify.errors import SparsifyError
 
 schedules = st.builds(
     Schedule,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsify import sparsify, summary
-from sparsify.errors import SparsifyError
 from sparsify.core.importance import D3, SNIP, GraSP, Magnitude, Random, register_importance
 from sparsify.core.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
+from sparsify.errors import SparsifyError
 
 
 @pytest.mark.parametrize(

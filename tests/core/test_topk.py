@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsify.core.topk as selection
-from sparsify.core.topk import TopK, in_blocks
 from sparsify.core.importance import D3, SNIP, Magnitude, register_importance
+from sparsify.core.topk import TopK, in_blocks
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
 WEIGHTS = [0.0, 1.0, -1.0, 0.5]

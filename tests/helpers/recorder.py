@@ -6,8 +6,8 @@ from torch import nn
 
 from sparsify import D3, Increment, Strategy, get_unmasker, sparsify
 from sparsify.core.entries import IndexBuffers
-from sparsify.masked.swap import frozen_row, swap
 from sparsify.core.tensor import MaskedTensor
+from sparsify.masked.swap import frozen_row, swap
 
 
 class Recorder:

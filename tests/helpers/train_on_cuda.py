@@ -32,10 +32,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparsify import SparseDelta, base_weights, get_unmasker, register_importance, sparsify
 from sparsify.common.ranks import Ranks
-from sparsify.kernels import costs
-from sparsify.selection import device_topk, small_tensors
 from sparsify.core.importance import D3, SNIP, Fisher, GraSP, Magnitude
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
+from sparsify.kernels import costs
+from sparsify.selection import device_topk, small_tensors
 
 SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2

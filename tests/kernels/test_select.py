@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import seeded
 
+from sparsify.core.importance import D3
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.kernels.select import plain_cut, plain_select
-from sparsify.core.importance import D3
 
 pytestmark = pytest.mark.usefixtures("device")
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, exact, factors, seeded
 
+from sparsify.core.importance import D3
 from sparsify.kernels.candidates import Candidates, Factors
 from sparsify.kernels.select import select_product
-from sparsify.core.importance import D3
 
 triton_norm_bound = pytest.importorskip("sparsify.kernels.triton.norm_bound", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("device")

@@ -15,10 +15,10 @@ from torch import nn
 from twins import Twins
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
+from sparsify.core.topk import TopK
 from sparsify.kernels import costs
 from sparsify.selection import device_topk, screening, small_tensors
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.core.topk import TopK
 
 STEPS, BUDGET = 6, 61
 NUMBERS = [0.0, 1.0, -1.0, 0.5, 2.0, -4.0]  # few, so that there are ties

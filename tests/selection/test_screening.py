@@ -17,9 +17,9 @@ from twins import Twins, sgd
 
 from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_unmasker, sparsify, summary
 from sparsify.core.gradients import DenseGradient, Product, TiedGradient
+from sparsify.core.topk import TopK
 from sparsify.selection import screening
 from sparsify.selection.context import SelectionContext, Work
-from sparsify.core.topk import TopK
 
 ROWS, COLS, TOKENS = 48, 40, 24
 NOTHING = torch.empty(0, dtype=torch.int64)

@@ -10,9 +10,9 @@ from torch import nn
 
 from sparsify import D3
 from sparsify.core.gradients import DenseGradient
+from sparsify.core.topk import TopK
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
-from sparsify.core.topk import TopK
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -12,9 +12,9 @@ from twins import Twins, masks_of
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.adapters import add_adapters
-from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
 from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
 from sparsify.core.strategy import Increment, Prune, Static, Strategy
+from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41

@@ -10,9 +10,9 @@ from models import descend
 from torch import nn
 
 from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, print_trainable_parameters, sparsify, summary
-from sparsify.selection.context import Work
 from sparsify.core.importance import D3
 from sparsify.core.strategy import PRESETS, Increment, Strategy
+from sparsify.selection.context import Work
 from sparsify.training.summary import Summary, strategy_name
 
 STEPS, BUDGET = 4, 20

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsify.core.importance import D3, ROUNDING_SLACK
 from sparsify.kernels.candidates import Candidates, Factors
 from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD, norms_slack, rounding_of, underflow
 from sparsify.kernels.triton.norms import norms_of
@@ -40,7 +41,6 @@ from sparsify.kernels.triton.select import (
     store,
     worst_of_best,
 )
-from sparsify.core.importance import D3, ROUNDING_SLACK
 
 TF32_ROUNDING = 1.02 * 2.0**-10  # of one number, which the units may cut off, with the terms of higher order
 SMALLEST = tl.constexpr(SMALLEST_THRESHOLD)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsify.core.devices import upload
 from sparsify.common.raw_bits import as_bits
+from sparsify.core.devices import upload
 
 BLOCK = 1024  # entries of a program
 

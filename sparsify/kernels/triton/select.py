@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsify.kernels.candidates import Candidates, Part
 from sparsify.core.importance import D3
+from sparsify.kernels.candidates import Candidates, Part
 
 BLOCK = 1024  # entries that a program scores at once
 AGAIN_WARPS = 8  # of the one program that scores and cuts; with more warps, or larger blocks, registers spill
