@@ -12,6 +12,8 @@ from typing import Any
 from sparsify.api import (
     base_weights,
     desparsify,
+    extend,
+    get_engine,
     get_unmasker,
     optimizer_stepped,
     print_trainable_parameters,
@@ -20,6 +22,7 @@ from sparsify.api import (
     trained_state,
 )
 from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.schedule import Schedule
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.delta.overlap import overlap
@@ -34,8 +37,6 @@ from sparsify.errors import (
     StaleUpdateError,
 )
 from sparsify.loading import load_model
-from sparsify.masked.embedding import MaskedEmbedding
-from sparsify.masked.linear import MaskedLinear
 from sparsify.version import __version__
 
 __all__ = [
@@ -68,6 +69,8 @@ __all__ = [
     "__version__",
     "base_weights",
     "desparsify",
+    "extend",
+    "get_engine",
     "get_unmasker",
     "load_model",
     "optimizer_stepped",

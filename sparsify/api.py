@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.common.ranks import MODES
+from sparsify.core.install import values_dtype
 from sparsify.core.interrupts import uninterrupted
 from sparsify.core.schedule import Schedule, resolve_schedule
 from sparsify.core.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
@@ -24,8 +25,9 @@ from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
 from sparsify.training.install import freeze, install, uninstall
 from sparsify.training.new_parameters import find_new, find_recipes, redrawn
-from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates, values_dtype
+from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
+from sparsify.training.settings import extend as extend_run
 from sparsify.training.state import trained_state_of
 from sparsify.training.summary import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
 from sparsify.training.weights import BaseWeights
@@ -162,7 +164,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
             if name in full.frozen:
                 parameter.requires_grad_(True)
         return model
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     if engine.sharded:
         raise SparsifyError(
             "a model that fully_shard() has sharded cannot be turned back; save SparseDelta.from_model(model), and "
@@ -176,7 +178,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     return model
 
 
-def get_unmasker(model: nn.Module) -> Engine:
+def get_engine(model: nn.Module) -> Engine:
     """The engine of a sparsified model, found through wrappers such as DDP's or ``torch.compile``'s.
 
     Args:
@@ -189,7 +191,7 @@ def get_unmasker(model: nn.Module) -> Engine:
         SparsifyError: when the model is not sparsified, or several of its parts are.
 
     Example:
-        >>> get_unmasker(sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)).budget
+        >>> get_engine(sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)).budget
         3
     """
     engine: Engine | None = find_engine(model)
@@ -199,6 +201,43 @@ def get_unmasker(model: nn.Module) -> Engine:
             '(strategy "full" leaves the model plain).'
         )
     return engine
+
+
+get_unmasker = get_engine  # its name in earlier versions
+
+
+def extend(
+    model: nn.Module,
+    *,
+    budget: int | float | None = None,
+    steps: int | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Continues a run with a larger budget, or for more steps, than it was begun with.
+
+    The unmasked entries stay; the schedule becomes that of the new budget and steps. To be called between two steps, as
+    after loading an earlier run's state, and before DDP and ``fully_shard()``. A larger budget makes ``sparse_values``
+    a new, longer parameter.
+
+    Args:
+        model: a sparsified model.
+        budget: entries in all, or a share of the candidates; ``None``: as before.
+        steps: optimizer steps in all, those done included; ``None``: as before.
+        optimizer: one that holds ``sparse_values``: it gets the new parameter, and its state is padded with zeros, as
+            if the budget had been larger from the start (SGD, the Adam family, Lion). ``None``: an optimizer is made
+            afterwards.
+
+    Raises:
+        SparsifyError: when budget or steps get smaller, a step has begun, or the strategy chooses its entries before
+            training; before anything has been changed.
+
+    Example:
+        >>> model = sparsify(torch.nn.Linear(4, 4), budget=3, steps=10)
+        >>> extend(model, budget=6, steps=20)
+        >>> model.sparse_values.shape
+        torch.Size([6])
+    """
+    extend_run(get_engine(model), budget, steps, optimizer)
 
 
 def summary(model: nn.Module, *, verify: bool = False) -> Summary:
@@ -222,7 +261,7 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
                 'strategy "full" freezes no entries and keeps no base, so there is nothing to verify; leave verify out.'
             )
         return summarize_full(*found)
-    return summarize(get_unmasker(model), model, verify=verify)
+    return summarize(get_engine(model), model, verify=verify)
 
 
 def print_trainable_parameters(model: nn.Module) -> None:
@@ -255,7 +294,7 @@ def base_weights(model: Model) -> AbstractContextManager[Model]:
         >>> with base_weights(model):
         ...     reference = model(torch.ones(1, 4))
     """
-    return BaseWeights(get_unmasker(model).weights, model)
+    return BaseWeights(get_engine(model).weights, model)
 
 
 def optimizer_stepped(model: nn.Module) -> None:
@@ -279,7 +318,7 @@ def optimizer_stepped(model: nn.Module) -> None:
         >>> summary(model).step
         1
     """
-    get_unmasker(model).count_step()
+    get_engine(model).count_step()
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -287,7 +326,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
     To resume a run, ``load_state_dict`` it, strictly, into a model that was built and sparsified in the same way, and
     the optimizer's state dict into the optimizer. Another strategy, schedule, budget or number of steps is refused;
-    ``get_unmasker(model).extend(budget=..., steps=...)`` changes the latter two once it is loaded.
+    ``extend(model, budget=..., steps=...)`` changes the latter two once it is loaded.
 
     Args:
         model: a sparsified model, or one that holds it.
@@ -307,7 +346,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
         >>> model.load_state_dict(trained_state(model))
         <All keys matched successfully>
     """
-    return trained_state_of(get_unmasker(model), model)
+    return trained_state_of(get_engine(model), model)
 
 
 def _train_full(model: nn.Module, budget: int | float | None, targets: Targets) -> None:

@@ -3,6 +3,12 @@
 They are also ``ValueError``s, so that callers who know nothing of this library can catch them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
 
 class SparsifyError(ValueError):
     """A model, an argument or a call that sparsify cannot work with."""
@@ -38,3 +44,9 @@ def brief(text: object, most: int = 300) -> str:
     if isinstance(text, BaseException):
         line = line.rstrip(".")
     return line if len(line) <= most else f"{line[:most].rstrip()}..."
+
+
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """A sentence with the name nearest to a value, whatever its case; empty where none is near."""
+    near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

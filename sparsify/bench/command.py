@@ -20,8 +20,7 @@ from sparsify.bench.shapes import SHAPES
 from sparsify.bench.tokens import find_texts, make_rows
 from sparsify.cli.demo.classifier import default_model
 from sparsify.common.extras import require
-from sparsify.common.names import did_you_mean
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, did_you_mean
 
 TABLE_WIDTH = 124  # columns of text: a narrower terminal wraps lines instead of cutting figures off
 

@@ -90,12 +90,6 @@ def near_names(name: str, available: Iterable[str]) -> str:
     return f" (near: {', '.join(f'`{found}`' for found in near)})" if near else ""
 
 
-def did_you_mean(value: Any, names: Iterable[str]) -> str:
-    """A sentence with the name nearest to a value, whatever its case; empty where none is near."""
-    near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
 def listed(names: Sequence[str]) -> str:
     """The first five names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")

@@ -9,18 +9,6 @@ import torch
 from torch import Tensor
 
 
-def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """Writes values (n,) into a tensor of any strides, at distinct flat, row-major indices (n,).
-
-    Unlike ``Tensor.put_``, it is allowed under ``torch.use_deterministic_algorithms(True)``.
-    """
-    if tensor.is_contiguous():
-        tensor.view(-1).index_copy_(0, indices, values)  # faster than index_put_
-    else:
-        tensor.index_put_(torch.unravel_index(indices, tensor.shape), values)
-    return tensor
-
-
 def as_bits(values: Tensor) -> Tensor:
     """Views a tensor as integers, which are equal where the bits are, NaN and -0.0 included."""
     if values.element_size() == 16:  # complex128

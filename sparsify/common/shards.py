@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sparsify.common.raw_bits import put
+from sparsify.core.devices import put
 from sparsify.errors import SparsifyError
 
 

@@ -1,4 +1,4 @@
-"""Devices that the host runs ahead of: a number that is read from one waits for all its work."""
+"""Copies and writes that wait for no device: reading a number from a GPU waits for all its work."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copies numbers to a device (n,) int64, without waiting for the device's earlier work."""
     return send(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Writes values (n,) into a tensor of any strides, at distinct flat, row-major indices (n,).
+
+    Unlike ``Tensor.put_``, it is allowed under ``torch.use_deterministic_algorithms(True)``.
+    """
+    if tensor.is_contiguous():
+        tensor.view(-1).index_copy_(0, indices, values)  # faster than index_put_
+    else:
+        tensor.index_put_(torch.unravel_index(indices, tensor.shape), values)
+    return tensor

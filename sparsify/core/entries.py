@@ -1,20 +1,19 @@
-"""The unmasked entries of a whole model, in flat buffers of its root, one tensor after the other.
+"""The unmasked entries of a whole model, in order of unmasking: an entry's position is its slot in the flat delta.
 
-    sparse_counts   (tensors,) int64   number of entries of each tensor
-    sparse_indices  (capacity,) int64  flat, row-major positions in their tensor
-    sparse_slots    (capacity,) int64  positions of the entries' deltas in the flat vector
-    sparse_base     (capacity,)        pretrained values, in a dtype that holds those of every tensor
+    sparse_values    (capacity,) float  the flat delta, the only parameter that trains
+    sparse_ids       (capacity,) int64  global ids: the tensor's offset plus the flat index in it
+    sparse_base      (capacity,) float  pretrained values, in a dtype that holds those of every tensor
+    sparse_position  (3,) int64         optimizer steps done, entries updated by them, number of entries
 
-Only the first k elements are in use, with k the sum of the counts; the others are zero. The sizes do not change in
-training, so a copy of the model that was made before (``AveragedModel``, a hand-written EMA) takes the buffers by
-``copy_``. A tensor's entries are in order of unmasking. The buffers are on the root and not in the modules, so that
-parts of a state dict selected by modules' names (PEFT saves all names with ``lora_``) are plain weights.
+All are on the root. Only the first ``count`` places of the vectors are in use; the others are zero. Their length does
+not change in training, so that a copy of the model that was made before (``AveragedModel``, a hand-written EMA) takes
+them by ``copy_``. The view by tensor is made from the ids whenever these have changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,170 +21,224 @@ from torch import Tensor, nn
 
 from sparsify.core.devices import upload
 
-COUNTS = "sparse_counts"
-INDICES, SLOTS, BASE = PER_ENTRY = ("sparse_indices", "sparse_slots", "sparse_base")
-BUFFERS = (COUNTS, *PER_ENTRY)
+VALUES, IDS, BASE, POSITION = "sparse_values", "sparse_ids", "sparse_base", "sparse_position"
+BUFFERS = (IDS, BASE, POSITION)
 
 
-class IndexBuffers:
-    """The index buffers of a model, held by its ``root``; a tensor is given by its number, from 0."""
+class SparseValues(nn.Parameter):
+    """The flat delta: a parameter that stays in float32 when its model is cast to a shorter type.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._starts = [0]  # of each tensor's entries, then the end of the last one's: a copy of the counts on the host
-        self._seen: tuple[Tensor, int] | None = None  # the buffer of counts at that copy, and its version
-        self.generation = 0  # how often the entries were replaced; in between, entries are only added
+    A delta is small compared to its weight; rounded to bfloat16, most optimizer steps would be lost.
+    """
 
-    def register(self, num_tensors: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Adds buffers without entries to the root, with base values in ``dtype``."""
-        self._root.register_buffer(COUNTS, torch.zeros(num_tensors, dtype=torch.int64, device=device))
-        for name in (INDICES, SLOTS):
-            self._root.register_buffer(name, torch.zeros(capacity, dtype=torch.int64, device=device))
-        self._root.register_buffer(BASE, torch.zeros(capacity, dtype=dtype, device=device))
-        self.loaded()
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype in (None, torch.float16, torch.bfloat16):
+            dtype = self.dtype
+        return super().to(device=device or self.device, dtype=dtype, non_blocking=non_blocking)
+
+    def half(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    bfloat16 = half
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SparseValues, (self.data, self.requires_grad)
+
+
+class Entries:
+    """The entries of a model, held by its ``root``.
+
+    Args:
+        root: the model; what it has in addition after :meth:`register` is all state.
+        sizes: number of entries of each masked tensor, by number.
+
+    Attributes:
+        step: optimizer steps done.
+        updates: entries updated by them.
+        count: number of unmasked entries.
+        counts: the same of each tensor.
+        generation: how often the entries were replaced; in between, entries are only added.
+    """
+
+    def __init__(self, root: nn.Module, sizes: Sequence[int]) -> None:
+        self.root, self.ends = root, list(accumulate(sizes))
+        self.offsets = [end - size for end, size in zip(self.ends, sizes, strict=True)]
+        self.step = self.updates = self.count = self.generation = 0
+        self.counts = [0] * len(self.ends)
+        self._view: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+        self._sorted: tuple[Tensor, Tensor] | None = None
+        self._seen: list[tuple[str, Tensor, int]] = []  # the buffers and their versions when they were last read
+
+    def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:
+        """Adds a flat delta and buffers without entries to the root."""
+        values = SparseValues(torch.zeros(capacity, dtype=dtype, device=device))
+        self.root.register_parameter(VALUES, values)
+        self.root.register_buffer(IDS, torch.zeros(capacity, dtype=torch.int64, device=device))
+        self.root.register_buffer(BASE, torch.zeros(capacity, dtype=base_dtype, device=device))
+        self.root.register_buffer(POSITION, torch.zeros(3, dtype=torch.int64, device=device))
+        self.remember()
 
     def remove(self) -> None:
-        """Removes the buffers from the root."""
+        """Removes all that :meth:`register` added."""
+        del self.root._parameters[VALUES]
         for name in BUFFERS:
-            delattr(self._root, name)
+            del self.root._buffers[name]
 
     @property
-    def total(self) -> int:
-        """Number of entries of all tensors."""
-        return self._starts[-1]
+    def values(self) -> SparseValues:
+        """(capacity,) the flat delta; looked up by name, since ``load_state_dict(assign=True)`` replaces it."""
+        values: Any = self.root._parameters[VALUES]
+        if type(values) is nn.Parameter:
+            values.__class__ = SparseValues
+        return values
+
+    def has_values(self) -> bool:
+        """Whether the root has a flat delta; a root in the middle of a copy has none."""
+        return VALUES in self.root.__dict__.get("_parameters", ())
+
+    @property
+    def ids(self) -> Tensor:
+        """(count,) int64: global ids, by slot."""
+        return self._buffer(IDS)[: self.count]
+
+    @property
+    def base(self) -> Tensor:
+        """(count,) pretrained values, by slot."""
+        return self._buffer(BASE)[: self.count]
+
+    @property
+    def effective(self) -> Tensor:
+        """(count,) base + delta, by slot."""
+        base, values = self.base, self.values.detach()[: self.count]
+        return base.to(torch.promote_types(base.dtype, values.dtype)) + values.to(base.device)
 
     @property
     def nbytes(self) -> int:
-        return sum(self._buffer(name).nbytes for name in BUFFERS)
+        return self.values.nbytes + sum(self._buffer(name).nbytes for name in BUFFERS)
 
-    def count(self, number: int) -> int:
-        """Number of entries of a tensor."""
-        return self._starts[number + 1] - self._starts[number]
+    def by_tensor(self) -> tuple[Tensor, Tensor]:
+        """Slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index."""
+        ids = self._buffer(IDS)
+        if self._sorted is None or self._sorted[0].device != ids.device:
+            ordered, slots = ids[: self.count].sort()
+            offsets, counts = upload(self.offsets, ids.device), upload(self.counts, ids.device)
+            self._sorted = slots, ordered - offsets.repeat_interleave(counts, output_size=self.count)
+            self._view = None
+        return self._sorted
 
-    def indices(self, number: int | None = None) -> Tensor:
-        """(n,) int64: the flat positions of one tensor's entries, or of all entries, each in its tensor."""
-        return self._part(INDICES, number)
+    def of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Slots and flat indices (k,) of the entries of one tensor, by ascending index."""
+        parts = self.by_tensor()
+        if self._view is None:
+            slots, indices = (part.split(self.counts) for part in parts)
+            self._view = slots, indices
+        return self._view[0][number], self._view[1][number]
 
-    def slots(self, number: int | None = None) -> Tensor:
-        """(n,) int64: the positions of these entries' deltas in the flat vector."""
-        return self._part(SLOTS, number)
+    def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
+        """Adds entries.
 
-    def base(self, number: int | None = None) -> Tensor:
-        """(n,) their pretrained values."""
-        return self._part(BASE, number)
+        Args:
+            ids: (n,) int64 global ids, in order of unmasking.
+            base: (n,) their pretrained values.
+            counts: how many of them each tensor has.
+        """
+        stop = self.count + ids.numel()
+        self._buffer(IDS)[self.count : stop] = ids
+        self._buffer(BASE)[self.count : stop] = base.to(self._buffer(BASE))
+        self._buffer(POSITION)[2].add_(ids.numel())
+        self._take_in(stop, [old + new for old, new in zip(self.counts, counts, strict=True)])
 
-    def split(self, per_entry: Tensor) -> tuple[Tensor, ...]:
-        """Splits a tensor (k,) over all entries into one part for each masked tensor."""
-        return per_entry.split([end - start for start, end in pairwise(self._starts)])
+    def stepped(self, updates: int) -> None:
+        """Counts an optimizer step that updated so many entries."""
+        self.step, self.updates = self.step + 1, self.updates + updates
+        position = self._buffer(POSITION)
+        position.copy_(upload([self.step, self.updates, self.count], position.device))
+        self.remember()
 
-    def append(self, sizes: Sequence[int], indices: Tensor, slots: Tensor, base: Tensor) -> None:
-        """Adds entries (n,) in the order of the tensors, ``sizes`` of each, after those that it has."""
-        grown = []
-        for name, more in zip(PER_ENTRY, (indices, slots, base), strict=True):
-            old = self._buffer(name)
-            pairs = zip(self.split(old[: self.total]), more.to(old).split(list(sizes)), strict=True)
-            grown.append(torch.cat(list(chain.from_iterable(pairs))))
-        more_counts = upload(sizes, self._buffer(COUNTS).device)
-        starts = [start + more for start, more in zip(self._starts, accumulate(sizes, initial=0), strict=True)]
-        # nothing below can fail
-        for name, entries in zip(PER_ENTRY, grown, strict=True):
-            self._buffer(name)[: starts[-1]].copy_(entries)
-        self._buffer(COUNTS).add_(more_counts)
-        self._remember(starts)
+    def read(self) -> None:
+        """Reads the buffers again, after they were replaced."""
+        self.step, self.updates, count = self._buffer(POSITION).tolist()
+        self._take_in(count, count_by_tensor(self._buffer(IDS)[:count], self.ends).tolist())
+        self.generation += 1
+
+    def catch_up(self) -> bool:
+        """Takes in the steps that something else has written, as a copy's; whether the entries are others now.
+
+        Waits for the device only where the buffers were written or moved.
+        """
+        if all(self._buffer(name) is seen and seen._version == version for name, seen, version in self._seen):
+            return False
+        if self._have_changed():
+            return True
+        self.remember()
+        return False
+
+    def _have_changed(self) -> bool:
+        step, updates, count = self._buffer(POSITION).tolist()
+        if count != self.count:
+            return True
+        self.step, self.updates = step, updates
+        if self._sorted is None:
+            return count > 0
+        slots, indices = self._sorted
+        offsets = torch.tensor(self.offsets).repeat_interleave(torch.tensor(self.counts))
+        return not torch.equal(self.ids.cpu()[slots.cpu()], indices.cpu() + offsets)
+
+    def problem(self, state: Mapping[str, Tensor] | None = None) -> str | None:
+        """Returns what is wrong with the buffers, or with those of a state dict; ``None`` if nothing is."""
+        ids, base, position = ((state or self.root._buffers)[name] for name in BUFFERS)
+        assert ids is not None
+        assert base is not None
+        assert position is not None
+        if ids.dtype not in (torch.int64, torch.int32) or position.shape != (3,) or position.is_floating_point():
+            return f"`{IDS}` and `{POSITION}` are not whole numbers of the right number; load what was saved."
+        count, room = int(position[2]), self.values.numel()
+        if ids.dim() != 1 or ids.shape != base.shape or not 0 <= count <= ids.numel():
+            return f"`{IDS}` {tuple(ids.shape)}, `{BASE}` {tuple(base.shape)} and {count:,} entries do not agree."
+        if count > room:
+            return (
+                f"the state dict has more than {room:,} unmasked entries, which this model has room for; sparsify it "
+                "with the budget of the model that was saved."
+            )
+        ids = ids[:count].long().sort().values
+        if count and not 0 <= int(ids[0]) <= int(ids[-1]) < self.ends[-1]:
+            return "the entries lie beyond this model's candidates; sparsify the model that was saved, not another one."
+        if bool((ids[1:] == ids[:-1]).any()):
+            return "the entries hold the same one twice; the state dict is damaged, load another one."
+        return None
 
     def make_room(self, capacity: int) -> None:
         """Lengthens the buffers to ``capacity`` entries."""
-        state = {name: self._buffer(name) for name in BUFFERS}
-        self._root._buffers.update(padded(state, capacity))
+        for name in (IDS, BASE):
+            old = self._buffer(name)
+            self.root._buffers[name] = torch.cat([old, old.new_zeros(capacity - old.numel())])
+        self.remember()
 
-    def have_changed(self) -> bool:
-        """Whether counts were written into the buffers from outside, as ``AveragedModel`` copies them.
+    def _take_in(self, count: int, counts: list[int]) -> None:
+        self.count, self.counts, self._sorted, self._view = count, counts, None, None
+        self.remember()
 
-        Waits for the device only where the buffer was written.
-        """
-        counts = self._buffer(COUNTS)
-        if self._seen is None or self._seen[0] is not counts:  # moved to another device, with what is in it
-            self._seen = counts, counts._version
-        if self._seen[1] == counts._version:
-            return False
-        if self._read() != self._starts:
-            return True
-        self._remember(self._starts)  # DDP's broadcast wrote the same counts
-        return False
-
-    def loaded(self) -> None:
-        """Reads the counts again, after the buffers were replaced."""
-        self._remember(self._read())
-        self.generation += 1
-
-    def problem(self, sizes: Sequence[int]) -> str | None:
-        """Returns what is wrong with the buffers, as :func:`problem_with` does."""
-        return problem_with({name: self._buffer(name) for name in BUFFERS}, sizes, self._buffer(SLOTS).numel())
-
-    def _read(self) -> list[int]:
-        return list(accumulate(self._buffer(COUNTS).tolist(), initial=0))
-
-    def _remember(self, starts: list[int]) -> None:
-        counts = self._buffer(COUNTS)
-        self._starts, self._seen = starts, (counts, counts._version)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy's buffers count their writes from 0
-        return {**self.__dict__, "_seen": None if self._seen is None else (self._seen[0], -1)}
-
-    def _part(self, name: str, number: int | None) -> Tensor:
-        first, last = (0, len(self._starts) - 1) if number is None else (number, number + 1)
-        return self._buffer(name)[self._starts[first] : self._starts[last]]
+    def remember(self) -> None:
+        """Notes that what is in the buffers is known."""
+        self._seen = [(name, self._buffer(name), self._buffer(name)._version) for name in BUFFERS]
 
     def _buffer(self, name: str) -> Tensor:
-        buffer = self._root._buffers[name]
+        buffer = self.root._buffers[name]
         assert buffer is not None
         return buffer
 
-
-def padded(state: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
-    """Returns the per-entry buffers of a checked state dict at their full size (capacity,), with integers as int64."""
-    whole, total = {}, int(state[COUNTS].sum())
-    for name in PER_ENTRY:
-        entries = state[name][:total] if name == BASE else state[name][:total].long()
-        whole[name] = torch.cat([entries, entries.new_zeros(capacity - entries.numel())])
-    return whole
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy's buffers count their writes from 0
+        return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen], "_view": None}
 
 
-def problem_with(state: Mapping[str, Tensor], sizes: Sequence[int], capacity: int) -> str | None:
-    """Returns what is wrong with the index buffers in a state dict, ``None`` if nothing is.
+def count_by_tensor(ids: Tensor, ends: Sequence[int]) -> Tensor:
+    """How many of some global ids (n,) each tensor has: (tensors,) int64; -1 is no id.
 
     Args:
-        state: the buffers by name; those per entry have at least as many elements as there are entries.
-        sizes: number of entries, masked or not, of each tensor of the model.
-        capacity: the largest number of unmasked entries that the model can hold.
+        ids: in any order.
+        ends: of each tensor, by number: the global id after its last one.
     """
-    if missing := [name for name in BUFFERS if name not in state]:
-        return f"index buffers are missing: {', '.join(missing)}; expected all of {', '.join(BUFFERS)}, or none."
-    shapes = {name: tuple(state[name].shape) for name in BUFFERS}
-    counts = state[COUNTS]
-    if any(state[name].dtype not in (torch.int64, torch.int32) for name in (COUNTS, INDICES, SLOTS)):
-        return f"the index buffers {COUNTS}, {SLOTS} and {INDICES} are not all of whole numbers; load what was saved."
-    if shapes[COUNTS] != (len(sizes),):
-        return (
-            f"the index buffers are about {counts.numel():,} tensors, and this model has {len(sizes):,} that are "
-            "masked; sparsify it with the same target_modules as the model that was saved."
-        )
-    limits, length = torch.tensor(sizes, device=counts.device), state[SLOTS].numel()
-    one_length = all(shapes[name] == (length,) for name in PER_ENTRY)
-    if not one_length or bool(((counts < 0) | (counts > limits)).any()) or (total := int(counts.sum())) > length:
-        return f"the index buffers do not agree: {shapes}; expected as many of each as sparse_counts adds up to."
-    indices, slots = state[INDICES][:total], state[SLOTS][:total]
-    if total > capacity:
-        return (
-            f"the state dict has more than {capacity:,} unmasked entries, which this model has room for; "
-            "sparsify it with the budget of the model that was saved."
-        )
-    if bool(((indices < 0) | (indices >= limits.repeat_interleave(counts))).any()):
-        return "the index buffers point beyond their tensors; sparsify the model that was saved, not another one."
-    starts = (limits.cumsum(0) - limits).repeat_interleave(counts)  # of each entry's tensor, among the model's entries
-    twice = (starts + indices).unique().numel() < indices.numel()
-    if twice or not torch.equal(slots.long().sort().values, torch.arange(slots.numel(), device=slots.device)):
-        what = "the same entry of a tensor twice" if twice else "one slot of the flat delta twice, or leave one out"
-        return f"the index buffers hold {what}; the state dict is damaged, load another one."
-    return None
+    bounds = upload([0, *ends], ids.device)
+    return torch.searchsorted(ids.sort().values, bounds).diff()

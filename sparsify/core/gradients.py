@@ -10,14 +10,13 @@ The collector decides how much of a gradient to compute: all of it (``dense``), 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsify.core.devices import runs_ahead
-from sparsify.kernels.costs import costs_of
-from sparsify.kernels.sddmm import sddmm
-from sparsify.masked.recompute import lasting
 
 CAST_ENTRIES = 1 << 22  # entries of a short gradient that are cast to a longer type at once
 LARGEST_HELD = 4  # factors are held for another use of their weight while they take at most this times the product
@@ -134,12 +133,19 @@ class DenseGradient(Gradient):
 
 
 class Product(Gradient):
-    """A linear layer's gradient left^T right, not multiplied out: left (n, rows) and right (n, cols), of n tokens."""
+    """A linear layer's gradient left^T right, not multiplied out.
 
-    left_sum: Tensor | None = None  # (rows,) the sum of ``left`` over the tokens, where screening has computed it
+    Args:
+        left: (n, rows), of n tokens.
+        right: (n, cols).
+        borrowed: whether their memory is used again once the node has run.
+    """
 
-    def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left, self.right = left, right
+    # how entries (k,) of a product are computed at flat indices; None: by the whole product
+    sampler: ClassVar[Callable[[Product, Tensor], Tensor | None] | None] = None
+
+    def __init__(self, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
+        self.left, self.right, self._borrowed = left, right, borrowed
         self.numel = left.shape[1] * right.shape[1] if left.shape[0] else 0
         self.device = left.device
 
@@ -147,10 +153,9 @@ class Product(Gradient):
         return DenseGradient(self.left.t() @ self.right)
 
     def take(self, indices: Tensor) -> Tensor:
-        """Returns the entries (k,), each as a dot product over the tokens where that is faster."""
-        if costs_of(self.left, self.right).samples(indices.numel()):
-            return sddmm(self.left, self.right, indices)
-        return self.dense().take(indices)
+        sampler = type(self).sampler
+        taken = None if sampler is None else sampler(self, indices)
+        return self.dense().take(indices) if taken is None else taken
 
     def add(self, other: Gradient) -> Gradient:
         if isinstance(other, DenseGradient) and other.rows is not None and self._can_wait(self.left.shape[0]):
@@ -164,9 +169,9 @@ class Product(Gradient):
         return self.dense().add(other)
 
     def held(self) -> Gradient:
-        if self._can_wait(self.left.shape[0]):
-            return Product(lasting(self.left), lasting(self.right))
-        return self.dense()
+        if not self._can_wait(self.left.shape[0]):
+            return self.dense()
+        return Product(self.left.clone(), self.right.clone()) if self._borrowed else self
 
     def _can_wait(self, tokens: int) -> bool:
         """Whether factors of so many tokens are small enough to be held instead of the product."""
@@ -196,51 +201,11 @@ class TiedGradient(Gradient):
         return self.product.add(other).add(self.looked_up)
 
 
-class RowBlocks:
-    """A large product, or tied table, of which only some rows are in memory at a time.
-
-    Args:
-        gradient: what is multiplied out.
-        unmasked: (k,) int64, flat indices of entries whose gradient is wanted.
-        excluded: (e,) int64, flat indices of entries that are set to zero.
-
-    Attributes:
-        taken: (k,) the gradient of the unmasked entries in the rows so far.
-    """
-
-    def __init__(self, gradient: Product | TiedGradient, unmasked: Tensor, excluded: Tensor) -> None:
-        self._product = gradient.product if isinstance(gradient, TiedGradient) else gradient
-        self._looked_up = gradient.looked_up if isinstance(gradient, TiedGradient) else None
-        self._unmasked, self._excluded = unmasked, excluded
-        self._dtype = self._product.left.dtype
-        if self._looked_up is not None:
-            self._dtype = torch.promote_types(self._dtype, self._looked_up.values.dtype)
-        self.taken = torch.zeros_like(unmasked, dtype=self._dtype)
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Multiplies out some rows (stop - start, cols); to be called once for each row."""
-        left, right = self._product.left[:, start:stop].t(), self._product.right
-        values = left.new_empty(left.shape[0] * right.shape[1] + 1)
-        torch.mm(left, right, out=values[:-1].view(-1, right.shape[1]))
-        values[-1:].zero_()  # the place of other rows' entries
-        values = values.to(self._dtype)
-        rows = values[:-1].view(-1, right.shape[1])
-        if self._looked_up is not None:
-            rows += self._looked_up.some_rows(start, stop)
-        first, last = start * right.shape[1], rows.numel()
-        unmasked, excluded = (
-            places.where((places >= 0) & (places < last), last)
-            for places in (self._unmasked - first, self._excluded - first)
-        )
-        self.taken = self.taken + values.take(unmasked)
-        values.index_fill_(0, excluded, 0)
-        return rows
-
-
-def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
+def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool, *, borrowed: bool = False) -> Product:
     """Returns the gradient of a linear layer's weight for inputs (..., in) and output gradients (n, out)."""
     rows = x.reshape(-1, x.shape[-1])  # (n, in)
-    return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
+    left, right = (rows, grad_rows) if transposed else (grad_rows, rows)
+    return Product(left, right, borrowed=borrowed)
 
 
 def row_gradient(ids: Tensor, grad: Tensor, height: int) -> DenseGradient:

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from sparsify.common.names import did_you_mean
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, did_you_mean
 
 
 def _cosine(share: Fraction) -> Fraction:

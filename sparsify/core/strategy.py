@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from sparsify.common.names import did_you_mean
 from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, did_you_mean
 from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL
 
 

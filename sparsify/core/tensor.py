@@ -1,112 +1,118 @@
-"""One parameter that is trained at some of its entries, and the collector that takes its gradient.
+"""One parameter that is trained at some of its entries, and its uses in the graphs that are alive.
 
-A :class:`MaskedTensor` owns no data: its indices, slots and base values are its part of the root's index buffers, which
-``.to()``, ``state_dict()`` and ``deepcopy`` see.
+    forward    each use of the parameter is counted: ``tensor.waiting`` has its number
+    backward   the use's node hands over the gradient, and its number is taken back; the sum over the uses is complete
+               once none waits
+    dropped    a node that dies takes its number back, whether it has run or not
 
-* ``indices`` (k,) int64: flat, row-major positions of the unmasked entries, in order of unmasking;
-* ``slots``   (k,) int64: positions of their deltas in the root's flat vector;
-* ``base``    (k,) their pretrained values, in the weight's dtype.
-
-The parameter itself always holds the effective values: base + delta at the indices, the pretrained ones elsewhere.
+A graph that is kept (``retain_graph=True``, or an output that never runs backward) keeps its numbers, so that the sums
+of its tensors wait for the end of each backward pass: complete all the same, in more memory.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
-from sparsify.core.devices import upload
-from sparsify.core.entries import IndexBuffers
+from sparsify.core.devices import put
+from sparsify.core.entries import Entries
 from sparsify.core.gradients import Gradient, as_matrix
 from sparsify.errors import SparsifyError
 
-_HANDLES = itertools.count()
-_BY_HANDLE: weakref.WeakValueDictionary[int, MaskedTensor] = weakref.WeakValueDictionary()
+REENTRANT = (
+    "`{name}` was recomputed inside a backward pass of its own: reentrant activation checkpointing cannot work with "
+    "entries that are selected over the whole model. Use the non-reentrant form: "
+    'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
+)
+LARGEST_SMALL = 1 << 14  # entries of a small tensor
+_NUMBERS = itertools.count()
 
 
-class Use(Protocol):
-    """One use of a tensor in a forward pass; the masked module's autograd node holds it."""
+class Collector:
+    """Training as a masked module sees it; the training step is one."""
 
-    anchor: Tensor
-
-    def wanted(self) -> bool:
-        """Whether the running backward pass needs this use's gradient."""
-
-    def collect(self, gradient: Gradient | None) -> None:
-        """Takes the use's gradient; ``None`` where it is not wanted."""
-
-
-class Collector(Protocol):
-    """The engine, as far as a masked module sees it: not how entries are selected."""
-
-    @property
-    def values(self) -> Tensor:
-        """(budget,) the flat delta."""
-
-    @property
-    def buffers(self) -> IndexBuffers:
-        """The unmasked entries of all tensors."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 holds the weights."""
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether the model runs forward now, so that reading a weight is a use of it."""
-
-    @property
-    def forward_pass(self) -> int:
-        """Number of this thread's current, or last, forward pass of the model."""
-
-    @property
-    def compiled(self) -> Any:
-        """What the operators in compiled graphs call (``training/compiled.py``)."""
+    entries: Entries  # of all masked tensors
+    compiled: Any = None  # computes the layers while torch.compile traces them
+    recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
+    in_forward = False  # whether the model runs forward now, so that reading a weight is a use of it
+    forward_pass = 0  # number of this thread's current, or last, forward pass of the model
 
     def use(self, tensor: MaskedTensor) -> Use | None:
-        """Announces a use in a forward pass; ``None`` where no gradient will be collected."""
+        """Counts a use in a forward pass; ``None`` where no gradient will be collected."""
+
+    def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
+        """Begins a use's backward, and with the first one the backward pass; whether its gradient is wanted."""
+        raise NotImplementedError
+
+    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Takes the gradient of a use that was begun."""
+        raise NotImplementedError
+
+
+class Use:
+    """One use of a tensor in a forward pass, held by its autograd node.
+
+    Args:
+        collector: takes the gradient.
+        tensor: the parameter that is used.
+        root: (1,) the input through which autograd reaches the flat delta, after the last use.
+        recomputed: whether checkpointing computes the use again, whose own node only refills the first one's.
+    """
+
+    def __init__(self, collector: Collector, tensor: MaskedTensor, root: Tensor, *, recomputed: bool = False) -> None:
+        self.collector, self.tensor, self.root, self._recomputed = collector, tensor, root, recomputed
+        self._number = next(_NUMBERS)
+        if not recomputed:
+            tensor.waiting.add(self._number)
+
+    def begin(self) -> bool:
+        """Begins the backward of the use; whether its gradient is wanted. Where it is not, the use is over."""
+        if self._recomputed:
+            raise SparsifyError(REENTRANT.format(name=self.tensor.name))
+        wanted = self.collector.begin(self.tensor, self.root)
+        if not wanted:
+            self.end()
+        return wanted
+
+    def collect(self, gradient: Gradient) -> None:
+        """Hands the gradient over."""
+        self.end()
+        self.collector.collect(self.tensor, gradient)
+
+    def end(self) -> None:
+        """Takes its number back."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
+            self.tensor.waiting.discard(self._number)
+
+    def __del__(self) -> None:
+        self.tensor.waiting.discard(self._number)
 
 
 @dataclass(eq=False, repr=False)
 class MaskedTensor:
-    """One parameter, its index buffers, and the collector of its gradient."""
+    """One parameter; it always holds the effective values: base + delta at its entries, else the pretrained ones."""
 
     number: int  # its position among the model's masked tensors, from 0
     owner: nn.Module  # has the parameter; the first of those that share it
     attribute: str  # the parameter's name in its owner
     name: str  # its first name in the model's ``named_parameters``
     offset: int  # global id of its first entry: the number of entries in the tensors before it
-    collector: Collector  # takes the gradients
     frozen_row: int | None = None  # a row that is no candidate (an embedding's padding row)
+    collector: Collector = field(default_factory=Collector)  # takes the gradients
 
-    dormant = False  # whether it has no unmasked entry and never will
-    packed = False  # whether the parameter is packed, so that no trained value can be written into it
-    scheme: ClassVar[str | None] = None  # how the parameter is quantized
+    is_quantized = False  # whether the parameter is packed, so that no trained value can be written into it
+    scheme: str | None = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
         self.shape = self.shape_now  # at sparsify()
-        self.handle = self._new_handle()
+        self.waiting: set[int] = set()  # numbers of the uses that have not run backward; sets need no lock
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.handle = self._new_handle()
-
-    def _new_handle(self) -> Tensor:
-        """Makes the tensor's number () int64 in compiled graphs.
-
-        Layers with one code share one graph, whatever their handles, and a graph that another process has stored finds
-        this process's tensors.
-        """
-        number = next(_HANDLES)
-        _BY_HANDLE[number] = self
-        return torch.tensor(number, device="cpu")
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "waiting": set()}  # a copy of the model starts with no open graph
 
     @property
     def parameter(self) -> Tensor:
@@ -119,60 +125,23 @@ class MaskedTensor:
         """The parameter's present shape."""
         return self.parameter.shape
 
-    def check_shape(self) -> None:
-        """Raises ``SparsifyError`` if the parameter has another shape than at sparsify()."""
-        if self.shape_now != self.shape:
-            raise SparsifyError(
-                f"`{self.name}` had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now; "
-                "resize embeddings and the like before sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: "
-                "use fully_shard() (FSDP2)."
-            )
-
     @property
     def dtype(self) -> torch.dtype:
         return self.parameter.dtype
 
     @property
     def weight(self) -> Tensor:
-        """The effective values, detached; gathered from all ranks where they are sharded."""
-        return full_values(self.parameter)
+        """The effective values, detached."""
+        return self.parameter.detach()
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
 
     @property
-    def indices(self) -> Tensor:
-        return self.collector.buffers.indices(self.number).to(self.parameter.device)
-
-    @property
-    def slots(self) -> Tensor:
-        return self.collector.buffers.slots(self.number).to(self.parameter.device)
-
-    @property
-    def base(self) -> Tensor:
-        return self.collector.buffers.base(self.number).to(self.parameter.device, self.dtype)
-
-    @property
-    def delta(self) -> Tensor:
-        """(k,) trained minus pretrained value of the unmasked entries, in the flat delta's dtype."""
-        values = self.collector.values.detach()
-        return values[self.slots.to(values.device)].to(self.base.device)
-
-    @property
-    def count(self) -> int:
-        """Number of unmasked entries."""
-        return self.collector.buffers.count(self.number)
-
-    @property
-    def effective(self) -> Tensor:
-        """(k,) the current values at the unmasked entries."""
-        return self.take(self.indices)
-
-    @property
-    def own_effective(self) -> Tensor:
-        """(k,) :attr:`effective`, with zeros at entries that another rank holds."""
-        return read_own_entries(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
+    def is_small(self) -> bool:
+        """Whether its gradient is batched with those of other small tensors."""
+        return self.numel <= LARGEST_SMALL
 
     @property
     def matrix(self) -> Tensor:
@@ -181,9 +150,48 @@ class MaskedTensor:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of :attr:`matrix`, without gathering it."""
+        """The shape of :attr:`matrix`."""
         cols = self.shape[-1] if self.shape else 1
         return self.numel // max(1, cols), cols
+
+    # -------------------------------------------------------------------------------- its entries
+
+    @property
+    def count(self) -> int:
+        """Number of unmasked entries."""
+        return self.collector.entries.counts[self.number]
+
+    @property
+    def indices(self) -> Tensor:
+        """(k,) int64: flat, row-major positions of the unmasked entries, ascending."""
+        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
+
+    @property
+    def slots(self) -> Tensor:
+        """(k,) int64: their positions in the flat delta, which are in order of unmasking."""
+        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
+
+    @property
+    def base(self) -> Tensor:
+        """(k,) their pretrained values, in the weight's dtype."""
+        entries = self.collector.entries
+        return entries.base.index_select(0, entries.of(self.number)[0]).to(self.parameter.device, self.dtype)
+
+    @property
+    def delta(self) -> Tensor:
+        """(k,) trained minus pretrained value, in the flat delta's dtype."""
+        entries = self.collector.entries
+        return entries.values.detach().index_select(0, entries.of(self.number)[0]).to(self.parameter.device)
+
+    @property
+    def effective(self) -> Tensor:
+        """(k,) the current values at the unmasked entries."""
+        return self.take(self.indices)
+
+    @property
+    def own_effective(self) -> Tensor:
+        """(k,) :attr:`effective`, as far as this process holds it."""
+        return self.effective
 
     @property
     def num_candidates(self) -> int:
@@ -193,39 +201,38 @@ class MaskedTensor:
     @property
     def never_candidates(self) -> Tensor:
         """Flat indices, ascending, of the frozen row's entries."""
-        device, (_, cols) = self.parameter.device, self.matrix_shape
-        if self.frozen_row is None:
-            return torch.empty(0, dtype=torch.int64, device=device)
-        return torch.arange(self.frozen_row * cols, (self.frozen_row + 1) * cols, device=device)
+        cols = 0 if self.frozen_row is None else self.shape[-1]
+        first = (self.frozen_row or 0) * cols
+        return torch.arange(first, first + cols, device=self.parameter.device)
 
     @property
     def not_candidates(self) -> Tensor:
         """Flat indices, in no order, of the entries that are unmasked already or in the frozen row."""
         return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
 
+    # -------------------------------------------------------------------------------- its values
+
     def take(self, indices: Tensor) -> Tensor:
         """Returns the effective values (n,) at flat indices (n,)."""
-        return read_entries(self.parameter, indices)
+        return self.parameter.detach().take(indices)
 
     def write(self, values: Tensor) -> None:
         """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""
-        write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        put(self.parameter.detach(), self.indices, values.to(self.parameter.device, self.dtype))
 
-    def write_unseen(self, values: Tensor) -> None:
+    def write_without_version_bump(self, values: Tensor) -> None:
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
-        write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        put(self.parameter.data, self.indices, values.to(self.parameter.device, self.dtype))
 
     def write_base(self) -> None:
-        """Writes the pretrained values as :meth:`write_unseen` does."""
-        self.write_unseen(self.base)
+        """Writes the pretrained values as :meth:`write_without_version_bump` does."""
+        self.write_without_version_bump(self.base)
 
-
-def count_by_tensor(ids: Tensor, tensors: Sequence[MaskedTensor]) -> Tensor:
-    """How many of some global ids (n,) each tensor has: (tensors,) int64, by ascending offset; -1 is no id."""
-    bounds = upload([0, *(tensor.offset + tensor.numel for tensor in tensors)], ids.device)
-    return torch.searchsorted(ids.sort().values, bounds).diff()
-
-
-def tensor_of(handle: Tensor) -> MaskedTensor:
-    """Returns the living masked tensor of a handle () int64."""
-    return _BY_HANDLE[int(handle)]
+    def check_shape(self) -> None:
+        """Raises ``SparsifyError`` if the parameter has another shape than at sparsify()."""
+        if self.shape_now != self.shape:
+            raise SparsifyError(
+                f"`{self.name}` had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now; "
+                "resize embeddings and the like before sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: "
+                "use fully_shard() (FSDP2)."
+            )

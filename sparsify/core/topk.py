@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsify.core.importance import Importance
-from sparsify.kernels.candidates import at_least_float32, best_first
-from sparsify.kernels.norm_bound import SMALLEST_THRESHOLD
 
+SMALLEST_THRESHOLD = 1e-20  # bounds underflow near a lower one
 BLOCK_ENTRIES = 1 << 18  # compared together: small enough for a cache, large enough for a kernel launch
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
 SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small operations
@@ -176,3 +175,13 @@ class TopK:
 def in_blocks(tensor: Tensor) -> Iterator[Tensor]:
     """Splits a tensor of any shape into flat blocks (n,) to be scored at once, in float32 or float64."""
     return (at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))
+
+
+def best_first(ids: Tensor, scores: Tensor) -> Tensor:
+    """Returns the places (n,) of some entries (n,), highest score first, equal scores by ascending id."""
+    by_id = ids.argsort()
+    return by_id[scores[by_id].argsort(descending=True, stable=True)]
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

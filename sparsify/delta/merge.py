@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparsify.common.raw_bits import put
+from sparsify.core.devices import put
 from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json

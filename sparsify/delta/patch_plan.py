@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
-from sparsify.common.raw_bits import as_bits, digest, put
-from sparsify.core.devices import send
+from sparsify.common.raw_bits import as_bits, digest
+from sparsify.core.devices import put, send
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.metadata import check_names
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized, quantized_weight, unreadable
-from sparsify.common.raw_bits import as_bits, put
+from sparsify.common.raw_bits import as_bits
+from sparsify.core.devices import put
 from sparsify.errors import BaseMismatchError
 
 # (k,) each: flat positions, the dequantized values there, and the trained ones

@@ -101,7 +101,7 @@ class SparseDelta(Summable):
                 "model that `sparsify(model, ...)` returned, before `desparsify`. What full fine-tuning changed is "
                 "`SparseDelta.diff(base, model)`."
             )
-        return cls(*engine.export(budget, model))
+        return cls(*engine.source.export(budget, model))
 
     @classmethod
     def load(

@@ -138,7 +138,7 @@ class DeltaPublisher:
                 f"this {type(model).__name__} is not sparsified, or it is trained in full, so nothing tells which of "
                 "its entries change: pass the model that `sparsify(model, budget)` returned."
             )
-        self._export = engine.exporter(model)
+        self._export = engine.source.exporter(model)
         self._chain = secrets.token_hex(16)
         self._last: tuple[int, Version] = 0, self._export()  # replaced as one, since other threads read it
 

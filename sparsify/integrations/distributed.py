@@ -6,7 +6,6 @@ from torch import nn
 
 from sparsify.api import get_unmasker
 from sparsify.common.ranks import num_ranks
-from sparsify.training.rank_checks import check_ranks_alike
 
 
 def check_ranks(model: nn.Module) -> None:
@@ -27,7 +26,7 @@ def check_ranks(model: nn.Module) -> None:
     """
     engine = get_unmasker(model)
     if num_ranks() > 1:
-        check_ranks_alike(engine)
+        engine.compare_ranks()
 
 
 def keep_whole(model: nn.Module) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from sparsify.api import get_unmasker, summary
+from sparsify.api import extend, get_engine, summary
 from sparsify.core.strategy import Increment
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
@@ -43,7 +43,7 @@ from sparsify.integrations.checkpoints import (
 )
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
-from sparsify.training.optimizer_hook import check_held
+from sparsify.training.optimizer_steps import check_held
 from sparsify.training.summary import find_full
 
 SAVE = "save_pretrained"  # attribute of the model that save_checkpoint replaces during training
@@ -65,7 +65,7 @@ class SparsifyCallback(TrainerCallback):
 
     Args:
         extend: a run that is resumed with more steps than it was begun with unmasks by these from there on, as after
-            ``get_unmasker(model).extend(steps=...)``; otherwise it keeps its steps, with a warning.
+            ``sparsify.extend(model, steps=...)``; otherwise it keeps its steps, with a warning.
         publish: called on the first rank with a snapshot when training begins, with an update after each step, and with
             one more at the end of a run with ``load_best_model_at_end``.
 
@@ -100,12 +100,12 @@ class SparsifyCallback(TrainerCallback):
         if find_full(model):
             self._begin_to_publish(model, state)
             return
-        engine = get_unmasker(model)
+        engine = get_engine(model)
         _check_resumed(args, state, engine.step)
         if not (args.fsdp or args.deepspeed):  # their optimizers hold other parameters
             check_held(engine, getattr(event["optimizer"], "optimizer", event["optimizer"]))
         if self._extend and state.global_step and (engine.steps or state.max_steps) < state.max_steps:
-            engine.extend(steps=state.max_steps, optimizer=event["optimizer"])
+            extend(model, steps=state.max_steps, optimizer=event["optimizer"])
         if not state.global_step:
             _warn_of_earlier_run(engine, state.max_steps)
         if engine.steps is None or (engine.steps == engine.found_steps and not state.global_step):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsify.core.topk import best_first
+
 
 class Candidates:
     """Entries that may be among the best, in arrays of a fixed size; their number is read on their device only.
@@ -71,13 +73,3 @@ class Factors(NamedTuple):
     offset: int  # global id of the tensor's first entry
     unmasked: Tensor  # (k,) int64, flat: entries whose gradient is wanted
     excluded: Tensor  # (e,) int64, flat, in no order: entries that are no candidates
-
-
-def best_first(ids: Tensor, scores: Tensor) -> Tensor:
-    """Returns the places (n,) of some entries (n,), highest score first, equal scores by ascending id."""
-    by_id = ids.argsort()
-    return by_id[scores[by_id].argsort(descending=True, stable=True)]
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

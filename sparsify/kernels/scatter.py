@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsify.common.raw_bits import put
+from sparsify.core.devices import put
 from sparsify.kernels import has_triton
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sparsify.core.importance import D3, Importance
+from sparsify.core.topk import at_least_float32
 from sparsify.kernels import has_triton
-from sparsify.kernels.candidates import Candidates, Factors, Part, at_least_float32
+from sparsify.kernels.candidates import Candidates, Factors, Part
 from sparsify.kernels.costs import costs_of
 from sparsify.kernels.sddmm import SHORT
 

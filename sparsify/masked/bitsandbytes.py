@@ -1,8 +1,6 @@
 """The masked forms of bitsandbytes' linear layers.
 
-Imported only where a model has such a layer, since it needs bitsandbytes. In evaluation too the masked forms compute
-with the dequantized weight: bitsandbytes' own forward would repack a 4-bit weight, with rounded scales (on some CPUs),
-and round an 8-bit layer's input.
+Imported only where a model has such a layer, since it needs bitsandbytes.
 """
 
 from __future__ import annotations
@@ -13,23 +11,16 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt, LinearFP4, LinearNF4
 from torch import Tensor
 
 from sparsify.common.raw_bits import same_values
-from sparsify.masked.linear import masked_linear
-from sparsify.masked.module import MaskedModule
+from sparsify.masked.quantized import MaskedQuantizedLinear
 
 
-class _MaskedLinear(MaskedModule):
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output (..., out_features) for an input (..., in_features)."""
-        return masked_linear(self, x)
-
-
-class MaskedLinear8bitLt(_MaskedLinear, Linear8bitLt):
+class MaskedLinear8bitLt(MaskedQuantizedLinear, Linear8bitLt):
     """A ``Linear8bitLt`` that is trained at its unmasked entries."""
 
     plain_class = Linear8bitLt
 
 
-class MaskedLinear4bit(_MaskedLinear, Linear4bit):
+class MaskedLinear4bit(MaskedQuantizedLinear, Linear4bit):
     """A ``Linear4bit`` (NF4, FP4) that is trained at its unmasked entries."""
 
     plain_class = Linear4bit

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
-from sparsify.core.tensor import MaskedTensor, tensor_of
-from sparsify.masked.module import autocast_dtype, check_not_exported, frozen_if_masked, linear, masked_tensors
+from sparsify.core.layers import autocast_dtype, linear
+from sparsify.core.module import check_not_exported, frozen_if_masked, masked_tensors
+from sparsify.masked.tensor import ModelTensor, tensor_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,7 +63,8 @@ _LAYERS = {
 
 def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     """Computes ``masked_linear``."""
-    tensors, kind = masked_tensors(module), "transposed" if transposed else "linear"
+    tensors: Any = masked_tensors(module)
+    kind = "transposed" if transposed else "linear"
     weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
     dtype = autocast_dtype(x)
     if dtype is not None:
@@ -73,10 +75,11 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
 
 def compiled_embedding(module: Any, ids: Tensor) -> Tensor:
     """Computes a masked embedding."""
-    return _use("embedding", ids, frozen_if_masked(module, "weight"), None, masked_tensors(module).get("weight"), None)
+    tensor: Any = masked_tensors(module).get("weight")
+    return _use("embedding", ids, frozen_if_masked(module, "weight"), None, tensor, None)
 
 
-def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
+def compiled_tap(tensor: ModelTensor, parameter: Tensor) -> Tensor:
     """Returns the tap of a masked parameter."""
     if not tensor.collector.compiled.trains(tensor):
         return parameter.detach()
@@ -85,7 +88,7 @@ def compiled_tap(tensor: MaskedTensor, parameter: Tensor) -> Tensor:
 
 def _use(
     kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None,
-    of_weight: MaskedTensor | None, of_bias: MaskedTensor | None,
+    of_weight: ModelTensor | None, of_bias: ModelTensor | None,
 ) -> Tensor:  # fmt: skip
     """Computes a layer's output, in an operator where a gradient may be collected for its weight or bias."""
     tensors = [t if t is not None and t.collector.compiled.trains(t) else None for t in (of_weight, of_bias)]
@@ -155,7 +158,7 @@ def _run_use(
     for handle in (of_weight, of_bias) if training else ():
         if handle is not None:
             tensor = tensor_of(handle)
-            tensor.collector.compiled.announce(tensor)
+            tensor.collector.compiled.count_use(tensor)
     return _LAYERS[kind].compute(x, weight, bias)
 
 

@@ -6,8 +6,8 @@ Imported only where a model has such a layer, since it needs transformers.
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from sparsify.masked.linear import masked_linear
-from sparsify.masked.module import MaskedModule
+from sparsify.core.layers import masked_linear
+from sparsify.core.module import MaskedModule
 
 
 class MaskedConv1D(MaskedModule, Conv1D):

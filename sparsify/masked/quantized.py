@@ -7,23 +7,24 @@ The dequantized weight, base + delta at the unmasked entries, lives within a nod
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
-from sparsify.common.raw_bits import put
-from sparsify.core.tensor import MaskedTensor
+from sparsify.core.devices import put
+from sparsify.core.layers import MaskedLinear, autocast_dtype, run_linear
+from sparsify.core.module import MaskedModule, count_use, frozen_if_masked, masked_tensors
 from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import ModelTensor
 
 
-class QuantizedTensor(MaskedTensor):
+class QuantizedTensor(ModelTensor):
     """A masked tensor whose parameter is quantized; shape, dtype and all values are those of the dequantized weight."""
 
-    packed = True
-    # indices and effective values, (up to k,) each, of the first unmasked entries; the others have their base values.
-    # The indices are a copy: a graph uses them after the index buffers have changed
-    _shown: tuple[Tensor, Tensor] | None = None
+    is_quantized = True
+    _shown: tuple[Tensor, Tensor] | None = None  # indices and effective values of the entries as they were written
 
     @property
     def stored(self) -> QuantizedWeight:
@@ -52,7 +53,7 @@ class QuantizedTensor(MaskedTensor):
         return super().base
 
     def _check_not_cast(self) -> None:
-        stored = self.collector.buffers.base(self.number)
+        stored = self.collector.entries.base
         if torch.promote_types(stored.dtype, self.dtype) != stored.dtype:
             raise SparsifyError(
                 f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of "
@@ -61,12 +62,8 @@ class QuantizedTensor(MaskedTensor):
             )
 
     @property
-    def effective(self) -> Tensor:
-        base = self.base.clone()
-        if self._shown is not None:
-            _, values = self._shown
-            base[: values.numel()] = values.to(base)
-        return base
+    def own_effective(self) -> Tensor:
+        return self.effective
 
     def dequantizer(self) -> Callable[[], Tensor]:
         """Returns a function that makes the effective weight as it is now, even after later steps."""
@@ -86,9 +83,44 @@ class QuantizedTensor(MaskedTensor):
 
     def write(self, values: Tensor) -> None:
         self._check_not_cast()
-        self._shown = self.indices.clone(), values.detach().to(self.dtype, copy=True)
+        self._shown = self.indices, values.detach().to(self.dtype, copy=True)
 
-    write_unseen = write  # a graph that was built before holds the values that it was built with
+    write_without_version_bump = write  # a graph that was built before holds the values that it was built with
 
     def write_base(self) -> None:
         self._shown = None
+
+
+class MaskedQuantizedLinear(MaskedModule):
+    """A linear layer over a quantized weight.
+
+    The weight is dequantized within forward, and again within backward; the node computes in the dtype that the plain
+    layer computes in. In evaluation too the masked forms compute with the dequantized weight: bitsandbytes' own forward
+    would repack a 4-bit weight, with rounded scales (on some CPUs), and round an 8-bit layer's input.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output (..., out_features) for an input (..., in_features)."""
+        if torch.compiler.is_dynamo_compiling():
+            from sparsify.masked.compiled import untraced
+
+            return untraced(_quantized_linear, self, x)
+        return _quantized_linear(self, x)
+
+
+class MaskedPackedLinear(MaskedQuantizedLinear, MaskedLinear):
+    """An ``nn.Linear`` with torchao's weight that is trained at its unmasked entries."""
+
+    plain_class = nn.Linear
+
+
+def _quantized_linear(module: Any, x: Tensor) -> Tensor:
+    of_weight, of_bias = count_use(module, "weight"), count_use(module, "bias")
+    tensor: Any = masked_tensors(module)["weight"]
+    if hasattr(module, "compute_dtype"):  # bitsandbytes' 4-bit layers, which autocast does not reach
+        dtype, output_dtype = module.compute_dtype or x.dtype, x.dtype
+    else:
+        dtype = output_dtype = autocast_dtype(x) or x.dtype
+    bias = frozen_if_masked(module, "bias")
+    y = run_linear(x, None, bias, of_weight, of_bias, dtype, dequantize=tensor.dequantizer())
+    return y.to(output_dtype)

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from sparsify.common.shards import is_fully_sharded
+from sparsify.core.module import masked_tensors
 
 _ATEN = torch.ops.aten
 Maker = Callable[[Callable[[], Tensor]], Tensor]  # recomputes a tensor, optionally into the buffer that it is given
@@ -93,19 +96,16 @@ def release_memory() -> None:
             memory.clear()
 
 
-def lasting(x: Tensor) -> Tensor:
-    """Returns ``x``, or a copy if the next recomputed input will be written into its memory."""
-    memory = _MEMORIES.get(threading.get_ident())
-    buffer = None if memory is None else memory.buffer
-    shared = buffer is not None and buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    return x.clone() if shared else x
+def note_epsilon(module: Any, args: Any, output: Tensor) -> None:
+    """Forward hook: records an ``nn.LayerNorm``'s epsilon in its output's node, so that it can be recomputed.
 
-
-def announce_layer_norm(module: nn.Module, output: Tensor) -> None:
-    """Records an ``nn.LayerNorm``'s epsilon in its output's node, so that the output can be recomputed."""
-    node: Any = output.grad_fn
-    if node is not None and getattr(type(module), "forward", None) is nn.LayerNorm.forward:
-        node.metadata[_EPS] = module.eps
+    Not of a weight that FSDP2 has sharded, which it may have freed when a layer behind it, in another block, computes
+    its input again.
+    """
+    if torch.compiler.is_dynamo_compiling() or output.grad_fn is None:
+        return
+    if not any(is_fully_sharded(tensor.collector.entries.root) for tensor in masked_tensors(module).values()):
+        output.grad_fn.metadata[_EPS] = module.eps
 
 
 def recomputable(x: Tensor) -> Callable[[], Tensor] | None:

@@ -1,7 +1,4 @@
-"""Turns plain modules into masked ones and back, in place: identity, hooks and aliases stay.
-
-A linear layer or embedding changes its class; any other module gets the generic form's hooks.
-"""
+"""The masked forms beyond the core's, and the modules that cannot be masked."""
 
 from __future__ import annotations
 
@@ -10,19 +7,16 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from sparsify.common.quantized import is_quantized, unreadable
+from sparsify.core.install import HOOKS, mark, masked_class
+from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
-from sparsify.masked.embedding import MaskedEmbedding
-from sparsify.masked.generic import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
-from sparsify.masked.linear import MaskedLinear
-from sparsify.masked.module import TENSORS, MaskedModule
+from sparsify.masked.quantized import MaskedPackedLinear
+from sparsify.masked.recompute import note_epsilon
 
-HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
-UNTAP = -1  # key of the second; those that torch gives out are not negative
 # full name of another library's class, which need not be imported -> whether a module of it cannot be trained at some
 # of its entries, and what the error says of it
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -87,63 +81,24 @@ def _foreign_problem(module: nn.Module) -> str | None:
 
 def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
-    module.__dict__[TENSORS] = tensors
-    readable = {attribute: tensor for attribute, tensor in tensors.items() if not tensor.packed}
-    module.__dict__["_parameters"] = ReadParameters(module._parameters, readable)
-    masked_class = _masked_class(module, tensors)
-    if masked_class is not None:
-        module.__class__ = masked_class
-    else:
-        tap = module.register_forward_pre_hook(tap_parameters, prepend=True)
-        module.__dict__[HOOKS] = tap, _register_untap(module)
-
-
-def _register_untap(module: nn.Module) -> RemovableHandle:
-    """Registers the hook under one key in all modules: ``torch.compile`` recompiles a layer for another key."""
-    handle = module.register_forward_hook(untap_parameters, always_call=True)
-    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-        hooks[UNTAP] = hooks.pop(handle.id)  # type: ignore[assignment]
-    handle.id = UNTAP
-    return handle
-
-
-def unswap(module: nn.Module) -> None:
-    """Turns a masked module back into the plain one, its parameters unchanged; leaves a plain module alone."""
-    if TENSORS not in module.__dict__:
-        return
-    if isinstance(module, (MaskedModule, MaskedParameterList)):
-        module.__class__ = module.plain_class  # type: ignore[assignment]
-    for handle in module.__dict__.pop(HOOKS, ()):
-        handle.remove()
-    module.__dict__["_parameters"] = dict(module._parameters)
-    del module.__dict__[TENSORS]
-
-
-def frozen_row(module: nn.Module) -> int | None:
-    """Returns the row of a module's ``weight`` that is no candidate: an embedding's ``padding_idx``."""
-    return module.padding_idx if isinstance(module, nn.Embedding) else None
+    masked = _masked_class(module, tensors)
+    mark(module, tensors, masked)
+    if masked is None and getattr(type(module), "forward", None) is nn.LayerNorm.forward:
+        module.__dict__[HOOKS] += (module.register_forward_hook(note_epsilon),)
 
 
 def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
     """Returns the masked form of exactly this class; ``None`` for the generic form."""
-    if any(tensor.packed for tensor in tensors.values()):
+    if any(tensor.is_quantized for tensor in tensors.values()):
         return _quantized_class(module)
-    if type(module) is nn.ParameterList:
-        return MaskedParameterList
-    if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
-        return None
-    if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:
-        return None  # reparametrised, as torch.nn.utils.weight_norm does
-    if type(module) is nn.Linear and not is_quantized(module.weight):  # the bias of such a layer may be trained
-        return MaskedLinear
-    if type(module) is nn.Embedding and not module.scale_grad_by_freq:
-        # two embeddings may share a table, each with a padding row of its own
-        return MaskedEmbedding if module.padding_idx in (None, tensors["weight"].frozen_row) else None
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+    is_plain = "forward" not in module.__dict__ and module._parameters.keys() <= {"weight", "bias"}
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils" and is_plain:
         from sparsify.masked.conv1d import MaskedConv1D
 
         return MaskedConv1D
-    return None
+    if is_quantized(module._parameters.get("weight")):  # the bias of such a layer may be trained
+        return None
+    return masked_class(module, tensors)
 
 
 def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
@@ -164,7 +119,7 @@ def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
 def _quantized_class(module: nn.Module) -> type[MaskedModule] | None:
     """Returns the masked form of exactly this class, with a quantized weight; ``None`` where there is none."""
     if type(module) is nn.Linear:
-        return MaskedLinear
+        return MaskedPackedLinear
     if type(module).__module__.partition(".")[0] == "bitsandbytes":
         from sparsify.masked.bitsandbytes import MASKED
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsify.core.gradients import Gradient
 from sparsify.core.importance import Importance
+from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK
 from sparsify.selection.device_topk import DeviceTopK
@@ -53,6 +54,11 @@ class SelectionContext:
     importance: Importance  # scores them
     work: Work  # counts the entries that are scanned
     masked_only: bool = True  # whether unmasked entries are no candidates
+
+    def entries_of(self, small: SmallGradients) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, gradients and global ids (n,) of small tensors' entries; no candidate's gradient is zero."""
+        self.work.dense += sum(small.sizes)
+        return small.entries([self.excluded(tensor) for tensor in small.tensors])
 
     def excluded(self, tensor: MaskedTensor) -> Tensor:
         """Flat indices (e,), in no order, of a tensor's entries that are no candidates."""

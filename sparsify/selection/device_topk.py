@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsify.core.importance import Importance
-from sparsify.core.topk import Winners
-from sparsify.kernels.candidates import Candidates, Factors, Part, best_first
+from sparsify.core.topk import Winners, best_first
+from sparsify.kernels.candidates import Candidates, Factors, Part
 from sparsify.kernels.select import cut, may_overflow, screens, select, select_product
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut

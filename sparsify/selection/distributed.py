@@ -54,7 +54,9 @@ class DistributedSelector(StreamingSelector):
             best, as many as are wanted.
     """
 
-    def __init__(self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], mode: str) -> None:
+    def __init__(
+        self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], mode: str = "exact"
+    ) -> None:
         super().__init__(context)
         assert isinstance(context.topk, TopK)
         self.batches_small = False  # the ranks meet at each tensor, and one of them may have to skip it

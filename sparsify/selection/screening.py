@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.core.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient
+from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient
 from sparsify.core.importance import ROUNDING_SLACK
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK
@@ -21,9 +21,20 @@ from sparsify.kernels.norm_bound import screen
 from sparsify.kernels.sddmm import sddmm
 from sparsify.selection.context import SelectionContext, scan_dense
 from sparsify.selection.device_topk import DeviceTopK
+from sparsify.selection.row_blocks import RowBlocks
 
 MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
+
+
+def sampled(product: Product, indices: Tensor) -> Tensor | None:
+    """Entries (k,) of a product, each as a dot product over the tokens; ``None`` where the whole product is faster."""
+    if not costs_of(product.left, product.right).samples(indices.numel()):
+        return None
+    return sddmm(product.left, product.right, indices)
+
+
+Product.sampler = staticmethod(sampled)
 
 
 def scan(
@@ -123,7 +134,6 @@ def _screen(
     if found is None:
         work.wasted += numel
         return None
-    product.left_sum = found.left_sum.to(product.left.dtype)
     multiplied = min(found.multiplied, numel)  # whole tiles reach beyond the product's edge
     work.screened += multiplied
     work.skipped += numel - multiplied

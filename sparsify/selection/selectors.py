@@ -1,54 +1,20 @@
-"""Selectors: select a step's entries from gradients that arrive one tensor at a time.
-
-A *streaming* selector finds the entries by the gradients; a *ranked* one has them given and only collects their
-gradients. Both end with the winners and their gradients, and tell whether every gradient they saw was finite.
-"""
+"""The selectors of one rank: by gradients that are screened where that pays, or of entries that are given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparsify.core.gradients import Gradient
+from sparsify.core.selector import Selector
+from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
-from sparsify.selection.small_tensors import SmallGradients
-
-
-class Selector(Protocol):
-    """Selects the entries of one step."""
-
-    batches_small: bool = False  # whether the small tensors are offered together, after the others
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        """Whether it has to see this tensor's gradient."""
-        return True
-
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,).
-
-        The gradient may be written to and is not used afterwards.
-        """
-
-    def offer_small(self, small: SmallGradients) -> None:
-        """Takes the whole gradients of all small tensors."""
-        return
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        """Takes note that the tensor's gradient is empty, for want of tokens."""
-        return
-
-    def winners(self) -> Winners:
-        """Returns the selected entries, best first."""
-
-    def finite(self) -> Tensor:
-        """Returns a bool scalar: whether the gradients seen are finite."""
 
 
 class StreamingSelector(Selector):
@@ -64,7 +30,8 @@ class StreamingSelector(Selector):
         return unmasked
 
     def offer_small(self, small: SmallGradients) -> None:
-        small.offer(self._context)
+        weight, grad, ids = self._context.entries_of(small)
+        self._context.topk.offer(self._context.importance, weight[None], grad[None], None, 0, ids)
 
     def winners(self) -> Winners:
         return self._context.topk.winners()

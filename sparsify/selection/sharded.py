@@ -23,13 +23,15 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.core.gradients import DenseGradient, Gradient, Product, RowBlocks, TiedGradient, padded_unique
+from sparsify.common.shards import is_fully_sharded
+from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, padded_unique
+from sparsify.core.selector import Selector
+from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.device_topk import DeviceTopK, Entries
-from sparsify.selection.selectors import Selector
-from sparsify.selection.small_tensors import SmallGradients, is_small
+from sparsify.selection.row_blocks import RowBlocks
 
 MOST_AT_ONCE = 1 << 26  # entries that are averaged at once, at 4 bytes each
 ALL_ROWS = -1  # in a header
@@ -49,12 +51,13 @@ class ShardedSelector(Selector):
         self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], dtype: torch.dtype
     ) -> None:
         assert isinstance(context.topk, DeviceTopK)
-        self.batches_small = not tensors[0].collector.sharded  # FSDP2 has each weight whole in its own backward only
+        # FSDP2 has each weight whole in its own backward only
+        self.batches_small = not is_fully_sharded(tensors[0].collector.entries.root)
         self._context, self._topk, self._ranks, self._dtype = context, context.topk, ranks, dtype
         self._names = [tensor.name for tensor in tensors]
         self._small: dict[MaskedTensor, Gradient | None] = {}  # gradients of all small tensors, as far as there are any
         if self.batches_small:
-            self._small = dict.fromkeys(filter(is_small, tensors))
+            self._small = dict.fromkeys(tensor for tensor in tensors if tensor.is_small)
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         self._context.work.dense += gradient.numel
@@ -137,7 +140,7 @@ class ShardedSelector(Selector):
             own = gradient or DenseGradient(torch.zeros(tensor.matrix_shape, dtype=self._dtype, device=device))
             by_device.setdefault(device, SmallGradients()).add(tensor, own)
         for small in by_device.values():
-            weight, grad, ids = small.entries(self._context)
+            weight, grad, ids = self._context.entries_of(small)
             mean = self._ranks.mean_share(grad.to(self._dtype))
             first = dist.get_rank() * mean.numel()
             self._offer(weight[first:], mean, 0, ids[first:])

@@ -1,41 +1,49 @@
-"""The engine of a sparsified model: what it is made of, and what happens at each event of its training.
+"""The engine of a sparsified model: a training step on several devices, ranks and shards, with what a run needs.
 
-All state is parameters and buffers of the model: ``sparse_values`` (capacity,), the flat delta on the root;
-``sparse_position`` (2,) int64, the optimizer steps done and the entries updated by them; ``sparse_settings`` (n,)
-uint8, what a state dict is compared by when it is loaded; and the index buffers, all on the root. The engine holds
-settings and what lives for a single step.
+All state is parameters and buffers of the model: the entries (``core/entries.py``) and ``sparse_settings`` (n,) uint8,
+what a state dict is compared by when it is loaded. The engine holds settings and what lives for a single step.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.profiler import record_function
 
-from sparsify.common.ranks import Ranks
+from sparsify.common.names import listed
+from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.devices import upload
-from sparsify.core.entries import IndexBuffers
+from sparsify.common.streams import Streams
+from sparsify.core.entries import Entries, SparseValues, count_by_tensor
 from sparsify.core.interrupts import uninterrupted
+from sparsify.core.policy import Policy
+from sparsify.core.schedule import Schedule
+from sparsify.core.selector import Selector
+from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor
-from sparsify.delta.entries import DeltaParts
+from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
+from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.selection.context import Work
-from sparsify.selection.policies import POLICIES, Progress, UnmaskingPolicy
-from sparsify.training.anchors import AnchoredUse
-from sparsify.training.backward import BackwardCollector
+from sparsify.selection.policies import POLICIES, SelectorFactory
 from sparsify.training.compiled import CompiledGraphs
-from sparsify.training.export import export
-from sparsify.training.exporter import Exporter
-from sparsify.training.flat_delta import POSITION, SparseValues, flat_delta
-from sparsify.training.optimizer_hook import forget_uncounted_steps, has_uncounted_step, listen, note_counted
+from sparsify.training.optimizer_steps import (
+    forget_uncounted_steps,
+    has_uncounted_step,
+    note_counted,
+    note_values,
+    was_counted,
+)
 from sparsify.training.plan import Plan
-from sparsify.training.settings import lengthen, plan_extension
-from sparsify.training.verification import digest_base
+from sparsify.training.rank_checks import check_agreement, check_ranks_alike, compare_ends
+from sparsify.training.sharding import read_base
 from sparsify.training.weights import EffectiveWeights
 
 
@@ -46,105 +54,116 @@ class _Forward(threading.local):
     number = 0  # number of those that have begun
 
 
-class Engine:
-    """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_unmasker`.
+class Engine(TrainingStep):
+    """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_engine`."""
 
-    Attributes:
-        steps: planned optimizer steps; may be set until the first backward.
-        step: optimizer steps done.
-        updates: entry updates done, the trained entries summed over the steps.
-        work: entries that the last selection looked at, by the way it took.
-    """
+    recompute: Any = staticmethod(recomputable)
 
     def __init__(self, plan: Plan) -> None:
-        self.root, self.tensors = plan.model, list(plan.tensors)
-        for tensor in self.tensors:
-            tensor.collector = self
-        self.strategy, self.schedule, self.budget, self.steps = plan.strategy, plan.schedule, plan.budget, plan.steps
+        self.root, self.strategy, self.seed = plan.model, plan.strategy, plan.seed
+        self.ranks = Ranks()
+        self._select = SelectorFactory(self.ranks, plan.seed)
+        entries = Entries(plan.model, [tensor.numel for tensor in plan.tensors])
+        policy = POLICIES.get(type(plan.strategy.selection), Policy)
+        importance = plan.strategy.importance
+        super().__init__(
+            list(plan.tensors), entries,
+            policy(importance, plan.schedule, plan.tensors, entries, plan.budget, plan.steps, self._select),
+        )  # fmt: skip
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
-        self.seed, self.sync_mode, self.work = plan.seed, plan.sync, Work()
         self.dense_names = tuple(plan.targets.saved)
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
         self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
         self.new_names, self.recipes, self.buffer_digests = plan.new_names, plan.recipes, plan.buffer_digests
-        self.step = self.updates = 0
+        self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
-        self.ranks, self.buffers = Ranks(), IndexBuffers(self.root)
-        self.base_digests = digest_base(self)
-        policy = POLICIES.get(type(self.strategy.selection), UnmaskingPolicy)
-        importance = self.strategy.importance
-        self.policy = policy(importance, self.schedule, self.tensors, self.seed, self.ranks, self.sync_mode)
-        self.weights, self.backward = EffectiveWeights(self), BackwardCollector(self)
-        self.compiled = CompiledGraphs(self)
-        self.known_values: list[weakref.ref[SparseValues]] = []  # the flat deltas so far, the present one last
+        self.weights, self.streams = EffectiveWeights(self), Streams()
+        self.compiled = CompiledGraphs(self, self.refresh)
+        self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
-        self._position_seen = 0  # version of the buffer when step and updates were read from it
         self.hooks: list[Any] = []  # on the root
+        self.source: Any = None  # exports the model's delta
         self.was_sharded = False  # whether the root has run forward under FSDP2
-        # of a state dict that is loaded: tensors without index buffers, prefix, all names of a trained state
+        # of a state dict that is loaded: tensors without entries, prefix, all names of a trained state
         self.loading: tuple[set[MaskedTensor], str, set[str] | None] = (set(), "", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_position_seen": -1, "known_values": [], "_forward": None}
+        return {**super().__getstate__(), "_forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        from sparsify.core.optimizer import listen
+
+        super().__setstate__(state)
         self._forward = _Forward()  # a copy of the model is in none
         listen(self)
 
-    def begin(self, selected: Tensor) -> None:
+    def start(self, selected: Tensor) -> None:
         """Unmasks the entries (n,), global ids, that were chosen before training."""
-        self.weights.append(selected)
+        self.append(selected, count_by_tensor(selected, self.entries.ends).tolist())
         self._find_dormant()
         self.weights.write()
+
+    # -------------------------------------------------------------------------------- how far it is
 
     @property
     def values(self) -> SparseValues:
         """(capacity,) the flat delta."""
-        return flat_delta(self.root)
+        return self.entries.values
 
     @property
     def unmasked(self) -> int:
         """Number of entries unmasked so far; their slots are 0 to ``unmasked - 1``."""
-        return self.buffers.total
+        return self.entries.count
 
     @property
-    def trained(self) -> int:
-        """Number of entries that the step in progress trains."""
-        return self.unmasked if self.policy.active is None else int(self.policy.active.sum())
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.entries.step
 
     @property
-    def progress(self) -> Progress:
-        """How far training is."""
-        return Progress(self.step, self.steps, self.unmasked, self.budget)
-
-    def note_values(self) -> None:
-        """Remembers the flat delta as it is now, in case it is replaced."""
-        if not self.known_values or self.known_values[-1]() is not self.values:
-            self.known_values.append(weakref.ref(self.values))
+    def updates(self) -> int:
+        """Entry updates done, the trained entries summed over the steps."""
+        return self.entries.updates
 
     @property
-    def _position(self) -> Tensor:
-        return self.root._buffers[POSITION]  # type: ignore[return-value]
+    def budget(self) -> int:
+        """Entries to unmask in all."""
+        return self.policy.budget
 
-    def _read_position(self) -> None:
-        self.step, self.updates = self._position.tolist()
-        self._position_seen = self._position._version
+    @property
+    def schedule(self) -> Schedule:
+        """How the unmasked set grows."""
+        return self.policy.schedule
+
+    @property
+    def steps(self) -> int | None:
+        """Planned optimizer steps; may be set until the first backward."""
+        return self.policy.steps
+
+    @steps.setter
+    def steps(self, steps: int | None) -> None:
+        self.policy.steps = steps
+
+    @property
+    def work(self) -> Work:
+        """Entries that the last selection looked at, by the way it took."""
+        return self._select.work
 
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 has sharded the weights."""
         return is_fully_sharded(self.root)
 
+    # -------------------------------------------------------------------------------- forward
+
     @property
-    def in_forward(self) -> bool:
-        """Whether a weight that is read is a weight that is used: in the root's forward, or a recomputed part of it."""
+    def in_forward(self) -> bool:  # type: ignore[override]
+        """Whether the root runs forward, or a part of it is recomputed."""
         return self._traced or self._forward.depth > 0 or torch._C._current_graph_task_id() != -1
 
     @property
-    def forward_pass(self) -> int:
-        """Number of the root's forward pass that this thread is in, or was in last."""
+    def forward_pass(self) -> int:  # type: ignore[override]
         return self._forward.number
 
     def enter(self) -> None:
@@ -155,7 +174,7 @@ class Engine:
         else:
             self.weights.freeze()
             self.refresh()
-            self.compiled.make_root()
+            self.root_anchor()
             self._forward.number += 1
             self._forward.depth += 1
 
@@ -166,80 +185,122 @@ class Engine:
         if not torch.compiler.is_dynamo_compiling():
             self._forward.depth = max(0, self._forward.depth - 1)
 
-    def use(self, tensor: MaskedTensor) -> AnchoredUse | None:
-        """Announces a use of a tensor in a forward pass; ``None`` where no gradient will be collected."""
-        if self.weights.are_base or not torch.is_grad_enabled():
-            return None
-        values = self.values
-        if not values.requires_grad:
-            return None
-        # a checkpoint may be recomputed after the budget is spent, so that a tensor without entries counts as used
-        saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        may_be_recomputed = saved_by_hooks and not self.policy.static
-        if not (tensor.count or self.policy.growing(self.progress) or may_be_recomputed):
-            return None
-        tensor.check_shape()
-        return self.backward.anchors.use(tensor, values, self.backward)
+    # -------------------------------------------------------------------------------- backward
 
-    def optimizer_stepped(self) -> None:
-        """Counts an optimizer step and writes the new deltas into the weights."""
+    def begin_pass(self) -> None:
+        self.weights.check_trained("backward()")
+        self.catch_up()
+        note_values(self)
+        if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
+            self.compare_ranks()  # in the second step, too: then it shows whether gradients are averaged
+            self._compared.add(self.step)
+
+    def compare_ranks(self) -> None:
+        """Raises ``SparsifyError`` on all ranks when they differ."""
+        settings = self.strategy.to_dict(), self.schedule, self.steps, self.budget, self.values.numel(), self.seed
+        check_ranks_alike(self, self.ranks, settings)
+
+    def section(self, name: str | None, device: torch.device) -> AbstractContextManager[object]:
+        joined = self.streams.joined(device)
+        if name is None or not torch._C._autograd._profiler_enabled():  # a range takes longer than a small gradient
+            return joined
+        both = ExitStack()
+        both.enter_context(record_function(name))
+        both.enter_context(joined)
+        return both
+
+    def winners(self, selector: Selector) -> Winners:
+        if num_ranks() > 1:  # all ranks have to have come to the end of their backward passes
+            self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
+        return selector.winners()
+
+    def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
+        if num_ranks() == 1:
+            return super().agree(winners, finite)
+        counts = count_by_tensor(winners.ids, self.entries.ends)
+        outcome = compare_ends(self.values, self.ranks, winners, finite)
+        *sizes, is_finite, same_deltas, same_winners = torch.cat([counts, outcome.to(counts)]).tolist()
+        check_agreement(bool(is_finite), bool(same_deltas), bool(same_winners))
+        return sizes, bool(is_finite)
+
+    def finish(self, current: Pass) -> Tensor:
+        grad = super().finish(current)
+        return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
+
+    def end_pass(self) -> None:
+        self.compiled.pass_done()
+        release_memory()
+        self.streams.forget()
+
+    def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
+        self.weights.are_sums = False  # -0.0 stays what it is until they are written
+        first = self.unmasked
+        if self.sharded:
+            self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
+            read: Callable[[], None] = partial(read_base, self, self.ranks, first)
+            torch.autograd.Variable._execution_engine.queue_callback(read)
+        else:
+            self.entries.append(ids, read_weights(self.tensors, ids, self.values) if base is None else base, counts)
+
+    # -------------------------------------------------------------------------------- from step to step
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if optimizer is not None and was_counted(self, optimizer):
+            self.refresh()
+            return
         self.weights.check_trained("optimizer.step()")
+        self._warn_of_unreached()
         with uninterrupted():
             note_counted(self)
-            self._counted_by_hook = True
+            self._counted_by_hook = optimizer is not None
             self._forward.depth = 0  # forward passes that were interrupted have not left
-            self.step += 1
-            self.updates += self.trained
-            self.backward.step_done()
-            self._position.copy_(upload([self.step, self.updates], self._position.device))
-            self._position_seen = self._position._version
-            self.weights.write()
+            self.compiled.step_done()
+            super().optimizer_stepped()
+
+    def write(self) -> None:
+        self.weights.write()
 
     def count_step(self) -> None:
         """Counts a step of an optimizer that is none of ``torch.optim``; raises where the hook has counted it."""
-        if self._counted_by_hook and not self.backward.passes:
+        if self._counted_by_hook and not self.passes:
             raise SparsifyError(
                 "this optimizer step was counted already: the optimizer is one of torch.optim's, or derives from it, "
                 "and tells of its steps by itself; leave optimizer_stepped(model) out."
             )
         self.optimizer_stepped()
-        self._counted_by_hook = False
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
         if has_uncounted_step(self):
             if self.weights.are_in_step:
                 forget_uncounted_steps(self)  # it failed before it had moved them
             else:
                 self.optimizer_stepped()
-        if self._position_seen != self._position._version:
-            self._read_position()
-        if not self.buffers.have_changed():
+        if not self.entries.catch_up():
             return
-        if self.buffers.problem([tensor.numel for tensor in self.tensors]):
+        if self.entries.problem() is not None:
             raise SparsifyError(
-                "the index buffers of this model were written to, and make no sense any more. They can be "
-                "copied, but not averaged: use AveragedModel with use_buffers=False; in an EMA of your own average "
-                "parameters(), and copy_() the buffers()."
+                "the entries of this model were written to, and make no sense any more. They can be copied, but not "
+                "averaged: use AveragedModel with use_buffers=False; in an EMA of your own average parameters(), and "
+                "copy_() the buffers()."
             )
         self.state_loaded(set())
 
     def refresh(self) -> None:
         """Brings the weights in step with the flat delta."""
-        self.settle()
+        self.catch_up()
         self.weights.refresh()
-        self.backward.streams.use(self.values.device)
+        self.streams.use(self.values.device)
 
     @torch.no_grad()
     def state_loaded(self, plain: set[MaskedTensor]) -> None:
         """Brings everything in step after a state dict was loaded.
 
-        The weights of ``plain`` tensors came without index buffers, as from a merged checkpoint. They are the values
-        that run: their delta becomes weight minus base.
+        The weights of ``plain`` tensors came without entries, as from a merged checkpoint. They are the values that
+        run: their delta becomes weight minus base.
         """
-        self.buffers.loaded()
-        self._read_position()
-        self._restart()
+        self.entries.read()
+        self.restart()
         self._find_dormant()
         if plain and not self.unmasked:
             warnings.warn(
@@ -254,55 +315,26 @@ class Engine:
             values[tensor.slots.to(values.device)] = delta.to(values)
         self.weights.write(but=plain)
 
-    def extend(
-        self,
-        *,
-        budget: int | float | None = None,
-        steps: int | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        """Continues a run with a larger budget, or for more steps, than it was begun with.
-
-        The unmasked entries stay; the schedule becomes that of the new budget and steps. To be called between two
-        steps, as after loading an earlier run's state, and before DDP and ``fully_shard()``. A larger budget makes
-        ``sparse_values`` a new, longer parameter.
-
-        Args:
-            budget: entries in all, or a share of the candidates; ``None``: as before.
-            steps: optimizer steps in all, those done included; ``None``: as before.
-            optimizer: one that holds ``sparse_values``: it gets the new parameter, and its state is padded with zeros,
-                as if the budget had been larger from the start (SGD, the Adam family, Lion). ``None``: an optimizer is
-                made afterwards.
-
-        Raises:
-            SparsifyError: when budget or steps get smaller, a step has begun, or the strategy chooses its entries
-                before training; before anything has been changed.
-
-        Example:
-            >>> import sparsify
-            >>> model = sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=10)
-            >>> sparsify.get_unmasker(model).extend(budget=6, steps=20)
-            >>> model.sparse_values.shape
-            torch.Size([6])
-        """
-        budget, steps, capacity = plan_extension(self, budget, steps, optimizer)
-        if capacity > self.values.numel():
-            lengthen(self, capacity, optimizer)
-        self.budget, self.steps, self.extended_at = budget, steps, self.unmasked
-        self._restart()
-
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """The next backward pass begins a step, of an unmasked set that is another one now."""
         self.policy.restart()
-        self.backward.restart()
+        self._select.restart()
+        self.selected, self.passes = False, 0
 
     def _find_dormant(self) -> None:
         for tensor in self.tensors if self.policy.static else ():
-            tensor.dormant = not tensor.count
+            tensor.dormant = not tensor.count  # type: ignore[attr-defined]
 
-    def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
-        """The parts of a :class:`sparsify.SparseDelta`, which finds this engine without training code."""
-        return export(self, budget, model)
-
-    def exporter(self, model: nn.Module) -> Exporter:
-        """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""
-        return Exporter(self, model)
+    def _warn_of_unreached(self) -> None:
+        if self.reached is None:
+            return
+        growing = self.policy.growing()
+        expected = [tensor for tensor in self.tensors if growing or tensor.count]
+        names = [tensor.name for tensor in expected if tensor not in self.reached]
+        if names:
+            warnings.warn(
+                f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
+                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise their weight is read "
+                "without their module being called: please report it.",
+                stacklevel=2,
+            )

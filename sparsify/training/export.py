@@ -10,25 +10,24 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
 from sparsify.common.names import listed, plain_model, plain_name
-from sparsify.common.raw_bits import digest, put
+from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values, is_shard
+from sparsify.core.devices import put
+from sparsify.core.entries import VALUES
 from sparsify.core.strategy import Prune, Strategy
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
-from sparsify.training.flat_delta import VALUES
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
+from sparsify.training.engine import Engine
 
 UNKNOWN_VALUES = (
     "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
@@ -157,7 +156,7 @@ def digest_buffers(model: nn.Module) -> dict[str, str]:
 class Untrained:
     """A parameter that the base does not have and that is not masked: it is exported without entries."""
 
-    packed, scheme = False, None
+    is_quantized, scheme = False, None
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter, self.shape_now, self.dtype = parameter, parameter.shape, parameter.dtype
@@ -171,14 +170,14 @@ def entries_of(tensor: MaskedTensor | Untrained, budget: int) -> tuple[Tensor, T
     The values of a quantized weight are the changes, in the delta's dtype, and its base values the dequantized ones.
     """
     among_first = tensor.slots < budget
-    indices, order = tensor.indices[among_first].sort()
-    if tensor.packed:
-        values = tensor.delta[among_first][order]
+    indices, base = tensor.indices[among_first], tensor.base[among_first]
+    if tensor.is_quantized:
+        values = tensor.delta[among_first]
     elif is_shard(tensor.parameter):  # without asking the other ranks
-        values = (tensor.base.to(tensor.delta) + tensor.delta)[among_first][order].to(tensor.dtype)
+        values = (tensor.base.to(tensor.delta) + tensor.delta)[among_first].to(tensor.dtype)
     else:
         values = tensor.parameter.detach().take(indices)
-    return indices, values, tensor.base[among_first][order]
+    return indices, values, base
 
 
 def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:

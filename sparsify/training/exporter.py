@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
 from sparsify.delta.version import Entries, Version
 from sparsify.errors import SparsifyError
+from sparsify.training.engine import Engine
 from sparsify.training.export import (
     as_of,
     dense_tensors,
@@ -35,9 +36,6 @@ from sparsify.training.export import (
     warn_of_unheld,
 )
 
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
-
 CALL = "DeltaPublisher.update()"
 
 
@@ -45,7 +43,7 @@ class _Group(NamedTuple):
     """The tensors that are exported in one dtype, all of them quantized or none, and their entries."""
 
     dtype: torch.dtype
-    packed: bool
+    is_quantized: bool
     tensors: dict[str, MaskedTensor]
     entries: dict[str, Entries]  # by plain name, with the base's values
     slots: Tensor  # (n,) of all of these entries, on the flat delta's device
@@ -94,13 +92,13 @@ class Exporter:
         whole |= {plain_name(name): as_of(part, engine.unmasked) for name, part in stored_whole.items()}
         config = {**self._known.config, "steps_done": engine.step}
         whole = {name: own_copy(tensor) for name, tensor in whole.items()}
-        return Version(dict(sorted(tensors.items())), whole, config, engine.unmasked, engine.buffers.generation)
+        return Version(dict(sorted(tensors.items())), whole, config, engine.unmasked, engine.entries.generation)
 
     def _find_entries(self, parts: Mapping[str, Any]) -> None:
         """Takes in the entries that were added since the last call; all of them where they were replaced."""
         engine, known = self._engine, self._known
         dtypes = {name: part.dtype for name, part in parts.items()}
-        key = engine.buffers.generation, engine.values.device, engine.values.dtype, dtypes, engine.steps
+        key = engine.entries.generation, engine.values.device, engine.values.dtype, dtypes, engine.steps
         counts = [tensor.count for tensor in engine.tensors]
         if key != known.key:
             known = _Known(key, [0] * len(counts))
@@ -114,37 +112,34 @@ class Exporter:
         groups: dict[tuple[torch.dtype, bool], dict[str, MaskedTensor]] = {}
         for name, part in parts.items():
             if part.count:
-                dtype = engine.values.dtype if part.packed else part.dtype
-                groups.setdefault((dtype, part.packed), {})[plain_name(name)] = part
+                dtype = engine.values.dtype if part.is_quantized else part.dtype
+                groups.setdefault((dtype, part.is_quantized), {})[plain_name(name)] = part
         found = [self._group(*sort, tensors, entries) for sort, tensors in groups.items()]
         in_whole = engine.unmasked - sum(group.slots.numel() for group in found)
         self._known = _Known(key, counts, found, describe_run(engine, engine.unmasked, in_whole))
 
     def _new_entries(self, before: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[MaskedTensor, Entries]]:
         """The entries by which the tensors' counts have grown, with the base's values, in ascending order."""
-        buffers = self._engine.buffers
-        is_new = (buffers.slots() >= sum(before)).nonzero().flatten()
+        entries, first = self._engine.entries, sum(before)
+        ids, order = own_copy(entries.ids[first:]).sort()
+        base = own_copy(entries.base[first:])[order]
         sizes = [count - old for count, old in zip(counts, before, strict=True)]
-        per_entry = buffers.indices(), buffers.slots(), buffers.base()
-        parts = [own_copy(part.index_select(0, is_new)).split(sizes) for part in per_entry]
-        for tensor, *own in zip(self._engine.tensors, *parts, strict=True):
-            if own[0].numel():
-                order = own[0].argsort()
-                indices, slots, base = (part[order] for part in own)
-                base, kind = base.to(tensor.dtype), "add" if tensor.packed else "replace"
+        parts = ids.split(sizes), (order + first).split(sizes), base.split(sizes)
+        for tensor, own, slots, values in zip(self._engine.tensors, *parts, strict=True):
+            if own.numel():
+                values, kind = values.to(tensor.dtype), "add" if tensor.is_quantized else "replace"
                 fixed = tuple(tensor.shape_now), tensor.dtype, kind, tensor.scheme
-                yield tensor, Entries(*fixed, indices, slots, base, base)
+                yield tensor, Entries(*fixed, own - tensor.offset, slots, values, values)
 
     def _group(
-        self, dtype: torch.dtype, packed: bool, tensors: dict[str, MaskedTensor], entries: Mapping[str, Entries]
+        self, dtype: torch.dtype, is_quantized: bool, tensors: dict[str, MaskedTensor], entries: Mapping[str, Entries]
     ) -> _Group:
         engine, own = self._engine, {name: entries[name] for name in tensors}
         slots = send(torch.cat([each.slots for each in own.values()]), engine.values.device)
         # not the entries' own, which are rounded where only some of the model's modules were cast
-        base = engine.buffers.base()
-        by_slot = torch.empty_like(base).index_copy_(0, engine.buffers.slots(), base).to(slots.device)
+        base = engine.entries.base.to(slots.device).index_select(0, slots)
         wide = torch.promote_types(base.dtype, engine.values.dtype)
-        return _Group(dtype, packed, tensors, own, slots, by_slot.index_select(0, slots).to(wide))
+        return _Group(dtype, is_quantized, tensors, own, slots, base.to(wide))
 
     def _export(self, group: _Group) -> dict[str, Entries]:
         """The entries of a group with their present values; raises where one is not finite."""
@@ -162,10 +157,10 @@ class Exporter:
     def _values(self, group: _Group) -> Tensor:
         """(n,) the present values of a group's entries, or their changes if it is quantized, on the CPU."""
         engine = self._engine
-        if not (group.packed or engine.weights.are_sums or engine.sharded):
+        if not (group.is_quantized or engine.weights.are_sums or engine.sharded):
             return torch.cat([own_copy(entries_of(t, engine.unmasked)[1]) for t in group.tensors.values()])
         delta = engine.values.detach().index_select(0, group.slots)
-        return (delta if group.packed else group.base + delta).to(group.dtype).cpu()
+        return (delta if group.is_quantized else group.base + delta).to(group.dtype).cpu()
 
 
 def _merged(known: Entries, new: Entries) -> Entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,19 @@ from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import check_unsharded
+from sparsify.core.entries import BUFFERS, VALUES
+from sparsify.core.install import frozen_row
+from sparsify.core.module import masked_tensors
 from sparsify.core.schedule import Schedule
 from sparsify.core.strategy import Strategy
-from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
-from sparsify.masked.module import masked_tensors
 from sparsify.masked.quantized import QuantizedTensor
-from sparsify.masked.swap import check_maskable, frozen_row
+from sparsify.masked.swap import check_maskable
+from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.targets import Candidate, Targets, check_own_memory
-from sparsify.training.flat_delta import STATE
+
+SETTINGS = "sparse_settings"
+STATE = (VALUES, *BUFFERS, SETTINGS)  # what the root's state dict has in addition to the model's own
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Plan:
 
     model: nn.Module  # still plain
     targets: Targets  # the candidates, and the parameters that are trained dense or frozen
-    tensors: tuple[MaskedTensor, ...]  # the candidates, by ascending number and offset
+    tensors: tuple[ModelTensor, ...]  # the candidates, by ascending number and offset
     strategy: Strategy
     schedule: Schedule
     steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later
@@ -44,22 +48,16 @@ class Plan:
     sync: str  # how several ranks select the same entries: ``"exact"`` or ``"candidates"``
 
 
-def mask_candidates(targets: Targets) -> tuple[MaskedTensor, ...]:
-    """Makes masked tensors of the candidates, without a collector; no module is changed."""
-    tensors: list[MaskedTensor] = []
+def mask_candidates(targets: Targets) -> tuple[ModelTensor, ...]:
+    """Makes masked tensors of the candidates, no module is changed."""
+    tensors: list[ModelTensor] = []
     offset = 0
     for number, candidate in enumerate(targets.candidates):
         _, owner, attribute = candidate.owners[0]
-        kind = QuantizedTensor if is_quantized(candidate.parameter) else MaskedTensor
-        collector: Any = None  # the engine sets itself
-        tensors.append(kind(number, owner, attribute, candidate.name, offset, collector, _frozen_row(candidate)))
+        kind = QuantizedTensor if is_quantized(candidate.parameter) else ModelTensor
+        tensors.append(kind(number, owner, attribute, candidate.name, offset, _frozen_row(candidate)))
         offset += tensors[-1].numel
     return tuple(tensors)
-
-
-def values_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
-    """The flat delta's dtype: float32, or float64 where a weight is."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def check_model(model: Any) -> None:

@@ -18,21 +18,21 @@ QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
 
 def check_possible(tensors: Sequence[MaskedTensor], strategy: Strategy) -> None:
     """Raises ``SparsifyError`` where a strategy needs of quantized weights what they cannot give."""
-    packed = [tensor for tensor in tensors if tensor.packed]
+    quantized = [tensor for tensor in tensors if tensor.is_quantized]
     pruned = isinstance(strategy.selection, Prune)
-    if packed and (pruned or strategy.calibrates):
+    if quantized and (pruned or strategy.calibrates):
         what = (
             "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
         )
         raise SparsifyError(
-            f"`{packed[0].name}` is quantized ({packed[0].scheme}) and {what}; take another strategy, such as id3 or "
-            "pafi, or leave quantized layers out with exclude_modules."
+            f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; take another strategy, such as id3 "
+            "or pafi, or leave quantized layers out with exclude_modules."
         )
 
 
 def check_unchanged(tensors: Sequence[MaskedTensor]) -> None:
     """Raises ``SparsifyError`` where quantized weights have trained entries, which would be lost with their delta."""
-    changed = [tensor for tensor in tensors if tensor.packed and bool(tensor.delta.any())]
+    changed = [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]
     if changed:
         raise SparsifyError(
             f"`{changed[0].name}` and {len(changed) - 1} more of the trained weights are quantized "
@@ -69,7 +69,7 @@ def _make_dense(module: nn.Module, weight: Tensor) -> None:
 # it is. While a model is sparsified its quantizer is of a class that is derived from its own and says so.
 
 
-def say_trainable(model: nn.Module) -> None:
+def mark_trainable(model: nn.Module) -> None:
     """Makes the Trainer accept a quantized model; any other is left alone."""
     quantizer: Any = vars(model).get(QUANTIZER)
     if quantizer is not None:
@@ -77,8 +77,8 @@ def say_trainable(model: nn.Module) -> None:
         quantizer.__class__ = _trainable_class(plain_class)
 
 
-def say_as_before(model: nn.Module) -> None:
-    """Undoes :func:`say_trainable`."""
+def unmark_trainable(model: nn.Module) -> None:
+    """Undoes :func:`mark_trainable`."""
     quantizer = vars(model).get(QUANTIZER)
     if type(quantizer).__module__ == __name__:
         quantizer.__class__ = type(quantizer).__base__

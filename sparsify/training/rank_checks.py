@@ -1,25 +1,22 @@
 """Checks that all ranks train the same model, by comparing a digest of each part of its state.
 
-In: an engine on every rank. Out: nothing, or the same error on all of them, which names the parts and the remedy.
+In: a training step on every rank. Out: nothing, or the same error on all of them, which names the parts and the remedy.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sparsify.common.ranks import BEGIN, END
+from sparsify.common.ranks import BEGIN, Ranks
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
+from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
 
 SAMPLED = 4096  # entries of each tensor that stand for all of them
 
@@ -39,42 +36,44 @@ REMEDIES = {  # by part; the flat delta before the weights, which are written fr
 }
 
 
-def check_ranks_alike(engine: Engine) -> None:
-    """Compares all ranks; raises ``SparsifyError`` on each of them when they differ."""
-    parts = _parts(engine)
-    names = [tensor.name for tensor in engine.tensors]
-    headers = engine.ranks.headers(BEGIN, list(parts.values()), names)
+def check_ranks_alike(step: TrainingStep, ranks: Ranks, settings: object) -> None:
+    """Compares all ranks; raises ``SparsifyError`` on each of them when they differ.
+
+    Args:
+        step: of this rank.
+        ranks: the others.
+        settings: of the run on this rank; its ``repr`` tells all.
+    """
+    parts = _parts(step, settings)
+    names = [tensor.name for tensor in step.tensors]
+    headers = ranks.headers(BEGIN, list(parts.values()), names)
     if differing := [
         part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()
     ]:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 
-def meet_at_end(engine: Engine) -> None:
-    """Raises ``SparsifyError`` on all ranks unless all have come to the end of their backward passes."""
-    engine.ranks.headers(END, (), [tensor.name for tensor in engine.tensors])
-
-
-def agree(engine: Engine, winners: Winners, finite: Tensor) -> Tensor:
+def compare_ends(values: Tensor, ranks: Ranks, winners: Winners, finite: Tensor) -> Tensor:
     """Compares the ends of all ranks' backward passes, without a wait for their devices.
 
     Args:
-        engine: of this rank.
+        values: (capacity,) this rank's flat delta.
+        ranks: the others.
         winners: what this rank's selector found.
         finite: () bool, whether the gradients that this rank saw are finite.
 
     Returns:
         (3,) bool: whether those of all ranks are, and whether they have the same flat deltas and winners.
     """
-    bits = engine.values.detach().view(torch.int32).sum(dtype=torch.int64)
+    bits = values.detach().view(torch.int32).sum(dtype=torch.int64)
     order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
-    everyone = engine.ranks.gather(torch.stack([finite.to(bits), bits, (winners.ids * order).sum()]))
+    everyone = ranks.gather(torch.stack([finite.to(bits), bits, (winners.ids * order).sum()]))
     same = (everyone == everyone[0]).all(0)
     return torch.cat([everyone[:, :1].all().view(1), same[1:]])
 
 
 def check_agreement(is_finite: bool, same_deltas: bool, same_winners: bool) -> None:
-    """Raises ``SparsifyError`` where :func:`agree` found that the ranks have parted."""
+    """Raises ``SparsifyError`` where :func:`compare_ends` found that the ranks have parted."""
     if not same_deltas:
         raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
     if is_finite and not same_winners:
@@ -84,19 +83,16 @@ def check_agreement(is_finite: bool, same_deltas: bool, same_winners: bool) -> N
         )
 
 
-def _parts(engine: Engine) -> dict[str, int]:
-    buffers, schedule = engine.buffers, engine.schedule
-    settings = [engine.strategy.to_dict(), schedule.shape, schedule.every, schedule.until, engine.steps]
-    settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode]
-    counts = [tensor.count for tensor in engine.tensors]
+def _parts(step: TrainingStep, settings: object) -> dict[str, int]:
+    entries = step.entries
     parts = {
         "settings": settings,
-        "step": engine.step,
-        "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors],
-        "flat delta": digest(engine.values.detach()),
-        "weights": [_sample(tensor) for tensor in engine.tensors],
-        "unmasked entries": (counts, digest(buffers.indices()), digest(buffers.slots())),
-        "base values": digest(buffers.base()),
+        "step": entries.step,
+        "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in step.tensors],
+        "flat delta": digest(entries.values.detach()),
+        "weights": [_sample(tensor) for tensor in step.tensors],
+        "unmasked entries": digest(entries.ids),
+        "base values": digest(entries.base),
     }
     digests = {name: hashlib.sha256(repr(part).encode()).digest() for name, part in parts.items()}
     return {name: int.from_bytes(own[:8], "little") >> 1 for name, own in digests.items()}  # 63 bits

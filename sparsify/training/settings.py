@@ -9,23 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import digest
-from sparsify.core.entries import COUNTS
+from sparsify.core.entries import VALUES, SparseValues
 from sparsify.core.importance import Random
 from sparsify.core.strategy import Given, Increment, Repeat
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
-from sparsify.training.flat_delta import SETTINGS, VALUES, SparseValues
-from sparsify.training.optimizer_hook import holds
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
+from sparsify.training.engine import Engine
+from sparsify.training.optimizer_steps import holds
+from sparsify.training.plan import SETTINGS
 
 _EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
 _SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy of a model and not in another
@@ -41,8 +39,7 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     if isinstance(strategy.selection, Repeat):
         settings["capacity"] = engine.values.numel()
     if isinstance(strategy.selection, Given):
-        entries = torch.cat([engine.root.get_buffer(COUNTS), engine.buffers.indices()])
-        settings["entries"] = f"{engine.unmasked:,} given ones, digest {digest(entries)[:12]}"
+        settings["entries"] = f"{engine.unmasked:,} given ones, digest {digest(engine.entries.ids)[:12]}"
     if isinstance(strategy.importance, Random) and isinstance(strategy.selection, (Increment, Repeat)):
         settings["seed"] = engine.seed
     return settings
@@ -70,7 +67,7 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
         raise SparsifyError(
             f"the state dict was saved with {_listed(saved, differing)}, and this model is sparsified with "
             f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the "
-            "saved run, target_modules and modules_to_save among them; get_unmasker(model).extend() gives it a larger "
+            "saved run, target_modules and modules_to_save among them; extend(model, ...) gives it a larger "
             "budget or more steps afterwards."
         )
     return saved
@@ -83,6 +80,17 @@ def adopt_settings(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.extended_at = saved.get(_EXTENDED, 0)
 
 
+def extend(
+    engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Continues a run with a larger budget, or for more steps; see :func:`sparsify.extend`."""
+    budget, steps, capacity = plan_extension(engine, budget, steps, optimizer)
+    if capacity > engine.values.numel():
+        lengthen(engine, capacity, optimizer)
+    engine.policy.budget, engine.steps, engine.extended_at = budget, steps, engine.unmasked
+    engine.restart()
+
+
 def plan_extension(
     engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, int | None, int]:
@@ -93,7 +101,7 @@ def plan_extension(
             "a larger budget start afresh, or on top of what was learned: SparseDelta.from_model(model).apply(base), "
             "then sparsify(base, ...)."
         )
-    if engine.backward.selected:
+    if engine.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
     candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
     new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, candidates)
@@ -122,7 +130,7 @@ def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | N
     old = engine.values
     new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
     engine.root._parameters[VALUES] = new
-    engine.buffers.make_room(capacity)
+    engine.entries.make_room(capacity)
     if optimizer is None:
         return
     for group in optimizer.param_groups:

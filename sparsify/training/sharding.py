@@ -1,34 +1,27 @@
-"""A sparsified model under FSDP2: what differs from training on several ranks with DDP.
-
-flat delta    whole on every rank, not managed by FSDP2 (``ignored_params``), so the engine averages its gradient
-weights       whole in forward and backward, written to in their shards, each rank its own rows
-base values   of new entries: read after the backward pass, when the weights are back in their shards; the copies in
-              a forward pass may be rounded (``MixedPrecisionPolicy``)
-"""
+"""Models that FSDP2 shards: what it was told to do, and the base values of entries that other ranks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.ranks import num_ranks
+from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
+from sparsify.core.entries import BASE, VALUES
+from sparsify.core.step import TrainingStep
+from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
-from sparsify.training.flat_delta import VALUES
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
 
 
-def check_sharding(engine: Engine) -> None:
+def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
     """Raises where ``fully_shard`` was called in a way that cannot work; before the first forward under it."""
-    if packed := [tensor.name for tensor in engine.tensors if tensor.packed]:
-        raise SparsifyError(f"`{packed[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
-    for module, name, parameter in _managed(engine.root):
-        if module is engine.root and name == VALUES:
+    if quantized := [tensor.name for tensor in tensors if tensor.is_quantized]:
+        raise SparsifyError(f"`{quantized[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
+    for module, name, parameter in _managed(root):
+        if module is root and name == VALUES:
             raise SparsifyError(
                 f"fully_shard() has sharded the flat delta, and would round it and its gradient with a mixed "
                 f"precision policy. Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with "
@@ -37,12 +30,12 @@ def check_sharding(engine: Engine) -> None:
         check_shards(name, parameter)
 
 
-def check_root(engine: Engine) -> None:
+def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
     """Raises where parts of a model are sharded, but not the model itself."""
-    if num_ranks() == 1 or engine.sharded:
+    if num_ranks() == 1 or is_fully_sharded(root):
         return
-    sharded = [tensor.name for tensor in engine.tensors if is_shard(tensor.parameter)]
-    sharded += [name for name, module in engine.root.named_modules() if is_fully_sharded(module)]
+    sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter)]
+    sharded += [name for name, module in root.named_modules() if is_fully_sharded(module)]
     if sharded:
         raise SparsifyError(
             f"`{sharded[0]}` is sharded, but not the model that was sparsified; call fully_shard() on its blocks and "
@@ -50,19 +43,23 @@ def check_root(engine: Engine) -> None:
         )
 
 
-def read_base(engine: Engine, first: int) -> None:
+@torch.no_grad()
+def read_base(step: TrainingStep, ranks: Ranks, first: int) -> None:
     """Sets the base values of the entries from slot ``first`` on to their weights, which must not have changed yet.
 
     On all ranks, after a backward pass.
     """
-    reshard(engine.root)
-    values, pending = engine.values.detach(), engine.buffers.slots() >= first
-    parts = []
-    for tensor, own in zip(engine.tensors, engine.buffers.split(pending), strict=True):
-        read = read_own_entries(tensor.parameter, tensor.indices[own.to(tensor.parameter.device)]).to(values)
-        parts.append(read if is_shard(tensor.parameter) or engine.ranks.is_first else torch.zeros_like(read))
-    base = engine.buffers.base()
-    base[pending] = engine.ranks.sum_(torch.cat(parts)).to(base)
+    entries = step.entries
+    reshard(entries.root)
+    base = torch.zeros(entries.count, dtype=entries.values.dtype, device=entries.values.device)
+    for tensor in step.tensors:
+        new = tensor.slots >= first
+        if is_shard(tensor.parameter) or ranks.is_first:
+            read = read_own_entries(tensor.parameter, tensor.indices[new])
+            base[tensor.slots[new].to(base.device)] = read.to(base)
+    buffer = entries.root.get_buffer(BASE)
+    buffer[first : entries.count] = ranks.sum_(base[first:]).to(buffer)
+    entries.remember()
 
 
 def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -15,24 +15,24 @@ All hooks are plain functions, so that a model with them pickles and deep-copies
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE
-from sparsify.core.entries import BASE, BUFFERS, COUNTS, INDICES, PER_ENTRY, SLOTS, padded, problem_with
+from sparsify.core.entries import BASE, BUFFERS, IDS, POSITION, VALUES, count_by_tensor
+from sparsify.core.module import check_not_exported
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.masked.module import check_not_exported
+from sparsify.training.engine import Engine
 from sparsify.training.export import changed_buffers, is_pruned
-from sparsify.training.flat_delta import POSITION, SETTINGS, STATE, VALUES
+from sparsify.training.optimizer_steps import note_values
+from sparsify.training.plan import SETTINGS, STATE
 from sparsify.training.settings import adopt_settings, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
 
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
-
+OLD = {"sparse_counts", "sparse_indices", "sparse_slots"}  # of a state dict that an earlier version saved
 # attributes of the root
 NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # names that DDP leaves alone
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # keys that transformers leaves out of save_pretrained()
@@ -50,9 +50,9 @@ def place_hooks(engine: Engine) -> None:
         root.register_load_state_dict_post_hook(_after_load),
     ]
     # rank_checks.py compares these; they grow, and in a broadcast that would go unnoticed
-    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, POSITION, SETTINGS])
+    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, SETTINGS])
     # a checkpoint with packed weights has no merged ones, so it also keeps the trained entries
-    if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.packed for tensor in engine.tensors):
+    if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.is_quantized for tensor in engine.tensors):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
@@ -85,7 +85,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
         )
     engine = _engine_of(root)
     if engine.sharded and not engine.was_sharded:
-        check_sharding(engine)
+        check_sharding(engine.root, engine.tensors)
         engine.was_sharded = True
         engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
         engine.hooks[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
@@ -106,7 +106,7 @@ def _was_frozen(engine: Engine) -> bool:
 
     With nothing else to train it was frozen on purpose, to pass gradients on.
     """
-    if engine.values.requires_grad or engine.weights.are_base:
+    if engine.values.requires_grad or engine.paused:
         return False
     own = {id(tensor.parameter) for tensor in engine.tensors}
     return any(
@@ -137,16 +137,26 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the state dict index buffers of the model's size, unless something is wrong with them there."""
     engine = _engine_of(root)
-    engine.note_values()  # which load_state_dict(assign=True) replaces
+    note_values(engine)  # which load_state_dict(assign=True) replaces
     engine.loading = set(), prefix, None
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
+    if OLD & {name.removeprefix(prefix) for name in state_dict}:
+        raise SparsifyError(
+            "the state dict was saved by an earlier version of sparsify, which kept entries by tensor; nothing was "
+            "loaded. Export the delta by that version (SparseDelta.from_model(model).save(path)), and go on from it: "
+            "SparseDelta.load(path).apply(base), then sparsify(base, ...)."
+        )
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
     if not stored:
-        engine.loading = {t for t in engine.tensors if prefix + t.name in state_dict and not t.packed}, prefix, None
-    elif problem := problem_with(stored, [tensor.numel for tensor in engine.tensors], engine.values.numel()):
+        plain = {t for t in engine.tensors if prefix + t.name in state_dict and not t.is_quantized}
+        engine.loading = plain, prefix, None
+    elif len(stored) < len(BUFFERS):
+        missing = ", ".join(f"`{name}`" for name in BUFFERS if name not in stored)
+        raise SparsifyError(f"the state dict has entries, and lacks {missing}; expected all of them, or none.")
+    elif problem := engine.entries.problem(stored):
         raise SparsifyError(problem)
     else:
         engine.weights.write_base()  # entries that are unmasked here may be masked there
@@ -164,7 +174,11 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
             engine.loading = set(), prefix, needed
             for name in frozen:
                 state_dict.pop(name, None)
-        state_dict.update({prefix + name: entries for name, entries in padded(stored, engine.values.numel()).items()})
+        room = engine.values.numel()
+        for name in (IDS, BASE):
+            entries = stored[name][: int(stored[POSITION][2])]
+            entries = entries.long() if name == IDS else entries
+            state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(room - entries.numel())])
         adopt_settings(engine, saved)
 
 
@@ -193,11 +207,11 @@ def trained_state_of(
         for name, value in state_dict.items()
         if name in first_names and (not name.startswith(prefix) or name[len(prefix) :] in needed)
     }
-    total = int(kept[prefix + COUNTS].sum())
+    count = int(kept[prefix + POSITION][2])
     # torch.save() of a part of a buffer would write all of it
-    kept.update({prefix + name: kept[prefix + name][:total].clone() for name in PER_ENTRY})
-    if max(engine.values.numel(), *(tensor.numel for tensor in engine.tensors)) < 2**31:
-        kept.update({prefix + name: kept[prefix + name].int() for name in (INDICES, SLOTS)})
+    kept.update({prefix + name: kept[prefix + name][:count].clone() for name in (IDS, BASE)})
+    if max(engine.values.numel(), engine.entries.ends[-1]) < 2**31:
+        kept[prefix + IDS] = kept[prefix + IDS].int()
     return kept
 
 
@@ -213,14 +227,17 @@ def placeholder(engine: Engine) -> dict[str, Tensor]:
 
 def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:
     """Raises where the index buffers of a trained state belong to another base than the weights are at this moment."""
-    counts = stored[COUNTS].tolist()
-    indices, base = (stored[name][: sum(counts)].split(counts) for name in (INDICES, BASE))
-    for tensor, own, values in zip(engine.tensors, indices, base, strict=True):
+    entries = engine.entries
+    count = int(stored[POSITION][2])
+    ids, order = stored[IDS][:count].long().cpu().sort()
+    base = stored[BASE][:count].cpu()[order]
+    counts = count_by_tensor(ids, entries.ends).tolist()
+    for tensor, own, values in zip(engine.tensors, ids.split(counts), base.split(counts), strict=True):
         if tensor.name in needed or not own.numel():
             continue  # it comes with the trained state
-        here = tensor.take(own.to(tensor.parameter.device, torch.int64)).cpu()
+        here = tensor.take((own - tensor.offset).to(tensor.parameter.device)).cpu()
         dtype = torch.promote_types(here.dtype, values.dtype)
-        if not torch.equal(here.to(dtype), values.cpu().to(dtype)):
+        if not torch.equal(here.to(dtype), values.to(dtype)):
             raise BaseMismatchError(
                 f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from; "
                 "nothing was loaded: build the model from the same base, in the same dtype, and sparsify it as then."

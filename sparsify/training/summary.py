@@ -6,21 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
+from sparsify.core.entries import VALUES
 from sparsify.core.strategy import PRESETS, Dense, Given, Repeat, Strategy
 from sparsify.selection.context import Work
-from sparsify.training.flat_delta import VALUES
+from sparsify.training.engine import Engine
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
 
 TENSORS_SHOWN = 10
 FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
@@ -148,7 +146,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summary:
     """The summary of an engine's model; ``model`` is the same, or holds it."""
-    engine.settle()
+    engine.catch_up()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
     return Summary(
         strategy=engine.strategy,
@@ -160,7 +158,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         step=engine.step,
         steps=engine.steps,
         updates=engine.updates,
-        state_bytes=engine.values.nbytes + engine.buffers.nbytes,
+        state_bytes=engine.entries.nbytes,
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
         verification=run_verification(engine, model) if verify else None,

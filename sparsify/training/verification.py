@@ -7,20 +7,18 @@ after training if, and only if, the frozen entries and the kept base values are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import listed
-from sparsify.common.raw_bits import digest, put
+from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values
+from sparsify.core.devices import put
+from sparsify.core.entries import VALUES
 from sparsify.core.strategy import Increment, Repeat
+from sparsify.training.engine import Engine
 from sparsify.training.export import find_unheld, prepare
-from sparsify.training.flat_delta import VALUES
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def verify(engine: Engine, model: nn.Module) -> Verification:
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
     entries = sum(sizes[name] for name in before)
-    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.backward.passes
+    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
     unheld = find_unheld(engine, model)
     return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
 
@@ -101,7 +99,7 @@ def _expected(engine: Engine) -> int:
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
         return engine.budget
-    begun = engine.step + (1 if engine.backward.selected else 0)  # steps that have had their selection
+    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
         return 0
     target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)

@@ -8,25 +8,22 @@ before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case th
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.shards import is_shard, reshard
-from sparsify.core.devices import runs_ahead, upload
+from sparsify.common.shards import is_fully_sharded, is_shard, reshard
+from sparsify.core.devices import runs_ahead
 from sparsify.core.interrupts import uninterrupted
-from sparsify.core.tensor import MaskedTensor, count_by_tensor
+from sparsify.core.step import TrainingStep
+from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
 from sparsify.kernels.scatter import scatter
-from sparsify.training.sharding import check_root, read_base
-
-if TYPE_CHECKING:
-    from sparsify.training.engine import Engine
+from sparsify.training.sharding import check_root
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -79,11 +76,10 @@ class BaseWeights(AbstractContextManager[Model]):
 
 
 class EffectiveWeights:
-    """The weights of an engine's model at its unmasked entries."""
+    """The weights of a training step's model at its unmasked entries."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.are_base = False  # whether they are the pretrained ones for now
+    def __init__(self, step: TrainingStep) -> None:
+        self._step, self._entries = step, step.entries
         self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
@@ -91,7 +87,17 @@ class EffectiveWeights:
         self._addresses: list[int] | None = None  # of the weights, where they were written by these
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_written": None, "are_base": False}  # a copy writes them before they are used
+        return {**self.__dict__, "_written": None}  # a copy writes them before they are used
+
+    @property
+    def are_base(self) -> bool:
+        """Whether they are the pretrained ones for now."""
+        return self._step.paused
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has sharded them."""
+        return is_fully_sharded(self._entries.root)
 
     @property
     def are_in_step(self) -> bool:
@@ -99,34 +105,35 @@ class EffectiveWeights:
 
         The values themselves are compared: a version counter misses writes through ``.data``.
         """
-        written, values = self._written, self._engine.values.detach()
+        written, values = self._written, self._entries.values.detach()
         return (
             written is not None
             and (written.device, written.dtype) == (values.device, values.dtype)
-            and (self._written_dtype == self._engine.tensors[0].dtype or self._engine.sharded)
+            and (self._written_dtype == self._step.tensors[0].dtype or self.sharded)
             and torch.equal(written, values)
         )
 
     @torch.no_grad()
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights, except into those of some tensors."""
-        engine = self._engine
-        check_root(engine)
+        tensors, values = self._step.tensors, self._entries.values.detach()
+        check_root(self._entries.root, tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
-        values = engine.values.detach()
-        if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, engine.tensors)):
+        if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, tensors)):
             self._scatter(seen=True)
             self._addresses = self._addresses_now()
         else:
-            for tensor, own in zip(engine.tensors, engine.buffers.split(self._effective()), strict=True):
+            slots, _ = self._entries.by_tensor()
+            effective = self._entries.effective.index_select(0, slots)
+            for tensor, own in zip(tensors, effective.split(self._entries.counts), strict=True):
                 if own.numel() and tensor not in but:
                     tensor.write(own)
             self._addresses = None
         self.are_sums = not but
-        self._written, self._written_dtype = values.clone(), engine.tensors[0].dtype
+        self._written, self._written_dtype = values.clone(), tensors[0].dtype
         self._version = values._version
 
     def refresh(self) -> None:
@@ -138,24 +145,19 @@ class EffectiveWeights:
         elif not self.are_in_step:
             self.write()
 
-    def _effective(self) -> Tensor:
-        """Base + delta of all entries (k,)."""
-        base, values = self._engine.buffers.base(), self._engine.values.detach()
-        deltas = values.index_select(0, self._engine.buffers.slots().to(values.device))  # faster than values[slots]
-        return base.to(torch.promote_types(base.dtype, values.dtype)) + deltas
-
     @torch.no_grad()
     def _scatter(self, *, seen: bool) -> None:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
-        tensors, indices = self._engine.tensors, self._engine.buffers.indices()
-        scatter([tensor.parameter for tensor in tensors], [t.count for t in tensors], indices, self._effective(), seen)
+        slots, indices = self._entries.by_tensor()
+        weights = [tensor.parameter for tensor in self._step.tensors]
+        scatter(weights, self._entries.counts, indices, self._entries.effective.index_select(0, slots), seen)
 
     def _may_write_again(self) -> bool:
         """Whether the weights were last written by address, and nothing shows that they or the flat delta have changed.
 
         A flat delta that was written to through ``.data`` shows in its values alone, for which the host would wait.
         """
-        written, values = self._written, self._engine.values.detach()
+        written, values = self._written, self._entries.values.detach()
         return (
             written is not None
             and self._addresses is not None
@@ -164,44 +166,15 @@ class EffectiveWeights:
         )
 
     def _addresses_now(self) -> list[int]:
-        return [tensor.parameter.data_ptr() for tensor in self._engine.tensors]
+        return [tensor.parameter.data_ptr() for tensor in self._step.tensors]
 
     def mark_stale(self) -> None:
         """Has them written before they are used next, whether the flat delta changes or not."""
         self._written = None
 
-    def append(self, ids: Tensor, weights: Tensor | None = None, sizes: Sequence[int] | None = None) -> None:
-        """Adds entries to the index buffers.
-
-        Args:
-            ids: (n,) int64 global ids, in order of unmasking.
-            weights: (n,) what the weights hold there: their base values; read where they are not known.
-            sizes: how many of them each tensor has; counted, and waited for, where it is not known.
-        """
-        engine = self._engine
-        self.are_sums = False  # -0.0 stays what it is until they are written
-        tensors, buffers, values = engine.tensors, engine.buffers, engine.values.detach()
-        sizes = count_by_tensor(ids, tensors).tolist() if sizes is None else sizes
-        ids, order = ids.sort()
-        slots = buffers.total + order  # the next free ones
-        offsets = upload([tensor.offset for tensor in tensors], ids.device)
-        indices = ids - offsets.repeat_interleave(upload(sizes, ids.device), output_size=ids.numel())
-        if engine.sharded:
-            first = buffers.total
-            buffers.append(sizes, indices, slots, values.new_zeros(ids.numel()))
-            torch.autograd.Variable._execution_engine.queue_callback(partial(read_base, engine, first))
-            return
-        if weights is None:
-            parts = zip(tensors, indices.split(list(sizes)), strict=True)
-            taken = [tensor.take(own.to(tensor.parameter.device)).to(values) for tensor, own in parts if own.numel()]
-            base = torch.cat(taken) if taken else values[:0]
-        else:
-            base = weights[order]
-        buffers.append(sizes, indices, slots, base)
-
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
-        for tensor in self._engine.tensors:
+        for tensor in self._step.tensors:
             parameter = tensor.parameter
             if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
@@ -211,7 +184,7 @@ class EffectiveWeights:
     def write_base(self) -> None:
         """Writes the pretrained values into the weights."""
         self.reshard()
-        for tensor in self._engine.tensors:
+        for tensor in self._step.tensors:
             if tensor.count:
                 tensor.write_base()
 
@@ -219,22 +192,22 @@ class EffectiveWeights:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
         self.refresh()
         self.reshard()
-        trained = [tensor.own_effective for tensor in self._engine.tensors]
-        self.are_base = True
+        trained = [tensor.own_effective for tensor in self._step.tensors]
+        self._step.paused = True
         self.write_base()
         return trained
 
     def make_trained(self, trained: list[Tensor]) -> None:
         """Makes them the trained ones again."""
         self.reshard()
-        for tensor, values in zip(self._engine.tensors, trained, strict=True):
-            tensor.write_unseen(values)
-        self.are_base = False
+        for tensor, values in zip(self._step.tensors, trained, strict=True):
+            tensor.write_without_version_bump(values)
+        self._step.paused = False
 
     def reshard(self) -> None:
         """Returns gathered weights to their shards, where they may be read and written."""
-        if self._engine.sharded:
-            reshard(self._engine.root)
+        if self.sharded:
+            reshard(self._entries.root)
 
     def check_trained(self, call: str) -> None:
         """Raises where they are the pretrained ones for now, and ``call`` needs the trained ones."""
@@ -246,4 +219,4 @@ def _can_scatter(tensor: MaskedTensor) -> bool:
     """Whether a weight can be written to together with others, by its address."""
     parameter = tensor.parameter
     on_gpu = runs_ahead(parameter.device) and has_triton(parameter.device)
-    return on_gpu and parameter.is_contiguous() and not tensor.packed and not is_shard(parameter)
+    return on_gpu and parameter.is_contiguous() and not tensor.is_quantized and not is_shard(parameter)

@@ -14,14 +14,6 @@ from torch import Tensor
 from sparsify.core.devices import upload
 from sparsify.core.gradients import DenseGradient, Gradient
 from sparsify.core.tensor import MaskedTensor
-from sparsify.selection.context import SelectionContext
-
-LARGEST = 1 << 14  # entries of a small tensor
-
-
-def is_small(tensor: MaskedTensor) -> bool:
-    """Whether a tensor's gradient is to be batched."""
-    return tensor.numel <= LARGEST
 
 
 class SmallGradients:
@@ -51,17 +43,10 @@ class SmallGradients:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
         return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
 
-    def offer(self, context: SelectionContext) -> None:
-        """Offers the entries to a top-k."""
-        weight, grad, ids = self.entries(context)
-        context.topk.offer(context.importance, weight[None], grad[None], None, 0, ids)
-
-    def entries(self, context: SelectionContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, gradients and global ids (n,) of all entries; those that are no candidates have no gradient."""
+    def entries(self, excluded: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, gradients and global ids (n,) of all entries, those of excluded flat indices without a gradient."""
         grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
-        context.work.dense += grad.numel()
-        excluded = self._places([context.excluded(tensor) for tensor in self.tensors])
-        grad.index_fill_(0, excluded, 0)  # and so never offered
+        grad.index_fill_(0, self._places(excluded), 0)  # and so never offered
         # in the joined vector an entry's place is its flat index, and its id, less a number of its tensor
         less = [start - tensor.offset for start, tensor in zip(self._starts(), self.tensors, strict=True)]
         ids = torch.arange(grad.numel(), device=grad.device)

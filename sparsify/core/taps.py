@@ -1,4 +1,4 @@
-"""The masked form of any other module that owns parameters: norms, convolutions, experts, class tokens.
+"""Taps: the masked form of any other module that owns parameters: norms, convolutions, experts, class tokens.
 
 During the module's own forward its parameters are read as *taps*, which two forward hooks make and drop. A tap is the
 identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and hands it to
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
+from sparsify.core.module import count_use, first_order, frozen_if_masked, masked_tensors
 from sparsify.core.tensor import MaskedTensor, Use
-from sparsify.masked.module import announce_use, first_order, frozen_if_masked, masked_tensors
-from sparsify.masked.recompute import announce_layer_norm
 
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, anchor: Tensor, use: Use) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, use: Use, root: Tensor) -> Tensor:
         ctx.use = use
         return parameter.view_as(parameter)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.use.collect(tap_gradient(grad) if ctx.use.wanted() else None)
+        if ctx.use.begin():
+            ctx.use.collect(tap_gradient(grad))
         return None, None, None
 
 
@@ -58,9 +58,7 @@ class ReadParameters(dict[str, Any]):
         parameter = super().__getitem__(attribute)
         tensor = self.tensors.get(attribute)
         if tensor is not None and torch.compiler.is_dynamo_compiling():
-            from sparsify.masked.compiled import compiled_tap
-
-            return compiled_tap(tensor, parameter) if parameter.is_leaf else parameter
+            return tensor.collector.compiled.tap(tensor, parameter) if parameter.is_leaf else parameter
         if tensor is None or not parameter.is_leaf:  # no leaf: set from outside, as functional_call() does
             return parameter
         if calls := self.taps.get(threading.get_ident()):
@@ -71,7 +69,7 @@ class ReadParameters(dict[str, Any]):
             return parameter
         use = tensor.collector.use(tensor)
         if use is not None:
-            return _Tap.apply(parameter, use.anchor, use)
+            return _Tap.apply(parameter, use, use.root)
         return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it again
 
     def __delitem__(self, attribute: str) -> None:
@@ -101,9 +99,9 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
         return  # every read makes a tap of its own: checkpointed parts of a graph may not change a module
     taps: dict[str, Any] = {}
     for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
-        use = announce_use(module, attribute)
+        use = count_use(module, attribute)
         frozen = frozen_if_masked(module, attribute)
-        taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use.anchor, use)
+        taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use, use.root)
     forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
     parameters: Any = module._parameters  # swap() has made them ReadParameters
     calls = parameters.taps.setdefault(threading.get_ident(), [])
@@ -115,10 +113,6 @@ def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: drops the taps."""
     if torch.compiler.is_dynamo_compiling():
         return
-    # FSDP2 may have freed a sharded norm's weight when a layer behind it, in another block, computes its input again
-    sharded = any(tensor.collector.sharded for tensor in masked_tensors(module).values())
-    if isinstance(output, Tensor) and not sharded:
-        announce_layer_norm(module, output)
     parameters: Any = module._parameters
     if calls := parameters.taps.get(threading.get_ident()):  # none where an earlier pre-hook failed
         calls.pop()

@@ -1,7 +1,4 @@
-"""The base of all masked modules: views of the unmasked entries, the plain layers' arithmetic, and errors.
-
-The errors are about what the modules' autograd nodes cannot do: double backward, export.
-"""
+"""The base of all masked modules: their masked parameters, views of these, and what their autograd nodes cannot do."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.errors import SparsifyError
@@ -36,35 +32,10 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     return tensors
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the backward of an autograd function raise ``SparsifyError`` under ``create_graph=True``."""
-
-    @wraps(backward)
-    def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
-            raise SparsifyError(NOT_TWICE)
-        return backward(ctx, *grads)
-
-    return checked
-
-
-def check_not_exported() -> None:
-    """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
-    if torch.compiler.is_dynamo_compiling():
-        return  # it would wrap the error in one of its own; masked/compiled.py calls this where it is not traced
-    # the public is_exporting() is true under torch.compile in older versions of torch
-    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-    if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
-        raise SparsifyError(NOT_EXPORTED)
-
-
-def announce_use(module: nn.Module, attribute: str) -> Use | None:
-    """Announces a use of a parameter in the module's forward; ``None`` where no gradient will be collected."""
+def count_use(module: nn.Module, attribute: str) -> Use | None:
+    """Counts a use of a parameter in the module's forward; ``None`` where no gradient will be collected."""
     tensor = masked_tensors(module).get(attribute)
-    if tensor is None:
-        return None
-    check_not_exported()
-    return tensor.collector.use(tensor)
+    return None if tensor is None else tensor.collector.use(tensor)
 
 
 def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
@@ -80,21 +51,26 @@ def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
     return parameter.detach()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Computes the plain layer's output, bit for bit: ``nn.Linear``'s, or if ``transposed`` transformers' Conv1D's."""
-    if not transposed:
-        return F.linear(x, weight, bias)
-    assert bias is not None
-    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
-    return rows.view(*x.shape[:-1], weight.shape[1])
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the backward of an autograd function raise ``SparsifyError`` under ``create_graph=True``."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
+            raise SparsifyError(NOT_TWICE)
+        return backward(ctx, *grads)
+
+    return checked
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast computes in, ``None`` where it is off or leaves ``x`` alone."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
+def check_not_exported() -> None:
+    """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # it would wrap the error in one of its own
+    # the public is_exporting() is true under torch.compile in older versions of torch
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
+        raise SparsifyError(NOT_EXPORTED)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -110,7 +86,7 @@ class MaskedModule(nn.Module):
 
     @property
     def indices(self) -> Tensor:
-        """(k,) int64: flat, row-major positions of the unmasked entries of ``weight``, in order of unmasking."""
+        """(k,) int64: flat, row-major positions of the unmasked entries of ``weight``, ascending."""
         tensor = masked_tensors(self).get("weight")
         return torch.empty(0, dtype=torch.int64, device=self.weight.device) if tensor is None else tensor.indices
 

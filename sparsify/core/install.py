@@ -1,0 +1,157 @@
+"""Turns the modules of a plain model into masked ones, and back, in place: identity, hooks and aliases stay.
+
+A linear layer or embedding changes its class; any other module gets two hooks, which make and drop its taps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sparsify.core.entries import Entries
+from sparsify.core.layers import MaskedEmbedding, MaskedLinear
+from sparsify.core.module import TENSORS, MaskedModule
+from sparsify.core.optimizer import listen, stop_listening
+from sparsify.core.policy import Policy
+from sparsify.core.step import TrainingStep
+from sparsify.core.taps import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
+from sparsify.core.tensor import MaskedTensor
+
+HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
+UNTAP = -1  # key of the second; those that torch gives out are not negative
+Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, and its name in each
+
+
+def mask_parameters(model: nn.Module) -> dict[MaskedTensor, Owners]:
+    """Makes a masked tensor of each parameter that requires grad; no module is changed."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append((module, attribute))
+    tensors: dict[MaskedTensor, Owners] = {}
+    offset = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            own = owners[parameter]
+            row = next((frozen_row(module) for module, attribute in own if attribute == "weight"), None)
+            tensors[MaskedTensor(len(tensors), *own[0], name, offset, row)] = own
+            offset += parameter.numel()
+    return tensors
+
+
+def train(
+    model: nn.Module, capacity: int, policy_of: Callable[[Sequence[MaskedTensor], Entries], Policy]
+) -> TrainingStep:
+    """Makes a plain model train at entries that a policy unmasks, and nothing else.
+
+    Args:
+        model: changed in place; its parameters that require grad are the candidates.
+        capacity: length of the flat delta.
+        policy_of: makes the policy of the masked tensors and their entries.
+    """
+    tensors = mask_parameters(model)
+    entries = Entries(model, [tensor.numel for tensor in tensors])
+    step = TrainingStep(list(tensors), entries, policy_of(list(tensors), entries))
+    install(step, tensors, capacity)
+    return step
+
+
+def install(
+    step: TrainingStep, tensors: dict[MaskedTensor, Owners], capacity: int,
+    swap: Callable[[nn.Module, dict[str, MaskedTensor]], None] | None = None,
+) -> None:  # fmt: skip
+    """Changes a model: its modules are masked, its tensors frozen, and its optimizers heard."""
+    by_module: dict[nn.Module, dict[str, MaskedTensor]] = defaultdict(dict)
+    for tensor, owners in tensors.items():
+        for module, attribute in owners:
+            by_module[module][attribute] = tensor
+    for module, own in by_module.items():
+        (swap or swap_plain)(module, own)
+    device = step.tensors[0].parameter.device
+    step.entries.register(capacity, values_dtype(step.tensors), base_dtype(step.tensors), device)
+    for tensor in step.tensors:
+        tensor.parameter.requires_grad_(False)
+    listen(step)
+
+
+def uninstall(step: TrainingStep, model: nn.Module) -> None:
+    """Undoes :func:`install`, but for what required grad; the weights keep their values."""
+    stop_listening(step)
+    for module in list(model.modules()):
+        unswap(module)
+    step.entries.remove()
+
+
+def values_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
+    """The flat delta's dtype: float32, or float64 where a weight is."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def base_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
+    """A dtype that holds every weight's values."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def swap_plain(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
+    """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
+    mark(module, tensors, masked_class(module, tensors))
+
+
+def mark(module: nn.Module, tensors: dict[str, MaskedTensor], masked: type[nn.Module] | None) -> None:
+    """Gives a module its masked tensors, and a masked class or, without one, the hooks of the generic form."""
+    module.__dict__[TENSORS] = tensors
+    readable = {attribute: tensor for attribute, tensor in tensors.items() if not tensor.is_quantized}
+    module.__dict__["_parameters"] = ReadParameters(module._parameters, readable)
+    if masked is not None:
+        module.__class__ = masked
+    else:
+        tap = module.register_forward_pre_hook(tap_parameters, prepend=True)
+        module.__dict__[HOOKS] = tap, _register_untap(module)
+
+
+def _register_untap(module: nn.Module) -> RemovableHandle:
+    """Registers the hook under one key in all modules: ``torch.compile`` recompiles a layer for another key."""
+    handle = module.register_forward_hook(untap_parameters, always_call=True)
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        hooks[UNTAP] = hooks.pop(handle.id)  # type: ignore[assignment]
+    handle.id = UNTAP
+    return handle
+
+
+def unswap(module: nn.Module) -> None:
+    """Turns a masked module back into the plain one, its parameters unchanged; leaves a plain module alone."""
+    if TENSORS not in module.__dict__:
+        return
+    if isinstance(module, (MaskedModule, MaskedParameterList)):
+        module.__class__ = module.plain_class  # type: ignore[assignment]
+    for handle in module.__dict__.pop(HOOKS, ()):
+        handle.remove()
+    module.__dict__["_parameters"] = dict(module._parameters)
+    del module.__dict__[TENSORS]
+
+
+def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
+    """Returns the masked form of exactly this class; ``None`` for the generic form."""
+    if type(module) is nn.ParameterList:
+        return MaskedParameterList
+    if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
+        return None
+    if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:
+        return None  # reparametrised, as torch.nn.utils.weight_norm does
+    if type(module) is nn.Linear:
+        return MaskedLinear
+    if type(module) is nn.Embedding and not module.scale_grad_by_freq:
+        # two embeddings may share a table, each with a padding row of its own
+        return MaskedEmbedding if module.padding_idx in (None, tensors["weight"].frozen_row) else None
+    return None
+
+
+def frozen_row(module: nn.Module) -> int | None:
+    """Returns the row of a module's ``weight`` that is no candidate: an embedding's ``padding_idx``."""
+    return module.padding_idx if isinstance(module, nn.Embedding) else None

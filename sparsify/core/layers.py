@@ -1,0 +1,173 @@
+"""Linear layers and embeddings whose weight gradient exists only inside their backward node.
+
+    linear      y = x W^T + b        the plain layer's one matmul, W holds the effective values
+                grad_x = grad_y W    as in the plain layer
+                grad_W, grad_b       handed to ``collect``: grad_y^T x as its two factors, and the sum of grad_y
+    embedding   y = W[ids]
+                grad_W               one row per distinct id, the sum over the id's positions, handed to ``collect``;
+                                     also of the padding row, whose entries are no candidates
+
+The weight is never differentiated: the node's other input, the root, is how autograd reaches the flat delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
+from sparsify.core.module import (
+    MaskedModule,
+    count_use,
+    first_order,
+    frozen_if_masked,
+    masked_tensors,
+    without_autocast,
+)
+from sparsify.core.tensor import Use
+
+
+class MaskedLinear(MaskedModule, nn.Linear):
+    """An ``nn.Linear`` whose frozen weight and bias are trained at their unmasked entries.
+
+    Made in place by :func:`sparsify.sparsify`, so that the module stays the same object, with its hooks and names.
+    """
+
+    plain_class = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the plain layer's output (..., out_features) for an input (..., in_features)."""
+        return masked_linear(self, input)
+
+
+class MaskedEmbedding(MaskedModule, nn.Embedding):
+    """An ``nn.Embedding`` whose frozen table is trained at its unmasked entries; ``padding_idx`` is no candidate."""
+
+    plain_class = nn.Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows (..., dim) of the table for ids (...)."""
+        if torch.compiler.is_dynamo_compiling():
+            return masked_tensors(self)["weight"].collector.compiled.embedding(self, input)
+        use, weight = count_use(self, "weight"), frozen_if_masked(self, "weight")
+        if use is None:
+            return F.embedding(input, weight, self.padding_idx)
+        rows: Tensor = _Embedding.apply(input, weight, use, use.root)
+        return rows
+
+
+def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
+    """Applies a module with ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
+    if torch.compiler.is_dynamo_compiling():
+        tensor = next(iter(masked_tensors(module).values()))
+        return tensor.collector.compiled.linear(module, x, transposed)
+    of_weight, of_bias = count_use(module, "weight"), count_use(module, "bias")
+    weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
+    if of_weight is None and of_bias is None:
+        return linear(x, weight, bias, transposed)
+    dtype = autocast_dtype(x)
+    return run_linear(x if dtype is None else x.to(dtype), weight, bias, of_weight, of_bias, dtype, transposed)
+
+
+class LinearCall(NamedTuple):
+    """One call of a masked linear layer, beyond the tensors that it computes with."""
+
+    of_weight: Use | None  # None where no gradient is collected
+    of_bias: Use | None
+    dtype: torch.dtype | None  # to compute in; None for the operands' own
+    transposed: bool  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None  # makes the weight; None where it is not quantized
+    recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
+
+
+def run_linear(
+    x: Tensor, weight: Any, bias: Any, of_weight: Use | None, of_bias: Use | None, dtype: torch.dtype | None,
+    transposed: bool = False, dequantize: Callable[[], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes a linear layer by a node that collects the gradients of the uses; see :class:`LinearCall`."""
+    use = of_weight or of_bias
+    recompute = None if use is None or use.collector.recompute is None else use.collector.recompute(x)
+    call = LinearCall(of_weight, of_bias, dtype, transposed, dequantize, recompute)
+    with without_autocast(x.device):
+        y: Tensor = _Linear.apply(x, weight, bias, call, None if use is None else use.root)
+    return y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Computes the plain layer's output, bit for bit: ``nn.Linear``'s, or if ``transposed`` transformers' Conv1D's."""
+    if not transposed:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], weight.shape[1])
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast computes in, ``None`` where it is off or leaves ``x`` alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, root: Tensor | None) -> Tensor:
+        needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
+        ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
+        ctx.call = call if needs_x else call._replace(recompute=None)
+        weight = weight if call.dequantize is None else call.dequantize()
+        if call.dtype is not None:
+            x, weight, bias = x.to(call.dtype), weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
+        y = linear(x, weight, bias, call.transposed)
+        return y.data  # no longer a view of a matrix: models write into a layer's output, as in ``q /= sqrt(dim)``
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        call: LinearCall = ctx.call
+        grad_rows = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()  # (n, out)
+        grad_x = grad_weight = grad_bias = None
+        with without_autocast(grad_y.device):
+            if ctx.needs_input_grad[0]:
+                frozen = (weight if call.dequantize is None else call.dequantize()).to(grad_rows.dtype)
+                grad_x = grad_rows @ (frozen.t() if call.transposed else frozen)
+                grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
+            if call.of_weight is not None and call.of_weight.begin():
+                call.of_weight.collect(_product(call, x, grad_rows))
+            if call.of_bias is not None and call.of_bias.begin():
+                call.of_bias.collect(DenseGradient(grad_rows.sum(0, keepdim=True)))
+            if ctx.needs_input_grad[1]:
+                grad_weight = _product(call, x, grad_rows).dense().values
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad_rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None  # autograd casts them to the operands' dtypes
+
+
+def _product(call: LinearCall, x: Tensor | None, grad_rows: Tensor) -> Product:
+    if x is None:
+        assert call.recompute is not None
+        x = call.recompute()
+    borrowed = call.recompute is not None
+    return linear_gradient(x.to(grad_rows.dtype), grad_rows, call.transposed, borrowed=borrowed)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, use: Use, root: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.use, ctx.height = use, weight.shape[0]
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        if ctx.use.begin():
+            ctx.use.collect(row_gradient(ids, grad_y, ctx.height))
+        return None, None, None, None

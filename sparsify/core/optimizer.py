@@ -1,0 +1,64 @@
+"""The optimizer steps, as training steps see them: one hook after all optimizers of ``torch.optim``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sparsify.core.interrupts import uninterrupted
+from sparsify.core.step import TrainingStep
+from sparsify.errors import SparsifyError
+
+_LISTENING: weakref.WeakSet[TrainingStep] = weakref.WeakSet()
+_HOOKS: list[Any] = []
+
+
+def listen(step: TrainingStep) -> None:
+    """Tells a training step of optimizer steps from now on, for as long as it lives."""
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
+    _LISTENING.add(step)
+
+
+def stop_listening(step: TrainingStep) -> None:
+    """Ends what :func:`listen` began."""
+    _LISTENING.discard(step)
+
+
+def listening() -> list[TrainingStep]:
+    """The training steps that listen, but for those in the middle of a copy, or in one that failed."""
+    return [step for step in list(_LISTENING) if step.entries.has_values()]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters that an optimizer trains."""
+    groups = getattr(optimizer, "param_groups", ())  # one whose __init__ has failed has none
+    return (parameter for group in groups for parameter in group["params"])
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _LISTENING:
+        return
+    with uninterrupted():
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        errors = []
+        for step in listening():
+            values = step.entries.values
+            if id(values) in held and values.grad is not None and not _skipped(optimizer):
+                try:
+                    step.optimizer_stepped(optimizer)
+                except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
+                    errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer was told by GradScaler to leave the parameters alone."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)

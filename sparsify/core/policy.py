@@ -1,0 +1,112 @@
+"""Unmasking policies: how many entries a step selects, and how the unmasked set changes with them.
+
+static-S      selects nothing while the model trains
+increment-S   selects masked entries up to the schedule's target; they stay unmasked
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sparsify.core.entries import Entries
+from sparsify.core.importance import D3, Fisher
+from sparsify.core.schedule import Schedule
+from sparsify.core.selector import DenseSelector, Selector
+from sparsify.core.tensor import MaskedTensor
+from sparsify.core.topk import TopK, Winners
+from sparsify.errors import SparsifyError
+
+
+def select_dense(policy: Policy, number: int) -> Selector:
+    """Makes a selector of so many entries by their whole gradients, on one rank."""
+    values = policy.entries.values
+    topk = TopK(number, values.dtype, values.device)
+    return DenseSelector(topk, policy.importance, masked_only=policy.masked_only)
+
+
+class Policy:
+    """static-S, and what it has in common with the other policies.
+
+    Args:
+        importance: scores the entries.
+        schedule: how the unmasked set grows.
+        tensors: by ascending offset.
+        entries: the unmasked set.
+        budget: entries to unmask in all.
+        steps: optimizer steps planned; ``None`` where the number is not known.
+        select: makes the selector of a step, of a policy and a number of entries.
+
+    Attributes:
+        active: (capacity,) bool, the slots that the step in progress trains; ``None`` for all of them.
+    """
+
+    static = True  # whether the unmasked set never changes
+    masked_only = True  # whether unmasked entries are no candidates
+    _warned = False
+
+    def __init__(
+        self, importance: Any, schedule: Schedule, tensors: Sequence[MaskedTensor], entries: Entries, budget: int,
+        steps: int | None, select: Callable[[Policy, int], Selector] = select_dense,
+    ) -> None:  # fmt: skip
+        self.importance, self.schedule, self.tensors, self.entries = importance, schedule, tensors, entries
+        self.budget, self.steps, self.select = budget, steps, select
+        self.active: Tensor | None = None
+
+    def growing(self) -> bool:
+        """Whether entries may still be unmasked."""
+        return False
+
+    def quota(self) -> int:
+        """Number of entries that the next step selects."""
+        return 0
+
+    def selector(self) -> Selector | None:
+        """Makes the selector of a backward pass; ``None`` where nothing is to be selected."""
+        number = self.quota()
+        return self.select(self, number) if number else None
+
+    def unmask(self, winners: Winners) -> Winners:
+        """Takes note of a step's winners, and returns those that get the next free slots, in this order."""
+        if not winners.ids.numel():
+            self._warn_of_none()
+        return winners
+
+    def restart(self) -> None:
+        """Forgets what depends on the unmasked set, which is another one now."""
+
+    def _warn_of_none(self) -> None:
+        """Warns once of an importance that left nothing to unmask."""
+        if self._warned or isinstance(self.importance, (D3, Fisher)):  # which score any gradient that is not zero
+            return
+        self._warned = True
+        scores = "above 0" if self.importance.uses_gradient else "that is finite"
+        warnings.warn(
+            f"the importance {self.importance.name!r} gave no masked entry a score {scores} in step "
+            f"{self.entries.step:,}, so nothing was unmasked: NaN and infinite scores never count, nor do scores up to "
+            "0 of an importance of gradients. If the loss had a gradient in this step, correct the importance.",
+            stacklevel=2,
+        )
+
+
+class IncrementPolicy(Policy):
+    """increment-S: a step unmasks up to the schedule's target and masks nothing."""
+
+    static = False
+
+    def growing(self) -> bool:
+        return self.entries.count < self.budget and (self.steps is None or self.entries.step < self.steps)
+
+    def quota(self) -> int:
+        if not self.growing():
+            return 0
+        if self.steps is None:
+            raise SparsifyError(
+                "the number of training steps is not known, so there is no telling how many entries to unmask in this "
+                "one; pass steps= (optimizer steps, not batches) to sparsify(), set get_engine(model).steps, or give "
+                "the Hugging Face Trainer callbacks=[SparsifyCallback()]."
+            )
+        return self.schedule.quota(self.entries.step, self.steps, self.budget, self.entries.count)

@@ -1,0 +1,322 @@
+"""The training step: from the gradients of all nodes to one flat gradient, and the entries that they unmask.
+
+    forward          each use of a masked tensor is counted; its node hangs on the root anchor
+    collect          a node hands over a weight's gradient. Once no use of the tensor waits, the unmasked entries' part
+                     goes into the flat gradient, the masked ones are offered to the selector, and the rest is freed
+    commit           the root anchor's node, which autograd runs after all uses: the winners join the entries, and the
+                     flat gradient, theirs included, becomes that of ``sparse_values``
+    optimizer step   any optimizer moves ``sparse_values``; a hook counts the step and writes base + delta
+                     (``optimizer.py``)
+
+All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together. The
+methods from ``begin_pass`` to ``write`` are what a run on several ranks, devices or shards replaces.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsify.core.entries import Entries, count_by_tensor
+from sparsify.core.gradients import Gradient
+from sparsify.core.interrupts import uninterrupted
+from sparsify.core.module import check_not_exported, first_order, without_autocast
+from sparsify.core.policy import Policy
+from sparsify.core.selector import Selector
+from sparsify.core.small import SmallGradients
+from sparsify.core.tensor import Collector, MaskedTensor, Use
+from sparsify.core.topk import Winners
+from sparsify.errors import SparsifyError
+
+OVERLAPPING = (
+    "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
+    "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
+    "passes one after the other (with a lock around backward()); forward passes may overlap."
+)
+COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # sections of a backward pass
+
+
+class Pass:
+    """One backward pass: the flat gradient as it fills up, and the selector of the entries to unmask, if any."""
+
+    def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
+        self.graph, self.selector = graph, selector  # autograd's id of the pass
+        self.unmasked = unmasked  # entries, when it began
+        self.thread = threading.get_ident()
+        self.grad = torch.zeros_like(values)  # (capacity,)
+        self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
+        self._settled: set[MaskedTensor] = set()
+        self._small: dict[torch.device, SmallGradients] = {}
+        self._keeps_small = selector is None or selector.batches_small
+
+    def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Adds the gradient of a tensor's use to those of the others, and settles the sum if no other is to come."""
+        with without_autocast(gradient.device):  # which may be on in backward
+            if tensor in self.held:
+                gradient = self.held.pop(tensor).add(gradient)
+            if tensor.waiting:
+                self.held[tensor] = gradient.held()
+            else:
+                self.settle(tensor, gradient)
+
+    def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
+        if not gradient.numel:
+            if self.selector is not None:
+                self.selector.skip(tensor)
+            return
+        again = tensor in self._settled  # a graph without saved tensors runs again, though it was not kept
+        self._settled.add(tensor)
+        if tensor.is_small and self._keeps_small and not again:
+            self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
+        elif self.selector is None or again:
+            self._add(tensor, gradient.take(tensor.indices) if tensor.count else None)
+        else:
+            self._add(tensor, self.selector.offer(tensor, gradient))
+
+    def settle_rest(self) -> None:
+        """Settles the sums that are still held, and then the small tensors, all at once."""
+        while self.held:
+            self.settle(*self.held.popitem())
+        for small in self._small.values():
+            slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
+            self.grad[slots] += small.take().to(self.grad)
+            if self.selector is not None:
+                self.selector.offer_small(small)
+
+    def _add(self, tensor: MaskedTensor, taken: Tensor | None) -> None:
+        if tensor.count and taken is not None:
+            self.grad[tensor.slots.to(self.grad.device)] += taken.to(self.grad)
+
+
+class Root:
+    """The root anchor over a flat delta."""
+
+    def __init__(self, values: Tensor, step: TrainingStep) -> None:
+        self.values = values
+        self._made_of = _kind(values)
+        with torch.inference_mode(False), torch.enable_grad():
+            self.output: Tensor = _RootNode.apply(values, weakref.ref(step))
+
+    def serves(self, values: Tensor) -> bool:
+        """Whether this is the root anchor of a flat delta as it is now."""
+        return self.values is values and self._made_of == _kind(values)
+
+
+def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
+    return values.device, values.dtype, values.requires_grad
+
+
+class _RootNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, step: weakref.ref[TrainingStep]) -> Tensor:
+        ctx.step = step  # weakly: the step itself holds the root anchor
+        ctx.set_materialize_grads(False)
+        return values.new_zeros(1)  # torch.compile takes a float64 scalar for a Python number, and compiles again
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        step = ctx.step()
+        assert step is not None  # a use of the model has handed it a gradient
+        return step.commit(), None
+
+
+def is_reached(root: Tensor) -> bool:
+    """Whether the running backward pass goes on to the flat delta; one for the gradient of an input alone does not."""
+    return root.grad_fn is not None and torch._C._will_engine_execute_node(root.grad_fn)
+
+
+class TrainingStep(Collector):
+    """What happens from one optimizer step to the next.
+
+    Args:
+        tensors: the masked tensors, by number; they hand their gradients to this.
+        entries: the unmasked ones.
+        policy: which ones to unmask.
+    """
+
+    def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
+        self.tensors, self.entries, self.policy = tensors, entries, policy
+        self.selected = False  # whether the entries of the optimizer step in progress have been selected
+        self.passes = 0  # since the last optimizer step
+        self.reached: set[MaskedTensor] | None = set()  # until the first step: tensors that got a gradient
+        self.paused = False  # whether the weights are the pretrained ones for now
+        self.current_root: Root | None = None  # the root anchor that was last asked for
+        self._passes: dict[int, Pass] = {}  # those that are running, by autograd's id; threads run several
+        self._dropped: set[int] = set()  # ids of those that were taken to have failed
+        self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
+        for tensor in tensors:
+            tensor.collector = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = {"_lock": None, "current_root": None, "_passes": {}, "_dropped": set(), "passes": 0}
+        return {**self.__dict__, **left_out, "paused": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    @property
+    def trained(self) -> int:
+        """Number of entries that the step in progress trains."""
+        return self.entries.count if self.policy.active is None else int(self.policy.active.sum())
+
+    # -------------------------------------------------------------------------------- forward
+
+    def use(self, tensor: MaskedTensor) -> Use | None:
+        values = self.entries.values
+        if self.paused or not (torch.is_grad_enabled() and values.requires_grad):
+            return None
+        check_not_exported()
+        if not (tensor.count or self.policy.growing() or self._may_be_recomputed()):
+            return None
+        tensor.check_shape()
+        # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
+        return Use(self, tensor, self.root_anchor(), recomputed=torch._C._current_graph_task_id() != -1)
+
+    def _may_be_recomputed(self) -> bool:
+        """Whether a checkpoint may be recomputed after the budget is spent, so that any tensor counts as used."""
+        return not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+    def root_anchor(self) -> Tensor:
+        """(1,) the root anchor of the flat delta as it is now, an input of every use."""
+        values, root = self.entries.values, self.current_root
+        if root is None or not root.serves(values):
+            with self._lock:  # one root for the forward passes of all threads
+                root = self.current_root
+                if root is None or not root.serves(values):
+                    self.current_root = None  # releases autograd's accumulator of a flat delta that was cast since
+                    root = self.current_root = Root(values, self)
+        return root.output
+
+    # -------------------------------------------------------------------------------- backward
+
+    def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
+        if not is_reached(root):
+            return False
+        if self.reached is not None:
+            self.reached.add(tensor)
+        with self._lock:
+            graph = torch._C._current_graph_task_id()
+            current = self._passes.get(graph)
+            if current is None:
+                current = self._passes[graph] = self._begin(graph)
+            return tensor.count > 0 or (current.selector is not None and current.selector.wants(tensor))
+
+    def _begin(self, graph: int) -> Pass:
+        self.begin_pass()
+        self._drop_failed(graph)
+        values = self.entries.values.detach()
+        with self.section(None, values.device):
+            selector = None if self.selected else self.policy.selector()
+            return Pass(graph, values, selector, self.entries.count)
+
+    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        with self._lock, self.section(COLLECT, gradient.device):
+            self._passes[torch._C._current_graph_task_id()].hold(tensor, gradient)
+
+    def commit(self) -> Tensor:
+        """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
+        device = self.entries.values.device
+        with self._lock, self.section(COMMIT, device), without_autocast(device):
+            current = self._passes.pop(torch._C._current_graph_task_id())
+            current.settle_rest()
+            grad = self.finish(current)
+            self.passes += 1
+        self.end_pass()
+        return grad
+
+    def finish(self, current: Pass) -> Tensor:
+        """Unmasks what a pass has found, and returns its flat gradient."""
+        grad, selector = current.grad, current.selector
+        if self.entries.count != current.unmasked:
+            raise SparsifyError(OVERLAPPING)
+        if selector is not None:
+            winners, finite = self.winners(selector), selector.finite() & grad.isfinite().all()
+            counts, is_finite = self.agree(winners, finite)
+            if not is_finite:
+                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
+            with uninterrupted():
+                self._unmask(winners.first(sum(counts)), counts, grad)
+                self.selected = True
+        if self.policy.active is not None:
+            grad.masked_fill_(~self.policy.active, 0)
+        return grad
+
+    def _unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
+        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
+        first, new = self.entries.count, self.policy.unmask(winners)
+        grad[first : first + new.ids.numel()] = new.grads
+        if new is not winners:
+            counts = count_by_tensor(new.ids, self.entries.ends).tolist()
+        self.append(new.ids, counts, new.weights)
+
+    def _drop_failed(self, graph: int) -> None:
+        """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
+        if graph in self._dropped:
+            raise SparsifyError(OVERLAPPING)
+        thread = threading.get_ident()
+        failed = [key for key, other in self._passes.items() if other.thread == thread]
+        for key in failed:
+            del self._passes[key]
+        self._dropped.update(failed)
+
+    # -------------------------------------------------------------------------------- from step to step
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Counts an optimizer step and writes the new deltas into the weights."""
+        with uninterrupted():
+            self.entries.stepped(self.trained)
+            self.selected, self.passes, self.reached = False, 0, None
+            self.write()
+
+    # -------------------------------------------------------------------------------- what a larger run replaces
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+
+    def end_pass(self) -> None:
+        """A backward pass has ended."""
+
+    def section(self, name: str | None, device: torch.device) -> AbstractContextManager[object]:
+        """A context for work of a backward pass on a device."""
+        return nullcontext()
+
+    def winners(self, selector: Selector) -> Winners:
+        """What a selector found, once all gradients are there."""
+        return selector.winners()
+
+    def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
+        """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""
+        counts = count_by_tensor(winners.ids, self.entries.ends)
+        *sizes, is_finite = torch.cat([counts, finite.view(1).to(counts)]).tolist()
+        return sizes, bool(is_finite)
+
+    def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
+        """Adds entries (n,), with the values that the weights hold there as their base."""
+        self.entries.append(ids, read_weights(self.tensors, ids, self.entries.values) if base is None else base, counts)
+
+    def write(self) -> None:
+        """Writes base + delta into the weights."""
+        effective = self.entries.effective
+        for tensor in self.tensors:
+            if tensor.count:
+                tensor.write(effective.index_select(0, tensor.slots.to(effective.device)))
+
+
+def read_weights(tensors: Sequence[MaskedTensor], ids: Tensor, like: Tensor) -> Tensor:
+    """Reads the weights (n,) at global ids (n,), in the dtype and on the device of another tensor."""
+    ids, order = ids.sort()
+    counts = count_by_tensor(ids, [tensor.offset + tensor.numel for tensor in tensors]).tolist()
+    values = torch.empty(ids.numel(), dtype=like.dtype, device=like.device)
+    parts = zip(tensors, ids.split(counts), order.to(like.device).split(counts), strict=True)
+    for tensor, own, places in parts:
+        if own.numel():
+            values[places] = tensor.take((own - tensor.offset).to(tensor.parameter.device)).to(values)
+    return values

@@ -1,0 +1,64 @@
+"""Masked tensors of a real model: sharded by FSDP2 at times, and known to compiled graphs by a number."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
+from sparsify.core.tensor import MaskedTensor
+
+_HANDLES = itertools.count()
+_BY_HANDLE: weakref.WeakValueDictionary[int, ModelTensor] = weakref.WeakValueDictionary()
+
+
+class ModelTensor(MaskedTensor):
+    """A masked tensor whose parameter may be sharded over ranks."""
+
+    dormant = False  # whether it has no unmasked entry and never will
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.handle = self._new_handle()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.handle = self._new_handle()
+
+    def _new_handle(self) -> Tensor:
+        """Makes the tensor's number () int64 in compiled graphs.
+
+        Layers with one code share one graph, whatever their handles, and a graph that another process has stored finds
+        this process's tensors.
+        """
+        number = next(_HANDLES)
+        _BY_HANDLE[number] = self
+        return torch.tensor(number, device="cpu")
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective values, detached; gathered from all ranks where they are sharded."""
+        return full_values(self.parameter)
+
+    @property
+    def own_effective(self) -> Tensor:
+        """(k,) :attr:`effective`, with zeros at entries that another rank holds."""
+        return read_own_entries(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
+
+    def take(self, indices: Tensor) -> Tensor:
+        return read_entries(self.parameter, indices)
+
+    def write(self, values: Tensor) -> None:
+        write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+
+    def write_without_version_bump(self, values: Tensor) -> None:
+        write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+
+
+def tensor_of(handle: Tensor) -> ModelTensor:
+    """Returns the living masked tensor of a handle () int64."""
+    return _BY_HANDLE[int(handle)]

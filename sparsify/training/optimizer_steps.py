@@ -1,0 +1,143 @@
+"""Optimizer steps that have begun, and optimizers that were made in the wrong order.
+
+    before a step   an optimizer that was meant for a sparsified model, but does not hold its flat delta, is refused
+    after it        the training step counts it (``core/optimizer.py``), unless a step within it was counted already
+
+Steps may be nested, as SAM's calls that of another optimizer; the innermost one is counted. A step that is interrupted
+after it has moved the values is counted when the model is used next.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sparsify.core.optimizer import listening, parameters_of
+from sparsify.core.step import TrainingStep
+from sparsify.errors import SparsifyError
+
+
+class _Step:
+    """A step that has begun."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self.optimizer, self.has_closure = weakref.ref(optimizer), has_closure
+        self.counted: weakref.WeakSet[TrainingStep] = weakref.WeakSet()  # those that have counted it, or one within it
+
+
+class _Steps(threading.local):
+    """The steps of this thread that have begun and not ended, the outermost first; those that failed are among them."""
+
+    def __init__(self) -> None:
+        self.begun: list[_Step] = []
+
+
+_HOOKS: list[Any] = []
+_STEPS = _Steps()
+_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
+_KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+
+STEPPED = "was to step after a backward pass of a sparsified model"
+UNHELD = (
+    "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
+    "trains there; it holds weights that sparsify() has frozen, which get no gradient, or a flat delta that was "
+    "replaced since (load_state_dict(assign=True)). Make it after sparsify(), from all parameters that require grad: "
+    "{optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() comes before "
+    "prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
+)
+
+
+def watch() -> None:
+    """Watches all optimizer steps from now on."""
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
+
+
+def note_values(step: TrainingStep) -> None:
+    """Remembers the flat delta as it is now, in case it is replaced."""
+    known = _KNOWN.setdefault(step, [])
+    if not known or known[-1]() is not step.entries.values:
+        known.append(weakref.ref(step.entries.values))
+
+
+def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether an optimizer trains a parameter."""
+    return any(held is parameter for held in parameters_of(optimizer))
+
+
+def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ``SparsifyError`` where the only optimizer does not hold the flat delta."""
+    if not holds(optimizer, step.entries.values):
+        raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when="is to train a sparsified model"))
+
+
+def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's present step, or one within it, has been counted."""
+    begun = next((each for each in reversed(_STEPS.begun) if each.optimizer() is optimizer), None)
+    return begun is not None and step in begun.counted
+
+
+def has_uncounted_step(step: TrainingStep) -> bool:
+    """Whether an optimizer step was interrupted, or is about to be counted.
+
+    One with a closure is left out: the model runs within it.
+    """
+    open_steps = [each for each in _STEPS.begun if not each.has_closure and step not in each.counted]
+    optimizers = [optimizer for each in open_steps if (optimizer := each.optimizer()) is not None]
+    return any(holds(optimizer, step.entries.values) for optimizer in optimizers)
+
+
+def forget_uncounted_steps(step: TrainingStep) -> None:
+    """Drops such steps: they failed before anything had moved."""
+    _STEPS.begun = [each for each in _STEPS.begun if each.has_closure or step in each.counted]
+
+
+def note_counted(step: TrainingStep) -> None:
+    """Keeps the steps that have begun from being counted again."""
+    for each in _STEPS.begun:
+        each.counted.add(step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    steps = listening()
+    if not steps or torch.compiler.is_dynamo_compiling():
+        return
+    held = {id(parameter) for parameter in parameters_of(optimizer)}
+    for step in steps:
+        values = step.entries.values
+        is_suspect = step.passes and id(values) not in held and _has_frozen(step, held)
+        if is_suspect and not any(holds(other, values) for other in _others()):
+            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
+    if any(id(step.entries.values) in held for step in steps):
+        _OPTIMIZERS.add(optimizer)
+        has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+        _STEPS.begun.append(_Step(optimizer, has_closure=has_closure))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    while _STEPS.begun and not torch.compiler.is_dynamo_compiling():
+        if _STEPS.begun.pop().optimizer() is optimizer:
+            return
+
+
+def _has_frozen(step: TrainingStep, ids: set[int]) -> bool:
+    """Whether a parameter with one of these ids is a masked tensor's, or a flat delta that was replaced since."""
+    replaced = (known() for known in _KNOWN.get(step, [])[:-1])
+    return any(id(parameter) in ids for parameter in (*replaced, *(tensor.parameter for tensor in step.tensors)))
+
+
+def _others() -> Iterator[torch.optim.Optimizer]:
+    """All optimizers that exist, the known ones first."""
+    yield from list(_OPTIMIZERS)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):  # isinstance() would wake up lazy objects
+            _OPTIMIZERS.add(thing)
+            yield thing
