@@ -131,8 +131,8 @@ def test_what_is_no_plain_module_is_refused():
     with pytest.raises(SparsifyError, match="TorchScript"):
         sparsify(torch.jit.script(nn.Linear(2, 2)), 1)
     model = MLP()
-    model.register_buffer("sparse_slots", torch.zeros(1))
-    with pytest.raises(SparsifyError, match="the MLP has a `sparse_slots` of its own"):
+    model.register_buffer("sparse_ids", torch.zeros(1))
+    with pytest.raises(SparsifyError, match="the MLP has a `sparse_ids` of its own"):
         sparsify(model, 10, steps=5)
 
 

@@ -3,7 +3,7 @@
     sparse_values    (capacity,) float  the flat delta, the only parameter that trains
     sparse_ids       (capacity,) int64  global ids: the tensor's offset plus the flat index in it
     sparse_base      (capacity,) float  pretrained values, in a dtype that holds those of every tensor
-    sparse_position  (3,) int64         optimizer steps done, entries updated by them, number of entries
+    sparse_position  (4,) int64         optimizer steps done, entries updated by them, number of entries, their checksum
 
 All are on the root. Only the first ``count`` places of the vectors are in use; the others are zero. Their length does
 not change in training, so that a copy of the model that was made before (``AveragedModel``, a hand-written EMA) takes
@@ -67,7 +67,7 @@ class Entries:
         self.step = self.updates = self.count = self.generation = 0
         self.counts = [0] * len(self.ends)
         self._view: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-        self._sorted: tuple[Tensor, Tensor] | None = None
+        self._sorted: tuple[Tensor, Tensor] = torch.empty(0), torch.empty(0)
         self._seen: list[tuple[str, Tensor, int]] = []  # the buffers and their versions when they were last read
 
     def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:
@@ -76,8 +76,8 @@ class Entries:
         self.root.register_parameter(VALUES, values)
         self.root.register_buffer(IDS, torch.zeros(capacity, dtype=torch.int64, device=device))
         self.root.register_buffer(BASE, torch.zeros(capacity, dtype=base_dtype, device=device))
-        self.root.register_buffer(POSITION, torch.zeros(3, dtype=torch.int64, device=device))
-        self.remember()
+        self.root.register_buffer(POSITION, torch.zeros(4, dtype=torch.int64, device=device))
+        self._take_in(0, self.counts)
 
     def remove(self) -> None:
         """Removes all that :meth:`register` added."""
@@ -119,12 +119,8 @@ class Entries:
 
     def by_tensor(self) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index."""
-        ids = self._buffer(IDS)
-        if self._sorted is None or self._sorted[0].device != ids.device:
-            ordered, slots = ids[: self.count].sort()
-            offsets, counts = upload(self.offsets, ids.device), upload(self.counts, ids.device)
-            self._sorted = slots, ordered - offsets.repeat_interleave(counts, output_size=self.count)
-            self._view = None
+        if self._sorted[0].device != self._buffer(IDS).device:  # the model was moved
+            self._sort()
         return self._sorted
 
     def of(self, number: int) -> tuple[Tensor, Tensor]:
@@ -144,21 +140,22 @@ class Entries:
             counts: how many of them each tensor has.
         """
         stop = self.count + ids.numel()
+        new_count = torch.full((), ids.numel(), dtype=torch.int64, device=ids.device)
         self._buffer(IDS)[self.count : stop] = ids
         self._buffer(BASE)[self.count : stop] = base.to(self._buffer(BASE))
-        self._buffer(POSITION)[2].add_(ids.numel())
+        self._buffer(POSITION)[2:].add_(torch.stack([new_count, _checksum(ids, self.count)]))
         self._take_in(stop, [old + new for old, new in zip(self.counts, counts, strict=True)])
 
     def stepped(self, updates: int) -> None:
         """Counts an optimizer step that updated so many entries."""
         self.step, self.updates = self.step + 1, self.updates + updates
-        position = self._buffer(POSITION)
-        position.copy_(upload([self.step, self.updates, self.count], position.device))
+        position = self._buffer(POSITION)[:2]
+        position.copy_(upload([self.step, self.updates], position.device))
         self.remember()
 
     def read(self) -> None:
         """Reads the buffers again, after they were replaced."""
-        self.step, self.updates, count = self._buffer(POSITION).tolist()
+        self.step, self.updates, count, _ = self._buffer(POSITION).tolist()
         self._take_in(count, count_by_tensor(self._buffer(IDS)[:count], self.ends).tolist())
         self.generation += 1
 
@@ -175,12 +172,10 @@ class Entries:
         return False
 
     def _have_changed(self) -> bool:
-        step, updates, count = self._buffer(POSITION).tolist()
+        step, updates, count, _ = self._buffer(POSITION).tolist()
         if count != self.count:
             return True
         self.step, self.updates = step, updates
-        if self._sorted is None:
-            return count > 0
         slots, indices = self._sorted
         offsets = torch.tensor(self.offsets).repeat_interleave(torch.tensor(self.counts))
         return not torch.equal(self.ids.cpu()[slots.cpu()], indices.cpu() + offsets)
@@ -191,7 +186,7 @@ class Entries:
         assert ids is not None
         assert base is not None
         assert position is not None
-        if ids.dtype not in (torch.int64, torch.int32) or position.shape != (3,) or position.is_floating_point():
+        if ids.dtype not in (torch.int64, torch.int32) or position.shape != (4,) or position.is_floating_point():
             return f"`{IDS}` and `{POSITION}` are not whole numbers of the right number; load what was saved."
         count, room = int(position[2]), self.values.numel()
         if ids.dim() != 1 or ids.shape != base.shape or not 0 <= count <= ids.numel():
@@ -201,6 +196,8 @@ class Entries:
                 f"the state dict has more than {room:,} unmasked entries, which this model has room for; sparsify it "
                 "with the budget of the model that was saved."
             )
+        if int(_checksum(ids[:count].long(), 0)) != int(position[3]):
+            return f"`{IDS}` are not those that were saved: they were damaged, or averaged; load another state dict."
         ids = ids[:count].long().sort().values
         if count and not 0 <= int(ids[0]) <= int(ids[-1]) < self.ends[-1]:
             return "the entries lie beyond this model's candidates; sparsify the model that was saved, not another one."
@@ -216,8 +213,15 @@ class Entries:
         self.remember()
 
     def _take_in(self, count: int, counts: list[int]) -> None:
-        self.count, self.counts, self._sorted, self._view = count, counts, None, None
+        self.count, self.counts = count, counts
+        self._sort()
         self.remember()
+
+    def _sort(self) -> None:
+        ids, slots = self.ids.sort()
+        offsets, counts = upload(self.offsets, ids.device), upload(self.counts, ids.device)
+        self._sorted = slots, ids - offsets.repeat_interleave(counts, output_size=self.count)
+        self._view = None
 
     def remember(self) -> None:
         """Notes that what is in the buffers is known."""
@@ -231,6 +235,15 @@ class Entries:
     def __getstate__(self) -> dict[str, Any]:
         # a copy's buffers count their writes from 0
         return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen], "_view": None}
+
+
+def _checksum(ids: Tensor, first: int) -> Tensor:
+    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that of the slots before.
+
+    Not linear, so that an average of entries does not have the average of their checksums.
+    """
+    slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
+    return (ids * ids * slots).sum()
 
 
 def count_by_tensor(ids: Tensor, ends: Sequence[int]) -> Tensor:

@@ -35,7 +35,10 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
 def count_use(module: nn.Module, attribute: str) -> Use | None:
     """Counts a use of a parameter in the module's forward; ``None`` where no gradient will be collected."""
     tensor = masked_tensors(module).get(attribute)
-    return None if tensor is None else tensor.collector.use(tensor)
+    if tensor is None:
+        return None
+    check_not_exported()
+    return tensor.collector.use(tensor)
 
 
 def frozen_if_masked(module: nn.Module, attribute: str) -> Any:

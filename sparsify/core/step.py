@@ -26,7 +26,7 @@ from torch import Tensor
 from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.interrupts import uninterrupted
-from sparsify.core.module import check_not_exported, first_order, without_autocast
+from sparsify.core.module import first_order, without_autocast
 from sparsify.core.policy import Policy
 from sparsify.core.selector import Selector
 from sparsify.core.small import SmallGradients
@@ -173,7 +173,6 @@ class TrainingStep(Collector):
         values = self.entries.values
         if self.paused or not (torch.is_grad_enabled() and values.requires_grad):
             return None
-        check_not_exported()
         if not (tensor.count or self.policy.growing() or self._may_be_recomputed()):
             return None
         tensor.check_shape()

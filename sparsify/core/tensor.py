@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class MaskedTensor:
     collector: Collector = field(default_factory=Collector)  # takes the gradients
 
     is_quantized = False  # whether the parameter is packed, so that no trained value can be written into it
-    scheme: str | None = None  # how the parameter is quantized
+    scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
         self.shape = self.shape_now  # at sparsify()

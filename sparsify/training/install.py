@@ -63,8 +63,8 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
 def _mask_model(engine: Engine, plan: Plan) -> None:
     model, candidates = plan.model, plan.targets.candidates
     owners = [[(module, attribute) for _, module, attribute in candidate.owners] for candidate in candidates]
-    watch()
     core.install(engine, dict(zip(plan.tensors, owners, strict=True)), plan.capacity, swap)
+    watch()  # after the hook that counts steps, which asks for those that have begun
     model.register_buffer(SETTINGS, None)
     record_settings(engine)
     place_hooks(engine)

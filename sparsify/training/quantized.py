@@ -25,8 +25,8 @@ def check_possible(tensors: Sequence[MaskedTensor], strategy: Strategy) -> None:
             "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
         )
         raise SparsifyError(
-            f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; take another strategy, such as id3 "
-            "or pafi, or leave quantized layers out with exclude_modules."
+            f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; take another strategy, such as "
+            "id3 or pafi, or leave quantized layers out with exclude_modules."
         )
 
 

@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 from twins import Twins, sgd, trainable
 
 from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
-from sparsify.masked.module import masked_tensors
+from sparsify.core.module import masked_tensors
 
 adapters = pytest.mark.parametrize("name", ADAPTERS)
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")

@@ -1,137 +1,130 @@
-"""The unmasked entries of many tensors in flat buffers."""
+"""Entries: in order of unmasking in the state, by tensor and index in the view, and what is wrong with damaged ones."""
 
 import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from sparsify import SparsifyError, sparsify
-from sparsify.core.entries import BASE, BUFFERS, PER_ENTRY, IndexBuffers, padded, problem_with
+from sparsify.core.entries import BUFFERS, Entries, count_by_tensor
 
-CPU, CAPACITY = torch.device("cpu"), 60
-
-
-def filled(additions):
-    """Buffers of three tensors after some additions, each the number of entries for each tensor; and what went in."""
-    root = nn.Module()
-    buffers, expected = IndexBuffers(root), [[], [], []]
-    buffers.register(3, CAPACITY, torch.float32, CPU)
-    slot = 0
-    for sizes in additions:
-        total = sum(sizes)
-        slots = torch.arange(slot, slot + total)
-        indices = slots * 37 % 100  # all distinct
-        base = torch.randn(total)
-        buffers.append(sizes, indices, slots, base)
-        slot += total
-        for own, *parts in zip(expected, *(part.split(sizes) for part in (indices, slots, base)), strict=True):
-            own.extend(zip(*(part.tolist() for part in parts), strict=True))
-    return root, buffers, expected
+SIZES, CAPACITY = [5, 7, 1, 6], 12
 
 
-@settings(max_examples=50)
-@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3).map(list), max_size=5))
-def test_each_tensor_keeps_its_entries_in_the_order_in_which_they_came(additions):
-    _, buffers, expected = filled(additions)
-    assert buffers.total == sum(map(sum, additions)) == buffers.slots().numel()
-    for number, own in enumerate(expected):
-        assert buffers.count(number) == len(own)
-        parts = (buffers.indices(number), buffers.slots(number), buffers.base(number))
-        assert list(zip(*(part.tolist() for part in parts), strict=True)) == own
-    assert [part.numel() for part in buffers.split(buffers.base())] == [len(own) for own in expected]
+def filled(*groups):
+    """Entries of a root, added group by group of global ids; the base value of an id is the id."""
+    entries = Entries(nn.Module(), SIZES)
+    entries.register(CAPACITY, torch.float32, torch.float32, torch.device("cpu"))
+    for group in groups:
+        ids = torch.tensor(group, dtype=torch.int64)
+        entries.append(ids, ids.float(), count_by_tensor(ids, entries.ends).tolist())
+    return entries
 
 
-def test_the_buffers_are_the_roots_and_go_where_it_goes():
-    root, buffers, _ = filled([[1, 0, 2]])
-    assert tuple(root.state_dict()) == BUFFERS
-    assert buffers.nbytes == 3 * 8 + CAPACITY * (8 + 8 + 4)
-    root.to(torch.float64)
-    assert buffers.base(0).dtype == torch.float64
-    assert buffers.indices(0).dtype == buffers.slots(0).dtype == torch.int64
-    assert copy.deepcopy(buffers).base(2).tolist() == buffers.base(2).tolist()
-    buffers.remove()
-    assert not root.state_dict()
+@given(st.permutations(range(sum(SIZES))), st.lists(st.integers(0, 4), max_size=3))
+def test_the_slot_of_an_entry_is_its_position_and_the_view_is_by_tensor_and_index(order, numbers):
+    groups, start = [], 0
+    for number in numbers:
+        groups.append(order[start : start + number])
+        start += number
+    entries = filled(*groups)
+    assert entries.ids.tolist() == order[:start]
+    assert entries.base.tolist() == order[:start]
+    for number, (offset, size) in enumerate(zip(entries.offsets, SIZES, strict=True)):
+        slots, indices = entries.of(number)
+        own = sorted(id for id in order[:start] if offset <= id < offset + size)
+        assert (indices + offset).tolist() == own
+        assert entries.ids[slots].tolist() == own
+        assert entries.counts[number] == len(own)
+    assert entries.count == start
+    assert entries.problem() is None
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_state_dict_with_other_entries_can_be_loaded(cut):
-    source, _, expected = filled([[1, 0, 2], [0, 1, 1]])
-    root, buffers, _ = filled([[2, 2, 2]])
-    state = source.state_dict()
-    if cut:  # as in a trained state, or of an older version
-        state.update({name: state[name][:5].int() if name != BASE else state[name][:5] for name in PER_ENTRY})
-    assert problem_with(state, [100] * 3, capacity=5) is None
-    root.load_state_dict(state | padded(state, CAPACITY))
-    buffers.loaded()
-    assert buffers.indices(2).tolist() == [index for index, _, _ in expected[2]]
+def test_what_else_writes_into_the_buffers_is_seen():
+    entries, other = filled([3, 17]), filled([3, 17, 9])
+    assert not entries.catch_up()
+    for own, new in zip(entries.root.buffers(), filled([3, 17]).root.buffers(), strict=True):
+        own.copy_(new)
+    assert not entries.catch_up(), "they are the same"
+    for own, new in zip(entries.root.buffers(), filled([3, 9]).root.buffers(), strict=True):
+        own.copy_(new)
+    assert entries.catch_up(), "as many, and others"
+    for own, new in zip(entries.root.buffers(), other.root.buffers(), strict=True):
+        own.copy_(new)
+    assert entries.catch_up()
+    entries.read()
+    assert entries.ids.tolist() == [3, 17, 9]
+    assert not copy.deepcopy(entries).catch_up()
 
 
-def test_buffers_that_were_copied_into_are_noticed():
-    source, _, _ = filled([[1, 0, 2]])
-    root, buffers, _ = filled([[2, 0, 0]])
-    assert not buffers.have_changed()
-    for buffer in root.buffers():
-        buffer.copy_(buffer.clone())
-    assert not buffers.have_changed()
-    for own, other in zip(root.buffers(), source.buffers(), strict=True):
-        own.copy_(other)
-    assert buffers.have_changed()
-    buffers.loaded()
-    assert not buffers.have_changed()
-    assert [buffers.count(number) for number in range(3)] == [1, 0, 2]
+def test_a_move_and_more_room_keep_the_entries():
+    entries = filled([3, 17])
+    entries.root.double()
+    assert not entries.catch_up()
+    assert entries.base.dtype == torch.float64
+    entries.make_room(20)
+    assert entries.root.sparse_ids.numel() == entries.root.sparse_base.numel() == 20
+    assert entries.of(0)[1].tolist() == [3]
 
 
-def check(state, sizes=(100, 100, 100), capacity=9):
-    return problem_with(state, sizes, capacity)
+def state_of(entries):
+    return {name: buffer.clone() for name, buffer in entries.root.named_buffers()}
 
 
-def test_an_index_is_checked_against_its_own_tensor():
-    root, buffers, _ = filled([[1, 1, 0]])
-    buffers.indices(0).fill_(50)
-    buffers.indices(1).fill_(3)
-    assert check(root.state_dict(), [51, 4, 1]) is None
-    for sizes in ([51, 3, 1], [50, 4, 1]):
-        assert "point beyond their tensors" in check(root.state_dict(), sizes)
+def write_ids(state, first, second):
+    state["sparse_ids"][:2] = torch.tensor([first, second])
+    state["sparse_position"][3] = first**2 + 2 * second**2
 
 
-def test_counts_that_do_not_fit_the_entries_are_refused():
-    state = filled([[1, 1, 0]])[0].state_dict()
-    for counts in ([-1, 1, 0], [CAPACITY, 1, 0], [2**62, 2**62, 2**63 - 1], [2**62, 2**62, 3]):
-        assert "do not agree" in check(state | {"sparse_counts": torch.tensor(counts)})
-    assert "are not all of whole numbers" in check(state | {"sparse_counts": torch.tensor([1.0, 1.0, 1.0])})
+@pytest.mark.parametrize(
+    ("write", "problem"),
+    [
+        (lambda state: state["sparse_ids"].__setitem__(0, 4), "not those that were saved"),
+        (lambda state: state["sparse_position"].__setitem__(2, 13), "do not agree"),
+        (lambda state: state["sparse_position"].__setitem__(2, -1), "do not agree"),
+        (lambda state: state.update(sparse_base=torch.zeros(3)), "do not agree"),
+        (lambda state: state.update(sparse_ids=torch.zeros(CAPACITY)), "whole numbers"),
+        (lambda state: state.update(sparse_position=torch.zeros(3).long()), "whole numbers"),
+        (lambda state: write_ids(state, 2, 2), "the same one twice"),
+        (lambda state: write_ids(state, -1, 2), "lie beyond this model's candidates"),
+        (lambda state: write_ids(state, 2, sum(SIZES)), "lie beyond this model's candidates"),
+    ],
+)
+def test_entries_that_make_no_sense_are_refused(write, problem):
+    entries = filled([3, 17])
+    state = state_of(entries)
+    assert entries.problem(state) is None
+    write(state)
+    assert problem in entries.problem(state)
 
 
-@pytest.mark.parametrize("slots", [[0, 1, 2, 2], [0, 1, 2, 4], [-1, 0, 1, 2], [0, 0, 0, 0], [1, 2, 3, 4]])
-def test_each_entry_is_there_once_and_has_a_slot_of_its_own_and_none_is_left_for_a_later_one(slots):
-    root, buffers, _ = filled([[2, 2, 0]])
-    buffers.indices().copy_(torch.tensor([7, 3, 3, 7]))
-    buffers.slots().copy_(torch.tensor([3, 0, 2, 1]))
-    assert check(root.state_dict()) is None
-    assert "has room for" in check(root.state_dict(), capacity=3)
-    buffers.slots().copy_(torch.tensor(slots))
-    assert "hold one slot of the flat delta twice, or leave one out" in check(root.state_dict())
-    buffers.indices(1).fill_(3)
-    assert "the same entry of a tensor twice" in check(root.state_dict())
+def test_entries_without_room_for_them_are_refused():
+    state = state_of(filled(list(range(10))))
+    small = Entries(nn.Module(), SIZES)
+    small.register(4, torch.float32, torch.float32, torch.device("cpu"))
+    assert "more than 4 unmasked entries" in small.problem(state)
 
 
-@pytest.mark.parametrize("name", BUFFERS)
-def test_all_buffers_or_none(name):
-    state = filled([[1, 1, 0]])[0].state_dict()
-    del state[name]
-    assert check(state).startswith(f"index buffers are missing: {name}; expected")
-
-
-@pytest.mark.parametrize("name", ["sparse_slots", "sparse_indices"])
+@pytest.mark.parametrize("name", [*BUFFERS, None])
 def test_a_damaged_state_dict_is_refused_and_the_model_stays_as_it_is(name):
     model = sparsify(nn.Linear(4, 3), 5, strategy="pafi")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = copy.deepcopy(before)
-    state[name][1] = state[name][0]
+    if name is None:
+        state["sparse_ids"][1] = state["sparse_ids"][0]
+    else:
+        del state[name]
     state["weight"] += 1
-    with pytest.raises(SparsifyError, match=r"the state dict is damaged, load another one"):
+    with pytest.raises(SparsifyError, match=r"load another state dict|lacks `sparse_"):
         model.load_state_dict(state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     model.load_state_dict(before)
+
+
+def test_a_state_of_an_earlier_version_is_refused_with_what_to_do():
+    model = sparsify(nn.Linear(4, 3), 5, strategy="pafi")
+    with pytest.raises(SparsifyError, match=r"saved by an earlier version.*go on from it"):
+        model.load_state_dict({**model.state_dict(), "sparse_slots": torch.zeros(5).long()})

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sparsify.core.gradients import DenseGradient, Product, RowBlocks, TiedGradient, row_gradient, sum_rows
+from sparsify.core.gradients import DenseGradient, Product, TiedGradient, row_gradient, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
+from sparsify.selection.row_blocks import RowBlocks
 
 ROWS, COLS = 12, 10
 EVERY = torch.arange(ROWS * COLS)
@@ -170,7 +171,7 @@ def test_sums_with_other_types_and_with_dense_gradients_are_multiplied_out(other
 def test_what_is_held_stays_when_the_memory_of_its_factors_is_used_again():
     h = [torch.randn(3, COLS, requires_grad=True) for _ in range(2)]
     first, second = (recomputable(F.gelu(x)) for x in h)
-    one = Product(torch.randn(3, ROWS), first())
+    one = Product(torch.randn(3, ROWS), first(), borrowed=True)
     expected, held = one.dense().values, one.held()
     second()
     assert not torch.equal(one.dense().values, expected), "made in the same memory"

@@ -32,7 +32,7 @@ SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
 # what it costs to look at parts of a product
 TINY = {
-    "sparsify.selection.small_tensors.LARGEST": 10,
+    "sparsify.core.tensor.LARGEST_SMALL": 10,
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,
@@ -247,7 +247,7 @@ class Run:
         """All that the library's side is."""
         engine, grad = get_unmasker(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
-        state["selected"] = torch.tensor(engine.backward.selected)
+        state["selected"] = torch.tensor(engine.selected)
         return state if grad is None else {**state, "gradient": grad.nan_to_num(nan=7.0)}
 
     def compare(self, what, sparse, dense, share=None):

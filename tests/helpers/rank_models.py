@@ -89,7 +89,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
             losses.append(mean_over_ranks(loss))
         optimizer.step()
         sent.append((engine.ranks.bytes_sent - before[0], engine.ranks.exchanges - before[1]))
-    delta, base = engine.values.detach().clone(), engine.buffers.base().clone()
+    delta, base = engine.values.detach().clone(), engine.entries.base.clone()
     return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base, "sent": sent}
 
 
@@ -116,6 +116,6 @@ def selecting(way, small=0):
     if way == "device":
         limits.enter_context(patch("sparsify.core.devices.AHEAD", ("cpu",)))
         limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
-        limits.enter_context(patch("sparsify.selection.small_tensors.LARGEST", small))
+        limits.enter_context(patch("sparsify.core.tensor.LARGEST_SMALL", small))
         limits.enter_context(patch("sparsify.selection.sharded.MOST_AT_ONCE", 150))  # several blocks for some tensors
     return limits

@@ -4,26 +4,36 @@ import torch
 from oracle import padding_rows
 from torch import nn
 
-from sparsify import D3, Increment, Strategy, get_unmasker, sparsify
-from sparsify.core.entries import IndexBuffers
-from sparsify.core.tensor import MaskedTensor
-from sparsify.masked.swap import frozen_row, swap
+from sparsify import D3, Increment, Strategy, get_engine, sparsify
+from sparsify.core.entries import Entries
+from sparsify.core.install import frozen_row
+from sparsify.core.tensor import Collector, Use
+from sparsify.masked.recompute import recomputable
+from sparsify.masked.swap import swap
+from sparsify.masked.tensor import ModelTensor
 
 
-class Recorder:
+class Recorder(Collector):
     """Collects every gradient; ``gradients`` has those of each parameter, in order of arrival."""
 
-    def __init__(self):
-        self.gradients = {}
-        self.listening = True
-        self.wanted = True
-        self.in_forward = self.sharded = False
-        self.forward_pass = 0
-        self.values = torch.empty(0)
-        self.buffers = IndexBuffers(nn.Module())
+    recompute = staticmethod(recomputable)
+
+    def __init__(self, sizes):
+        self.gradients, self.begun = {}, []
+        self.listening = self.wanted = True
+        self.entries = Entries(nn.Module(), sizes)
+        self.entries.register(1000, torch.float64, torch.float64, torch.empty(0).device)
 
     def use(self, tensor):
-        return RecordedUse(self, tensor) if self.listening and torch.is_grad_enabled() else None
+        root = torch.zeros((), requires_grad=True)
+        return Use(self, tensor, root) if self.listening and torch.is_grad_enabled() else None
+
+    def begin(self, tensor, root):
+        self.begun.append(tensor.name)
+        return self.wanted
+
+    def collect(self, tensor, gradient):
+        self.gradients.setdefault(tensor.name, []).append(gradient)
 
     def dense(self, tensor):
         """The sum of the gradients of a tensor, in its own shape."""
@@ -34,29 +44,28 @@ class Recorder:
         return total.view(tensor.parameter.shape)
 
 
-class RecordedUse:
-    def __init__(self, recorder, tensor):
-        self.recorder, self.tensor = recorder, tensor
-        self.anchor = torch.zeros((), requires_grad=True)
-
-    def wanted(self):
-        return self.recorder.wanted
-
-    def collect(self, gradient):
-        self.recorder.gradients.setdefault(self.tensor.name, []).append(gradient)
-
-
 def mask(module, *attributes):
     """Masks parameters of one module (all of its own if none is named); returns the recorder and the tensors."""
-    recorder, tensors = Recorder(), {}
-    for attribute, parameter in module.named_parameters(recurse=False):
+    named = dict(module.named_parameters(recurse=False))
+    for parameter in named.values():
         parameter.requires_grad_(False)
-        if not attributes or attribute in attributes:
-            row = frozen_row(module)
-            tensors[attribute] = MaskedTensor(len(tensors), module, attribute, attribute, 0, recorder, row)
-    recorder.buffers.register(len(tensors), 1000, torch.float64, torch.get_default_device())
+    tensors, offset = {}, 0
+    for attribute in attributes or named:
+        tensors[attribute] = ModelTensor(len(tensors), module, attribute, attribute, offset, frozen_row(module))
+        offset += tensors[attribute].numel
+    recorder = Recorder([tensor.numel for tensor in tensors.values()])
+    for tensor in tensors.values():
+        tensor.collector = recorder
     swap(module, tensors)
     return recorder, tensors
+
+
+def unmask(tensor, indices, base):
+    """Adds entries of one tensor, by flat index."""
+    entries = tensor.collector.entries
+    counts = [0] * len(entries.counts)
+    counts[tensor.number] = indices.numel()
+    entries.append(indices + entries.offsets[tensor.number], base, counts)
 
 
 def sparsify_fully(model, steps=1):
@@ -69,7 +78,7 @@ def sparsify_fully(model, steps=1):
 def model_gradients(model):
     """The gradient of each tensor of a sparsified model after a backward, dense and by name."""
     gradients = {}
-    for tensor in get_unmasker(model).tensors:
+    for tensor in get_engine(model).tensors:
         gradient = torch.zeros(tensor.parameter.numel(), dtype=model.sparse_values.dtype)
         gradient[tensor.indices] = model.sparse_values.grad[tensor.slots]
         gradients[tensor.name] = gradient.view(tensor.parameter.shape)

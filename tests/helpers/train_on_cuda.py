@@ -32,10 +32,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparsify import SparseDelta, base_weights, get_unmasker, register_importance, sparsify
 from sparsify.common.ranks import Ranks
+from sparsify.core import tensor as core_tensor
 from sparsify.core.importance import D3, SNIP, Fisher, GraSP, Magnitude
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.kernels import costs
-from sparsify.selection import device_topk, small_tensors
+from sparsify.selection import device_topk
 
 SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2
@@ -281,7 +282,7 @@ def two_ranks(mocked):
 def large_layers(wanted):
     """The feed-forward layers (16 x 24) are screened as large ones are; for all layers the interpreter takes long."""
     numbers = [(costs, "BYTES", 1e30), (costs, "LAUNCHES", 0), (device_topk, "SEEN", 0)]
-    numbers.append((small_tensors, "LARGEST", 16 * 16))
+    numbers.append((core_tensor, "LARGEST_SMALL", 16 * 16))
     with contextlib.ExitStack() as stack:
         for number in numbers if wanted else ():
             stack.enter_context(patch.object(*number))

@@ -143,8 +143,8 @@ def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
     (frozen,) = [name for name, value in state.items() if not value.numel()]
     assert frozen in dict(model.named_parameters())
     assert state.keys() - {frozen} == {
-        "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_settings", "sparse_counts",
-        "sparse_indices", "sparse_slots", "sparse_base",
+        "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_settings", "sparse_ids",
+        "sparse_base",
     }  # fmt: skip
 
 
@@ -345,6 +345,6 @@ def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
     trainer.train()
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
     assert trainer.state.best_global_step < STEPS
-    assert get_unmasker(trainer.model).unmasked == best["sparse_indices"].numel()
+    assert get_unmasker(trainer.model).unmasked == best["sparse_ids"].numel()
     state = trained_state(trainer.model)
     assert all(torch.equal(value, state[name]) for name, value in best.items() if value.numel())

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from recorder import mask
+from recorder import mask, unmask
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -130,10 +130,10 @@ def test_a_layer_shows_what_of_its_weight_is_trained(plain):
     layer, recorder, tensors = masked_copy(plain)
     assert layer.indices.tolist() == layer.delta.tolist() == layer.base_values.tolist() == []
     assert layer.density == 0
-    indices, slots = torch.tensor([9, 2]), torch.tensor([1, 0])
-    recorder.buffers.append([2, 0][: len(tensors)], indices, slots, plain.weight.detach().take(indices))
-    recorder.values = torch.tensor([0.5, -0.25])
-    assert layer.indices.tolist() == [9, 2]
-    assert torch.equal(layer.base_values, plain.weight.detach().take(torch.tensor([9, 2])))
-    torch.testing.assert_close(layer.delta, torch.tensor([-0.25, 0.5]))
+    indices = torch.tensor([9, 2])
+    unmask(tensors["weight"], indices, plain.weight.detach().take(indices))
+    recorder.entries.values.data[:2] = torch.tensor([0.5, -0.25])
+    assert layer.indices.tolist() == [2, 9]
+    assert torch.equal(layer.base_values, plain.weight.detach().take(torch.tensor([2, 9])))
+    torch.testing.assert_close(layer.delta, torch.tensor([-0.25, 0.5], dtype=torch.float64))
     assert layer.density == 2 / (IN * OUT)

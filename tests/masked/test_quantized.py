@@ -44,7 +44,7 @@ def sparse_llama(scheme, steps=4, trained=0):
 
 
 def masked_quantized(model):
-    return [tensor for tensor in get_unmasker(model).tensors if tensor.packed]
+    return [tensor for tensor in get_unmasker(model).tensors if tensor.is_quantized]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

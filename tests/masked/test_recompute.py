@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sparsify.masked.module import masked_tensors
+from sparsify.core.module import masked_tensors
 from sparsify.masked.recompute import recomputable, release_memory
 
 ROWS, IN, OUT = 6, 5, 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models import descend
 from oracle import unmasked_sets
 from products import FORMS, FREE, screen_in_form
-from recorder import mask
+from recorder import mask, unmask
 from torch import nn
 from twins import Twins, sgd
 
@@ -32,7 +32,7 @@ def a_tensor(weight, unmasked=NOTHING):
     _, tensors = mask(layer)
     tensor, number = tensors["weight"], unmasked.numel()
     tensor.offset = 100
-    tensor.collector.buffers.append([number], unmasked, torch.arange(number), torch.zeros(number))
+    unmask(tensor, unmasked, torch.zeros(number))
     return tensor
 
 
@@ -162,7 +162,7 @@ def times_column(tensor, number):
 @pytest.mark.parametrize("exp", [0, 1, 2, -1])
 def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     """All numbers are multiples of powers of two, and few, so that no sum is rounded in any order."""
-    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 0)
+    monkeypatch.setattr("sparsify.core.tensor.LARGEST_SMALL", 0)
     torch.manual_seed(exp)
     dense = nn.Sequential(nn.Linear(20, 17), nn.ReLU(), nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5))
     for parameter in dense.parameters():
@@ -231,13 +231,13 @@ def test_the_work_is_counted_by_the_way_it_took_and_copies_count_for_themselves(
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
     biases = 64 + 64 + 32
-    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 64)
+    monkeypatch.setattr("sparsify.core.tensor.LARGEST_SMALL", 64)
     work = work_of(sparsify(copy.deepcopy(plain), 30, steps=3))
     assert work.dense == 64 * 32 + biases, "the first gradient of a step, without a threshold to compare it with"
     assert work.screened + work.skipped == 64 * 64 + 32 * 64
     assert work.screened > 0
     assert 0 < work.verified < 500
-    monkeypatch.setattr("sparsify.selection.small_tensors.LARGEST", 1 << 14)
+    monkeypatch.setattr("sparsify.core.tensor.LARGEST_SMALL", 1 << 14)
     model = sparsify(plain, 30, steps=3, schedule=Schedule(every=2))
     others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     dense = Work(dense=64 * 64 + 2 * 64 * 32 + biases)

@@ -5,14 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import seeded
-from recorder import mask
+from recorder import mask, unmask
 from torch import nn
 
 from sparsify import D3
 from sparsify.core.gradients import DenseGradient
+from sparsify.core.small import SmallGradients
+from sparsify.core.tensor import LARGEST_SMALL
 from sparsify.core.topk import TopK
 from sparsify.selection.context import SelectionContext, Work
-from sparsify.selection.small_tensors import LARGEST, SmallGradients, is_small
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -24,8 +25,7 @@ def small_tensors(unmasked):
     for module, attribute, indices in zip(modules, ["weight", "bias", "weight"], unmasked, strict=True):
         tensor = mask(module, attribute)[1][attribute]
         tensor.offset = 100 * len(tensors) + 100
-        nothing = torch.zeros(len(indices))
-        tensor.collector.buffers.append([len(indices)], torch.tensor(indices).long(), nothing.long(), nothing)
+        unmask(tensor, torch.tensor(indices).long(), torch.zeros(len(indices)))
         tensors.append(tensor)
     return tensors
 
@@ -46,13 +46,18 @@ def context_of(size, masked_only=True):
     return SelectionContext(TopK(size, torch.float32, torch.get_default_device()), D3(exp=1), Work(), masked_only)
 
 
-def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking_in_the_longest_dtype():
+def offer(small, context):
+    weight, grad, ids = context.entries_of(small)
+    context.topk.offer(context.importance, weight[None], grad[None], None, 0, ids)
+
+
+def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtype():
     tensors = small_tensors([[5, 0], [4], [2]])
     grads = gradients(tensors)
     grads[1] = DenseGradient(grads[1].values.bfloat16())
     weight, bias, table = (gradient.values.reshape(-1) for gradient in grads)
     taken = kept(tensors, grads).take()
-    assert taken.tolist() == [weight[5], weight[0], bias[4], table[2]]
+    assert taken.tolist() == [weight[0], weight[5], bias[4], table[2]]
     assert taken.dtype == torch.float32
 
 
@@ -63,7 +68,7 @@ def test_the_unmasked_entries_come_tensor_by_tensor_in_order_of_unmasking_in_the
 )  # fmt: skip
 def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
     tensors, alone, together = small_tensors(unmasked), context_of(size).topk, context_of(size, masked_only)
-    kept(tensors, gradients(tensors, seed)).offer(together)
+    offer(kept(tensors, gradients(tensors, seed)), together)
     for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
         alone.offer(together.importance, tensor.matrix, gradient.values, None, tensor.offset)
@@ -75,7 +80,7 @@ def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
 def test_gradients_are_not_written_to_and_are_kept_when_others_write_into_them():
     tensors, memory = small_tensors([[1], [0], [2]]), gradients(small_tensors([[1], [0], [2]]))
     small = kept(tensors, [DenseGradient(own.values, owned=False) for own in memory])
-    small.offer(context_of(3))
+    offer(small, context_of(3))
     assert all(torch.equal(*(one.values for one in pair)) for pair in zip(memory, gradients(tensors), strict=True))
     for own in memory:
         own.values.zero_()
@@ -87,21 +92,21 @@ def test_a_number_that_is_not_finite_is_noticed():
     grads = gradients(tensors)
     grads[1].values.view(-1)[0] = torch.nan
     context = context_of(3)
-    kept(tensors, grads).offer(context)
+    offer(kept(tensors, grads), context)
     assert not context.topk.finite
 
 
 def test_a_tensor_with_few_entries_is_small():
-    widths = [LARGEST // 2, LARGEST // 2 + 1]
-    assert [is_small(mask(nn.Linear(width, 2), "weight")[1]["weight"]) for width in widths] == [True, False]
+    widths = [LARGEST_SMALL // 2, LARGEST_SMALL // 2 + 1]
+    assert [mask(nn.Linear(width, 2), "weight")[1]["weight"].is_small for width in widths] == [True, False]
 
 
 def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
     tensors = small_tensors([[], [], [6, 1]])
     rows = DenseGradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 3]))
     small = kept(tensors[2:], [rows])
-    assert small.take().tolist() == [3.0, 2.0]
-    weight, grad, ids = small.entries(context_of(3, masked_only=False))
+    assert small.take().tolist() == [2.0, 3.0]
+    weight, grad, ids = context_of(3, masked_only=False).entries_of(small)
     assert grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0]
     assert torch.equal(weight, tensors[2].weight.flatten())
     assert ids.tolist() == list(range(300, 308))

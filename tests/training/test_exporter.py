@@ -9,7 +9,7 @@ from models import build, run_steps
 from quantized_models import quantized_build
 from torch import nn
 
-from sparsify import D3, Increment, Magnitude, SparseDelta, SparsifyError, Strategy, get_unmasker, sparsify
+from sparsify import D3, Increment, Magnitude, SparseDelta, SparsifyError, Strategy, extend, get_unmasker, sparsify
 from sparsify.adapters import add_adapters
 
 STEPS = 6
@@ -24,7 +24,7 @@ def assert_exported(export, model):
 
 def follow(model, batches, after_each=lambda: None):
     """Trains, and compares after every step."""
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     versions = [assert_exported(export, model)]
     for batch in batches[:STEPS]:
         run_steps(model, [batch])
@@ -72,7 +72,7 @@ def test_buffers_that_training_changes():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     sparsify(model, 20, steps=2)
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     assert assert_exported(export, model).whole == {}
     model(torch.randn(4, 6))
     assert set(assert_exported(export, model).whole) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -109,7 +109,7 @@ def test_drawn_tensors_are_stored_whole():
     add_adapters(model, "pfeiffer", 32)
     sparsify(model, 60, steps=STEPS, fresh="seed", modules_to_save=["classifier"])
     run_steps(model, batches[:2])
-    delta, version = SparseDelta.from_model(model), get_unmasker(model).exporter(model)()
+    delta, version = SparseDelta.from_model(model), get_unmasker(model).source.exporter(model)()
     assert any(part.initializer is not None for part in delta.tensors.values())
     assert version.tensors == {}
     assert version.whole.keys() == delta.tensors.keys() | delta.whole.keys()
@@ -119,7 +119,7 @@ def test_an_earlier_state_and_plain_weights_that_are_loaded():
     model, batches = build("mlp", dtype=torch.bfloat16)
     sparsify(model, 60, steps=STEPS)
     plain = copy.deepcopy(model.state_dict())
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     run_steps(model, batches[:2])
     early = copy.deepcopy(model.state_dict())
     run_steps(model, batches[2:4])
@@ -139,17 +139,17 @@ def test_an_earlier_state_and_plain_weights_that_are_loaded():
 def test_a_run_that_is_extended():
     model, batches = build("mlp")
     sparsify(model, 60, steps=2)
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     run_steps(model, batches[:2])
     assert assert_exported(export, model).config["steps"] == 2
-    get_unmasker(model).extend(steps=20)
+    extend(model, steps=20)
     assert export().config == SparseDelta.from_model(model).config
 
 
 def test_a_model_that_was_cast():
     model, batches = build("mlp")
     sparsify(model, 60, steps=STEPS)
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     run_steps(model, batches[:2])
     assert_exported(export, model)
     model.bfloat16()
@@ -160,7 +160,7 @@ def test_a_model_that_was_cast():
 def test_a_module_that_was_cast():
     model, _ = build("mlp")
     sparsify(model, 60, "random")
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     model.second.bfloat16()  # its weight is the base's float32 value plus the delta, rounded once
     for _ in range(2):
         model.sparse_values.data.normal_(std=1e-3)
@@ -173,7 +173,7 @@ def test_negative_zeros_between_backward_and_step():
     with torch.no_grad():
         model.first.weight.fill_(-0.0)
     sparsify(model, 60, Strategy(D3(), Increment()), steps=2, target_modules=["first"])
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     model(**batches[0]).backward()
     version = assert_exported(export, model)
     assert version.tensors["first.weight"].values.signbit().all()
@@ -182,7 +182,7 @@ def test_negative_zeros_between_backward_and_step():
 def test_values_that_are_not_finite_are_refused_and_the_tensor_is_named():
     model, batches = build("mlp")
     sparsify(model, 60, "pafi")
-    export = get_unmasker(model).exporter(model)
+    export = get_unmasker(model).source.exporter(model)
     run_steps(model, batches[:1])
     version = export()
     good = model.sparse_values.detach().clone()

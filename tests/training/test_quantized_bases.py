@@ -10,7 +10,7 @@ from trainers import make_trainer, rows_of
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
 from sparsify.common.quantized import is_quantized
-from sparsify.training.flat_delta import STATE
+from sparsify.training.plan import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
 pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")
@@ -107,7 +107,7 @@ def test_qlora_trains_entries_of_the_adapters_and_leaves_the_base_alone(scheme, 
     assert packed
     sparsify(model, 40, steps=STEPS, target_modules=target_modules)
     engine = get_unmasker(model)
-    assert all("lora_" in tensor.name and not tensor.packed for tensor in engine.tensors)
+    assert all("lora_" in tensor.name and not tensor.is_quantized for tensor in engine.tensors)
     assert len(engine.tensors) == 8
     trainer(model, tmp_path).train()
     assert engine.unmasked == 40

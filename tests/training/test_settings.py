@@ -10,11 +10,11 @@ from models import run_steps as run
 from oracle import unmasked_sets
 from torch import nn
 
-from sparsify import SparseDelta, SparsifyError, get_unmasker, sparsify, summary, trained_state
+from sparsify import SparseDelta, SparsifyError, extend, get_unmasker, sparsify, summary, trained_state
 from sparsify.core.importance import D3, Magnitude, Random
 from sparsify.core.schedule import Schedule
 from sparsify.core.strategy import Increment, Repeat, Strategy
-from sparsify.training.flat_delta import SETTINGS
+from sparsify.training.plan import SETTINGS
 
 BUDGET, STEPS = 40, 8
 PLAIN, BATCHES = build("mlp", seed=0)
@@ -28,7 +28,7 @@ def made(budget=BUDGET, strategy="id3", steps=STEPS, **options):
 OTHERS = {
     "strategy": ({}, {"strategy": "pafi"}, r"=d3\(exp=2, eps=1\), selection=increment, and .* importance=mag"),
     "schedule": ({}, {"schedule": Schedule(every=2)}, r"uniform\(every=1, until=1.0\), and .*uniform\(every=2"),
-    "steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(\) gives it"),
+    "steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(model, \.\.\.\) gives it"),
     "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; "),
     "candidates": (
         {"target_modules": ["first", "head"]},
@@ -123,7 +123,7 @@ def test_an_extended_run_is_the_one_that_had_the_larger_budget_from_the_start(na
         model.load_state_dict(state)
         optimizer = OPTIMIZERS[name]([model.sparse_values])
         optimizer.load_state_dict(moments)
-    get_unmasker(model).extend(budget=2 * BUDGET, steps=2 * STEPS, optimizer=optimizer)
+    extend(model, budget=2 * BUDGET, steps=2 * STEPS, optimizer=optimizer)
     assert model.sparse_values.numel() == 2 * BUDGET
     assert head + run(model, batches[4:], optimizer)[0] == losses
     assert unmasked_sets(model) == unmasked_sets(straight)
@@ -134,7 +134,7 @@ def test_an_extended_run_is_the_one_that_had_the_larger_budget_from_the_start(na
 def test_a_run_with_more_steps_keeps_what_is_unmasked_and_is_verified_all_along():
     model = made()
     _, optimizer = run(model, BATCHES[:4])
-    get_unmasker(model).extend(steps=2 * STEPS)
+    extend(model, steps=2 * STEPS)
     counts = []
     for batch in [*BATCHES[4:], *BATCHES][:12]:
         run(model, [batch], optimizer)
@@ -149,7 +149,7 @@ def test_a_run_with_more_steps_keeps_what_is_unmasked_and_is_verified_all_along(
 def test_a_run_whose_room_is_used_up_gets_more():
     model = made(5, "d3-repeat", steps=2)
     _, optimizer = run(model, BATCHES[:2])
-    get_unmasker(model).extend(steps=4, optimizer=optimizer)
+    extend(model, steps=4, optimizer=optimizer)
     assert model.sparse_values.numel() == 20
     run(model, BATCHES[2:4], optimizer)
     assert summary(model, verify=True).verification.ok
@@ -172,7 +172,7 @@ def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension,
     model = made(**options)
     before = bits(model)
     with pytest.raises(SparsifyError, match=message):
-        get_unmasker(model).extend(**extension)
+        extend(model, **extension)
     assert bits(model) == before
 
 
@@ -180,4 +180,4 @@ def test_a_run_is_extended_between_steps_only():
     model = made()
     loss_of(model, BATCHES[0]).backward()
     with pytest.raises(SparsifyError, match="between a backward pass and its optimizer step"):
-        get_unmasker(model).extend(steps=9)
+        extend(model, steps=9)

@@ -15,7 +15,7 @@ from torch import nn
 from sparsify import BaseMismatchError, sparsify, summary, trained_state
 from sparsify.core.importance import SNIP, Magnitude
 from sparsify.core.strategy import Increment, Prune, Strategy
-from sparsify.training.flat_delta import STATE
+from sparsify.training.plan import STATE
 
 BUDGET, STEPS = 40, 8
 STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
@@ -67,13 +67,13 @@ def test_the_trained_state_is_a_few_bytes_an_unmasked_entry():
     model(torch.ones(2, 200)).square().sum().backward()
     state, file = trained_state(model), io.BytesIO()
     assert state.keys() == set(STATE)
-    size = 20_000 * 4 + 1_000 * (4 + 4 + 4) + 8 * (2 + 2) + 512  # the flat delta, index buffers, counts and settings
+    size = 20_000 * 4 + 1_000 * (4 + 4) + 8 * 4 + 512  # the flat delta, entries, position and settings
     assert sum(tensor.nbytes for tensor in state.values()) == size
     torch.save(state, file)
     assert file.tell() < size + 5_000
-    assert model.sparse_slots.dtype == torch.int64  # of the model itself
+    assert model.sparse_ids.dtype == torch.int64  # of the model itself
     model.load_state_dict(state)
-    assert model.sparse_slots.dtype == model.sparse_indices.dtype == torch.int64
+    assert model.sparse_ids.dtype == torch.int64
 
 
 def test_what_the_base_does_not_have_is_in_the_trained_state():

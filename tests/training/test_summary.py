@@ -52,8 +52,8 @@ def test_a_fresh_model_has_nothing_unmasked(model):
     assert found.selection_entropy == 0
     assert found.verification is None
     assert math.copysign(1, found.selection_entropy) == 1
-    # the flat delta, each entry's index, slot and base value, and each tensor's count
-    assert found.state_bytes == BUDGET * (4 + 8 + 8 + 4) + 8 * len(found.counts)
+    # the flat delta, each entry's id and base value, and the position
+    assert found.state_bytes == BUDGET * (4 + 8 + 4) + 8 * 4
 
 
 def test_training_is_counted_step_by_step(model):

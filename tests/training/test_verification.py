@@ -44,7 +44,8 @@ def test_a_frozen_entry_that_moved_is_found_and_named():
 def test_a_base_value_that_was_tampered_with_is_found():
     model = trained()
     tensor = next(t for t in model._sparsify_engine.tensors if t.count)
-    tensor.base[0] += 1
+    engine = model._sparsify_engine
+    engine.entries.base[int(tensor.slots[0])] += 1
     assert summary(model, verify=True).verification.changed == (tensor.name,)
 
 
