@@ -136,8 +136,6 @@ class DenseGradient(Gradient):
 class Product(Gradient):
     """A linear layer's gradient left^T right, not multiplied out: left (n, rows) and right (n, cols), of n tokens."""
 
-    left_sum: Tensor | None = None  # (rows,) the sum of ``left`` over the tokens, where screening has computed it
-
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right
         self.numel = left.shape[1] * right.shape[1] if left.shape[0] else 0

@@ -110,16 +110,15 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_weight, of_bias = ctx.call.of_weight, ctx.call.of_bias
         grad_rows = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()  # (n, out)
-        grad_x = grad_weight = grad_bias = product = None
+        grad_x = grad_weight = grad_bias = None
         with without_autocast(grad_y.device):
             if ctx.needs_input_grad[0]:
                 grad_x = _input_gradient(ctx, weight, grad_rows)
                 grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
             if of_weight is not None:
-                product = _weight_gradient(ctx, x, grad_rows) if of_weight.wanted() else None
-                of_weight.collect(product)
+                of_weight.collect(_weight_gradient(ctx, x, grad_rows) if of_weight.wanted() else None)
             if of_bias is not None:
-                of_bias.collect(_bias_gradient(product, grad_rows) if of_bias.wanted() else None)
+                of_bias.collect(DenseGradient(grad_rows.sum(0, keepdim=True)) if of_bias.wanted() else None)
             if ctx.needs_input_grad[1]:
                 grad_weight = _weight_gradient(ctx, x, grad_rows).dense().values
             if ctx.needs_input_grad[2]:
@@ -136,9 +135,3 @@ def _input_gradient(ctx: Any, weight: Tensor | None, grad_rows: Tensor) -> Tenso
 def _weight_gradient(ctx: Any, x: Tensor | None, grad_rows: Tensor) -> Product:
     x = ctx.call.recompute() if x is None else x
     return linear_gradient(x.to(grad_rows.dtype), grad_rows, ctx.call.transposed)
-
-
-def _bias_gradient(product: Product | None, grad_rows: Tensor) -> DenseGradient:
-    """Returns the sum of the output gradients (n, out); screening may have computed it, if they are on the left."""
-    left_sum = product.left_sum if product is not None and product.left is grad_rows else None
-    return DenseGradient(grad_rows.sum(0, keepdim=True) if left_sum is None else left_sum[None])
