@@ -25,7 +25,7 @@ from torch import Tensor
 SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it
 SMALLEST_THRESHOLD = 1e-20  # bounds near a lower one underflow
 LARGEST_SCALE = 2.0**40  # of a token; its square and that of its inverse are far from overflow and underflow
-NUMBERS_AT_ONCE = 1 << 18  # of a factor that are scaled and squared: they stay in a cache
+NUMBERS_AT_ONCE = 1 << 18  # of a factor, cast, scaled and squared together: they stay in a cache
 SAMPLE = 32  # rows, and columns, by which the staircase is estimated
 STEP = 128  # rows of a step of the staircase
 
@@ -77,16 +77,21 @@ def _norms(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> tu
 
 def _token_norms(factor: Tensor) -> Tensor:
     """The norms (n,) of a factor's tokens, above 0."""
-    return torch.linalg.vector_norm(factor, dim=1, dtype=torch.float32) + _underflow(factor.shape[1])
+    norms = [torch.linalg.vector_norm(some, dim=1, dtype=torch.float32) for some in factor.split(_at_once(factor))]
+    return torch.cat(norms) + _underflow(factor.shape[1])
 
 
 def _scaled_norms(factor: Tensor, scales: Tensor) -> Tensor:
     """The norms (cols,) of a factor's columns, in float32, with each token (n,) scaled."""
     total = torch.zeros(factor.shape[1], dtype=torch.float32, device=factor.device)
-    at_once = max(1, NUMBERS_AT_ONCE // max(1, factor.shape[1]))
-    for tokens, some in zip(factor.split(at_once), scales.split(at_once), strict=True):
+    for tokens, some in zip(factor.split(_at_once(factor)), scales.split(_at_once(factor)), strict=True):
         total += (tokens * some[:, None]).square_().sum(0)
     return total.sqrt_() + _underflow(factor.shape[0])
+
+
+def _at_once(factor: Tensor) -> int:
+    """Number of a factor's tokens that are read together."""
+    return max(1, NUMBERS_AT_ONCE // max(1, factor.shape[1]))
 
 
 def _underflow(number: int) -> float:
