@@ -7,9 +7,6 @@ cost every method the same and are left out. A phase takes the longer of its ope
 and its bytes at 80 % of the memory's. The host takes 6 us a launch and runs ahead of the device, so a step takes the
 longer of the two. Launches are those of forward and backward that a simulated CUDA device counts with small matrices,
 and those that selection adds for matrices of the real size.
-
-ID3 multiplies each weight's gradient out, or screens it: then its time depends on what the norms leave to multiply,
-which is unknown here: all, half or nothing. Of float32 factors, only what is screened is multiplied in TF32.
 """
 
 from __future__ import annotations
@@ -20,12 +17,10 @@ import typer
 from common import report, run
 
 RATES = {"bfloat16": 989e12, "float32": 67e12}  # operations a second, by an H100's data sheet, which is an H200's too
-SCREENED = {"bfloat16": 989e12, "float32": 494e12}  # of tiles that are screened
 GPUS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 REACHED = 0.6, 0.8  # of these
 LAUNCH = 6e-6  # seconds of the host
 RANK = 8
-SCREENING = 8  # launches for each weight, beyond those of the dense selection
 Phase = tuple[float, float, float]  # operations, bytes, operations a second
 
 
@@ -51,20 +46,12 @@ MODELS = {
 }
 
 
-LEFT = {"id3, screened, all left": 1.0, "id3, screened, half left": 0.5, "id3, screened, nothing left": 0.0}
-
-
 def phases(method: str, tokens: int, rows: int, cols: int, density: float, dtype: str) -> list[Phase]:
     """What one linear layer does in a step."""
     entry, rate = (2 if dtype == "bfloat16" else 4), RATES[dtype]
     weight, left, right = rows * cols, tokens * rows, tokens * cols
     product = (2.0 * tokens * weight, entry * float(weight + left + right), rate)
     step = [product, product]  # the output, and the input's gradient
-    # dot products over the tokens, of transposed factors
-    few = [
-        (0.0, 2.0 * entry * (left + right), rate),
-        (2 * tokens * density * weight, 2 * entry * tokens * density * weight, rate),
-    ]
     if method == "full":
         step += [product, (10.0 * weight, 7.0 * entry * weight, rate)]  # AdamW reads four numbers and writes three
     if method == "lora":  # two narrow products, a scaling and a sum; three times as much in backward, and PEFT's casts
@@ -76,12 +63,9 @@ def phases(method: str, tokens: int, rows: int, cols: int, density: float, dtype
         step += [(right, 5.0 * entry * right, rate)]
     if method == "id3":  # the product, then one pass that scores it
         step += [product, (4.0 * weight, 2.0 * entry * weight, rate)]
-    if method == "static":
-        step += few
-    if method in LEFT:  # two passes for the norms
-        share = LEFT[method]
-        step += [(0.0, 2.0 * entry * (left + right), rate), *few]
-        step += [(share * product[0], share * product[1], SCREENED[dtype])]
+    if method == "static":  # dot products over the tokens, of transposed factors
+        step += [(0.0, 2.0 * entry * (left + right), rate)]
+        step += [(2 * tokens * density * weight, 2 * entry * tokens * density * weight, rate)]
     return step
 
 
@@ -102,8 +86,7 @@ def main(
     """Print a table for each model."""
     for name, model in MODELS.items():
         rows = []
-        screened = model.launches["id3"] + SCREENING * sum(count for *_, count in model.layers)
-        for method, launches in (model.launches | dict.fromkeys(LEFT, screened)).items():
+        for method, launches in model.launches.items():
             layers = [(count, phases(method, model.tokens, *shape, density, dtype)) for *shape, count in model.layers]
             work, moved = (sum(count * phase[n] for count, layer in layers for phase in layer) for n in (0, 1))
             row = [

@@ -1,14 +1,13 @@
 """The hot loops: the plain torch form of each is its specification, and is in the file that chooses the form.
 
-    costs       which path to a product's entries is taken
-    norm_bound  entries of a product that could reach a threshold,    cpu/norm_bound.cpp,  triton/norm_bound.py
-                by the norms of its factors
-    scatter     values into many weights at once                                           triton/scatter.py
-    sddmm       single entries of a product, as dot products          cpu/sddmm.cpp,       triton/sddmm.py
-    select      scores, compares and keeps candidates, on a GPU                            triton/select.py
+    costs       which way the entries of a product are computed
+    norm_bound  parts of a product that could reach a threshold, by the norms of its factors
+    scatter     values into many weights at once                            triton/scatter.py
+    sddmm       single entries of a product, as dot products                triton/sddmm.py
+    select      scores, compares and keeps candidates, on a GPU             triton/select.py
 
-Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported, and
-``cpu/library.py`` compiles the C++, when a loop first runs; where that fails, and in float64, the plain form runs.
+Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported when a loop first
+runs on a GPU; without it, and in float64, the plain form runs.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ class Candidates:
         self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)  # global
         self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))
         # the number of candidates; for the Triton forms also the number of places that were left when entries found too
-        # few of them, the number of candidates after the last cut, the number of entries that screening noted, and
-        # whether it is in its second round
-        self.count = torch.zeros(5, dtype=torch.int64, device=device)
+        # few of them, and the number of candidates after the last cut
+        self.count = torch.zeros(3, dtype=torch.int64, device=device)
         # (1,) each
         self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)  # the score that is needed to join
         self.finite = torch.ones(1, dtype=torch.bool, device=device)  # whether all gradients so far were finite
@@ -62,14 +61,3 @@ class Part(NamedTuple):
     ids: Tensor | None  # (n * cols,) int64, the entries' global ids; None where they follow from the offset
     start: int  # the first entry of the part, flat in grad
     stop: int  # the one after the last
-
-
-class Factors(NamedTuple):
-    """The gradient left^T right of one tensor, not multiplied out."""
-
-    left: Tensor  # (tokens, rows)
-    right: Tensor  # (tokens, cols)
-    weight: Tensor  # (rows, cols), the whole tensor
-    offset: int  # global id of the tensor's first entry
-    unmasked: Tensor  # (k,) int64, flat: entries whose gradient is wanted
-    excluded: Tensor  # (e,) int64, flat, in no order: entries that are no candidates

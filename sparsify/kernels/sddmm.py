@@ -7,10 +7,8 @@ from torch import Tensor
 
 from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
-from sparsify.kernels.cpu.library import Address, Size, library
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
-LOOPS = {torch.float32: "sddmm_float32", torch.bfloat16: "sddmm_bfloat16"}  # the C++ forms
 SECTOR = 32  # bytes that a GPU reads at least
 TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
 
@@ -21,10 +19,8 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     Returns:
         (k,) the dot products, summed in float32, or in float64 where the factors are.
     """
-    if left.device.type == "cpu" and not runs_ahead(left.device):
-        if left.dtype in LOOPS and left.dtype == right.dtype and library() is not None:
-            return _compiled(left, right, indices)
-    elif has_triton(left.device) and left.dtype in SHORT and right.dtype in SHORT and left.shape[0] and indices.numel():
+    short = left.dtype in SHORT and right.dtype in SHORT
+    if short and runs_ahead(left.device) and has_triton(left.device) and left.shape[0] and indices.numel():
         from sparsify.kernels.triton.sddmm import sddmm as fused
 
         # transposing reads and writes each number; after it, a dot product reads consecutive ones, not whole sectors
@@ -40,14 +36,5 @@ def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     dtype = torch.promote_types(left.dtype, torch.float32)
     total = torch.zeros(indices.numel(), dtype=dtype, device=left.device)
     for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):
-        total += some_left.index_select(1, row).to(dtype).mul_(some_right.index_select(1, column)).sum(0)
+        total += some_left.to(dtype).index_select(1, row).mul_(some_right.to(dtype).index_select(1, column)).sum(0)
     return total
-
-
-def _compiled(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    left, right, indices = left.contiguous(), right.contiguous(), indices.contiguous()
-    out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")  # whatever torch's defaults are
-    sizes = Size(left.shape[0]), Size(left.shape[1]), Size(right.shape[1])
-    loop = getattr(library(), LOOPS[left.dtype])
-    loop(Address(left), Address(right), *sizes, Address(indices), Size(indices.numel()), Address(out))
-    return out

@@ -1,8 +1,7 @@
 """Candidates for a selection, gathered on their device without the host ever knowing how many there are.
 
-    select          adds the entries of a part of a tensor that reach the threshold
-    select_product  the same of a whole tensor whose gradient is not multiplied out (``norm_bound.py``)
-    cut             keeps the best candidates, where there are many, and raises the threshold
+    select   adds the entries of a part of a tensor that reach the threshold
+    cut      keeps the best candidates, where there are many, and raises the threshold
 
 The best are those with the highest score and, among equal ones, the lowest id, in whatever order they came:
 :class:`sparsify.core.topk.TopK`'s order. ``select`` needs free places for all entries that it is given: the caller
@@ -13,13 +12,11 @@ goes on, on the device.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from sparsify.core.importance import D3, Importance
 from sparsify.core.topk import at_least_float32
 from sparsify.kernels import has_triton
-from sparsify.kernels.candidates import Candidates, Factors, Part
-from sparsify.kernels.costs import costs_of
+from sparsify.kernels.candidates import Candidates, Part
 from sparsify.kernels.sddmm import SHORT
 
 MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
@@ -46,38 +43,6 @@ def select(candidates: Candidates, importance: Importance, part: Part, *, overfl
         select_d3(candidates, importance, part, overflows)
     else:
         plain_select(candidates, importance, part)
-
-
-def screens(candidates: Candidates, importance: Importance, factors: Factors, expected: float) -> bool:
-    """Whether :func:`select_product` takes a product, of which so many entries are expected to reach the threshold, and
-    costs less than multiplying it out."""
-    left, right, weight, _, unmasked, _ = factors
-    limits = costs_of(left, right).limits(unmasked.numel())
-    return (
-        limits is not None
-        and limits.candidates >= expected
-        and 2 * limits.multiplied >= weight.numel()  # what the norms rule out is not known here: half of it at least
-        and left.dtype == right.dtype
-        and type(importance) is D3
-        and importance.exp >= 0  # the smallest denominator is that of a weight of 0
-        and _has_fused_select(candidates, importance, Part(weight, left, None, 0, None, 0, 0))
-        and _has_fused_cut(candidates)
-    )
-
-
-def select_product(candidates: Candidates, importance: Importance, factors: Factors) -> Tensor:
-    """Adds the entries of a product that :func:`select` would, but for those that are excluded.
-
-    What it finds is the float32 product's, though it multiplies only what the norms of the factors do not rule out.
-    The call before was a :func:`cut`, or of this kind; afterwards there are at most ``limit`` candidates.
-
-    Returns:
-        (k,) float32, the gradient of the unmasked entries.
-    """
-    from sparsify.kernels.triton.norm_bound import screen_d3
-
-    assert isinstance(importance, D3)
-    return screen_d3(candidates, importance, factors)
 
 
 def cut(candidates: Candidates, limit: int) -> None:

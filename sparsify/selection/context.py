@@ -21,26 +21,21 @@ class Work:
     The numbers are known from shapes and lengths: counting waits for no device. Each rank counts its own work.
 
     Attributes:
-        screened: computed tile by tile and compared, in bfloat16 where the CPU has matrix units. On a GPU those that
-            the norms ruled out are counted here too: only the device knows how many they are.
-        verified: screened entries that could be among the best.
+        screened: not ruled out by the norms of a product's factors, so computed and compared.
         dense: taken from a whole gradient.
-        skipped: ruled out by the norms of a product's factors, so not computed.
-        wasted: screened first, then computed densely after all, as too many were left or not all might be finite.
+        skipped: ruled out by the norms, so not computed.
     """
 
     screened: int = 0
-    verified: int = 0
     dense: int = 0
     skipped: int = 0
-    wasted: int = 0
 
     def __str__(self) -> str:
         """Describes the work.
 
         Example:
-            >>> print(Work(screened=84_934_656, verified=312, dense=600_123))
-            84.9 M entries screened, 312 entries verified, 0.6 M entries dense
+            >>> print(Work(screened=84_312, dense=600_123, skipped=84_934_656))
+            84,312 entries screened, 0.6 M entries dense, 84.9 M entries skipped
         """
         short = {way: f"{n:,}" if n < 100_000 else f"{n / 1e6:,.1f} M" for way, n in asdict(self).items() if n}
         return ", ".join(f"{number} entries {way}" for way, number in short.items()) or "no entry was looked at"

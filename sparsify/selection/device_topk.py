@@ -15,12 +15,11 @@ from torch import Tensor
 
 from sparsify.core.importance import Importance
 from sparsify.core.topk import Winners, best_first
-from sparsify.kernels.candidates import Candidates, Factors, Part
-from sparsify.kernels.select import cut, may_overflow, screens, select, select_product
+from sparsify.kernels.candidates import Candidates, Part
+from sparsify.kernels.select import cut, may_overflow, select
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
-SEEN = 2  # entries for each candidate that may stay until a cut; once as many were offered, there is a threshold
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
@@ -59,19 +58,6 @@ class _Held:
             number = min(whole.stop - start, most_at_once, max(FEWEST_AT_ONCE, self._seen))
             self._offer(importance, whole._replace(start=start, stop=start + number))
             start += number
-
-    def screen(self, importance: Importance, factors: Factors) -> Tensor | None:
-        """Offers the entries of one tensor if its product is to be screened."""
-        if self._seen <= SEEN * self.candidates.limit:
-            return None
-        expected = factors.weight.numel() * self.candidates.size / self._seen  # as many of it as of the entries so far
-        if not screens(self.candidates, importance, factors, expected):
-            return None
-        if not self._is_cut:
-            self._cut(self.candidates.limit)
-        unmasked = select_product(self.candidates, importance, factors)
-        self._most, self._seen = self.candidates.limit, self._seen + factors.weight.numel()
-        return unmasked
 
     def _offer(self, importance: Importance, part: Part) -> None:
         candidates, number = self.candidates, part.stop - part.start
@@ -124,14 +110,6 @@ class DeviceTopK:
     ) -> None:  # fmt: skip
         """Offers the entries of one tensor; see :meth:`sparsify.core.topk.TopK.offer`."""
         self._on(grad.device).offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
-
-    def screen(self, importance: Importance, factors: Factors) -> Tensor | None:
-        """Offers the entries of one tensor but the excluded ones, if its product is to be screened.
-
-        Returns:
-            The gradient of the unmasked entries (k,); ``None`` where nothing was offered.
-        """
-        return self._on(factors.left.device).screen(importance, factors)
 
     def _on(self, device: torch.device) -> _Held:
         if device not in self._held:

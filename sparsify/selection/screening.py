@@ -1,9 +1,8 @@
 """Finds a linear layer's candidates without computing all of its gradient.
 
-The norms of the factors left and right rule out most of the product left^T right, and the rest is multiplied and
-compared tile by tile (``kernels/norm_bound.py``). The few entries that could reach the top-k's threshold, by the error
-bound and by their weight, are offered to it. Where tiles are rounded, these are computed again in full: the top-k sees
-what the full product would have shown it, summed in float32.
+The norms of the factors left and right rule out most of the product left^T right (``kernels/norm_bound.py``). The rest
+is multiplied, and the entries that reach the top-k's threshold are offered to it: the top-k sees what the full product
+would have shown it, summed in float32.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 
 from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient
-from sparsify.core.importance import ROUNDING_SLACK
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK
-from sparsify.kernels.candidates import Factors
-from sparsify.kernels.costs import costs_of
-from sparsify.kernels.norm_bound import screen
+from sparsify.kernels.costs import SCREENED, costs_of
+from sparsify.kernels.norm_bound import size_of, staircase
 from sparsify.kernels.sddmm import sddmm
 from sparsify.selection.context import SelectionContext, scan_dense
 from sparsify.selection.device_topk import DeviceTopK
@@ -46,30 +43,20 @@ def scan(
         The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
     """
     if isinstance(context.topk, DeviceTopK) and isinstance(gradient, (Product, TiedGradient)):
-        unmasked = _scan_product_on_device(context, tensor, gradient, excluded)
-        if unmasked is not None:
-            return unmasked, gradient
-    if can_screen(context, gradient):
+        if gradient.numel > MOST_MULTIPLIED:
+            return _scan_blocks(context, tensor, gradient, excluded), gradient
+    elif can_screen(context, gradient):
         unmasked = scan_screened(context, tensor, gradient, excluded)
         if unmasked is not None:
             return unmasked, gradient
     return scan_dense(context, tensor, gradient, excluded)
 
 
-def _scan_product_on_device(
+def _scan_blocks(
     context: SelectionContext, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor
-) -> Tensor | None:
-    """Offers the entries of a product that is screened, or multiplied out in blocks; ``None`` where it is neither."""
+) -> Tensor:
+    """Offers the entries of a product on a GPU, multiplied out in blocks of rows."""
     topk, (height, cols) = context.topk, tensor.matrix_shape
-    assert isinstance(topk, DeviceTopK)
-    if isinstance(gradient, Product):
-        factors = Factors(gradient.left, gradient.right, tensor.matrix, tensor.offset, tensor.indices, excluded)
-        unmasked = topk.screen(context.importance, factors)
-        if unmasked is not None:
-            context.work.screened += gradient.numel
-            return unmasked
-    if gradient.numel <= MOST_MULTIPLIED:
-        return None
     context.work.dense += gradient.numel
     blocks, weight = RowBlocks(gradient, tensor.indices, excluded), tensor.matrix
     at_once = max(1, MOST_MULTIPLIED // cols)
@@ -86,7 +73,7 @@ def can_screen(context: SelectionContext, gradient: Gradient) -> bool:
     return (
         isinstance(product, Product)
         and product.left.device.type == "cpu"
-        and product.left.dtype in (torch.float32, torch.bfloat16)
+        and product.left.dtype in SCREENED
         and context.importance.monotone
         and product.numel >= SMALLEST_SCREENED
         and isinstance(context.topk, TopK)
@@ -100,8 +87,8 @@ def scan_screened(
     """Offers the entries of a product, or a tied table, that can reach the top-k's threshold.
 
     Returns:
-        The gradient of the unmasked entries (k,); ``None`` where screening costs more than the full product, found too
-        many entries, or where not everything might be finite: nothing was offered then.
+        The gradient of the unmasked entries (k,); ``None`` where screening costs more than the full product, or where
+        not everything might be finite: nothing was offered then.
     """
     if isinstance(gradient, Product):
         return _screen(context, tensor, gradient, excluded)
@@ -121,31 +108,39 @@ def _screen(
     context: SelectionContext, tensor: MaskedTensor, product: Product, excluded: Tensor, left_out: Tensor | None = None
 ) -> Tensor | None:
     """Offers the entries of a product but for the rows (r,) left out; returns those of the unmasked entries (k,)."""
-    limits = costs_of(product.left, product.right).limits(tensor.count)
-    if limits is None:
+    left, right, topk, work = product.left, product.right, context.topk, context.work
+    most = costs_of(left, right).most_screened(tensor.count)
+    if not most:
         return None
-    topk, work, weight = context.topk, context.work, tensor.matrix
     assert isinstance(topk, TopK)
-    least, numel = context.importance.least_gradient(topk.threshold.float(), weight), product.numel
+    least, numel = context.importance.least_gradient(topk.threshold.float(), tensor.matrix), product.numel
     if left_out is not None:
         least = least.index_fill(0, left_out, torch.inf)
-        numel -= left_out.numel() * weight.shape[1]
-    found = screen(product.left, product.right, tensor.indices, excluded, least, limits)
-    if found is None:
-        work.wasted += numel
+        numel -= left_out.numel() * right.shape[1]
+    steps = staircase(left, right, least, most)
+    if steps is None:
         return None
-    multiplied = min(found.multiplied, numel)  # whole tiles reach beyond the product's edge
-    work.screened += multiplied
-    work.skipped += numel - multiplied
-    if not found.indices.numel():
-        return found.taken
-    near = weight.take(found.indices)
-    scores = context.importance.score(near.float(), found.most)
-    could_win = (scores * ROUNDING_SLACK >= topk.threshold).nonzero().squeeze(1)
-    if could_win.numel():
-        work.verified += could_win.numel()
-        candidates, grads = found.indices[could_win], found.values[could_win]
-        if found.rounded:
-            grads = sddmm(product.left, product.right, candidates)
-        topk.offer_entries(context.importance, candidates + tensor.offset, near[could_win], grads)
-    return found.taken
+    work.screened += size_of(steps)
+    work.skipped += numel - size_of(steps)
+    if steps:
+        right_part = right.index_select(1, steps[0][1]).float()
+    for rows, columns in steps:
+        grads = left.index_select(1, rows).float().t() @ right_part[:, : columns.numel()]
+        _offer_step(context, tensor, grads, least, rows, columns, excluded)
+    return sddmm(left, right, tensor.indices)
+
+
+def _offer_step(
+    context: SelectionContext, tensor: MaskedTensor, grads: Tensor, least: Tensor, rows: Tensor, columns: Tensor,
+    excluded: Tensor,
+) -> None:  # fmt: skip
+    """Offers the entries of a gradient (r, c) at some rows (r,) and columns (c,) that reach their row's threshold."""
+    topk = context.topk
+    assert isinstance(topk, TopK)
+    row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
+    indices = rows[row] * tensor.matrix_shape[1] + columns[column]
+    kept = torch.isin(indices, excluded, invert=True)
+    indices = indices[kept]
+    if indices.numel():
+        weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
+        topk.offer_entries(context.importance, indices + tensor.offset, weights, grads)

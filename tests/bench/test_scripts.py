@@ -165,9 +165,8 @@ def test_ranks_are_measured_in_every_round(script):
 
 def test_the_roofline_counts_the_products_of_a_layer(script):
     phases = script("roofline").phases
-    methods = ("floor", "id3", "id3, screened, half left")
-    work = [sum(phase[0] for phase in phases(method, 10, 20, 30, 0, "float32")) for method in methods]
-    assert work == [24_000, 38_400, 30_000]
+    work = [sum(phase[0] for phase in phases(method, 10, 20, 30, 0, "float32")) for method in ("floor", "id3")]
+    assert work == [24_000, 38_400]
 
 
 def row(key, kind, count=1, host=0, device=0, whole=0):

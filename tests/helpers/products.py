@@ -1,15 +1,11 @@
 """Factors of products left^T right that are hard to screen, their entries in float64, and costs that favour it."""
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
-from sparsify.kernels import norm_bound
 from sparsify.kernels.costs import Costs
-from sparsify.kernels.cpu.library import library
 
-FREE = Costs(dense=1, norms=0, tile=1e-9, base=0, entry=0.5 / 4096)  # any number may be verified
-FORMS = ["matrix units", "registers", "plain"]
+FREE = Costs(dense=1, entry=0.5 / 4096, norms=0, tile=1e-9)
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 100])
 KINDS = {
     "random": lambda left, right: (left, right),
@@ -67,13 +63,3 @@ def _opposite(left, right, power):
 def _alternating(factor):
     factor[1::2] *= -1
     return factor
-
-
-def screen_in_form(form, monkeypatch):
-    """Screening in one of the ``FORMS``; the test is skipped where the machine does not have it."""
-    if form == "plain":
-        return norm_bound.plain_screen
-    if library() is None or (form == "matrix units" and not library().has_matrix_units()):
-        pytest.skip(f"needs a compiler and {form}")
-    monkeypatch.setattr(norm_bound, "has_matrix_units", lambda: form == "matrix units")
-    return norm_bound.screen

@@ -30,13 +30,10 @@ from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparsify import SparseDelta, base_weights, get_unmasker, register_importance, sparsify
+from sparsify import SparseDelta, base_weights, register_importance, sparsify
 from sparsify.common.ranks import Ranks
-from sparsify.core import tensor as core_tensor
 from sparsify.core.importance import D3, SNIP, Fisher, GraSP, Magnitude
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
-from sparsify.kernels import costs
-from sparsify.selection import device_topk
 
 SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2
@@ -122,7 +119,6 @@ class Case:
     lora: bool = False  # a LoRA's entries, by PEFT
     autocast: torch.dtype | None = None
     oracle: bool = False  # dense gradients and masks instead of the library
-    screened: bool = False  # the widest linear layers are, as large ones would be
     ranks: str = ""  # how two ranks select together; the other one, which is mocked, has this one's gradients
 
     def model(self, place, seed=0):
@@ -165,7 +161,6 @@ CASES = {
     "pafi": Case("pafi"),
     "everything": Case(everything=True),
     "lora": Case(lora=True),
-    "screened": Case(screened=True),
     "float16": Case(autocast=torch.float16),
     "bfloat16": Case(autocast=torch.bfloat16),
     "float16 oracle": Case(autocast=torch.float16, oracle=True),
@@ -181,10 +176,10 @@ ORACLES = [f"{name} oracle" for name in AUTOCAST]
 STREAMED = ["full", "id3", "pafi"]
 RUNS = {
     "cpu": [name for name in CASES if name not in AUTOCAST + ORACLES],  # a CPU casts other operators
-    "default": [name for name in CASES if name != "screened"],  # which the side stream sees too
-    "side": [*STREAMED, "everything", "lora", "screened", *AUTOCAST, "exact ranks"],
+    "default": list(CASES),
+    "side": [*STREAMED, "everything", "lora", *AUTOCAST, "exact ranks"],
     "two streams": [*STREAMED, "lora", *AUTOCAST],
-    "two devices": [*STREAMED, "everything", "lora", "screened", *AUTOCAST, "fish"],
+    "two devices": [*STREAMED, "everything", "lora", *AUTOCAST, "fish"],
     "side on two devices": STREAMED,
 }
 
@@ -278,17 +273,6 @@ def two_ranks(mocked):
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def large_layers(wanted):
-    """The feed-forward layers (16 x 24) are screened as large ones are; for all layers the interpreter takes long."""
-    numbers = [(costs, "BYTES", 1e30), (costs, "LAUNCHES", 0), (device_topk, "SEEN", 0)]
-    numbers.append((core_tensor, "LARGEST_SMALL", 16 * 16))
-    with contextlib.ExitStack() as stack:
-        for number in numbers if wanted else ():
-            stack.enter_context(patch.object(*number))
-        yield
-
-
 class NotCounted(contextlib.nullcontext):
     """In place of ``fake_cuda.Counted``: real devices tell neither races nor waits."""
 
@@ -298,7 +282,7 @@ class NotCounted(contextlib.nullcontext):
 def run(case, place, counted):
     """Trains and restores; returns what is found as JSON."""
     restoring = counted()
-    with two_ranks(case.ranks), large_layers(case.screened):
+    with two_ranks(case.ranks):
         model, batches = case.prepared(place)
         with place.current():
             losses, sets, model, steps = train(model, batches, case, place, counted)
@@ -310,7 +294,6 @@ def run(case, place, counted):
         "races": sum((seen.races for seen in [*steps, restoring]), Counter()),
         "waits": sum(steps[-1].waits.values()),
         "restored": restored,
-        "screened": get_unmasker(model).work.screened if case.screened else 0,
     }
 
 

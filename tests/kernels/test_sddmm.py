@@ -9,33 +9,22 @@ from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors, seeded
 
 from sparsify.kernels import has_triton
-from sparsify.kernels.cpu.library import library
-from sparsify.kernels.sddmm import plain_sddmm, sddmm
+from sparsify.kernels.sddmm import plain_sddmm
 from sparsify.masked import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=["compiled", "plain", "triton", "transposed"], scope="module")
+@pytest.fixture(params=["plain", "triton", "transposed"], scope="module")
 def form(request, device):
-    """All forms; the compiled ones where the machine has them."""
-    if request.param in ("triton", "transposed"):
-        if not has_triton(device):
-            pytest.skip("Triton is not installed, or does not run here")
-        from sparsify.kernels.triton import sddmm as triton_sddmm
+    """All forms."""
+    if request.param == "plain":
+        return plain_sddmm
+    if not has_triton(device):
+        pytest.skip("Triton is not installed, or does not run here")
+    from sparsify.kernels.triton import sddmm as triton_sddmm
 
-        return partial(triton_sddmm.sddmm, transposes=request.param == "transposed")
-    if request.param == "compiled" and (library() is None or device.type != "cpu"):
-        pytest.skip("needs a compiler and a CPU")
-    return sddmm if request.param == "compiled" else plain_sddmm
-
-
-@pytest.fixture(scope="module")
-def cpu_form(form):
-    """The forms of a CPU."""
-    if form not in (sddmm, plain_sddmm):
-        pytest.skip("a form of a GPU")
-    return form
+    return partial(triton_sddmm.sddmm, transposes=request.param == "transposed")
 
 
 @settings(max_examples=80)
@@ -43,10 +32,10 @@ def cpu_form(form):
     kind=st.sampled_from(sorted(KINDS)), tokens=SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), number=st.sampled_from([0, 1, 15, 16, 17, 100]),
 )  # fmt: skip
-def test_the_entries_are_those_of_the_product(cpu_form, kind, tokens, rows, cols, seed, dtype, number):
+def test_the_entries_are_those_of_the_product(kind, tokens, rows, cols, seed, dtype, number):
     left, right = factors(kind, tokens, rows, cols, dtype, seed)
     indices = torch.randint(rows * cols, (number,), generator=seeded(seed))
-    taken = cpu_form(left, right, indices)
+    taken = plain_sddmm(left, right, indices)
     assert taken.dtype == torch.float32
     # the rounding of sums in float32, and of terms that are too small for it
     off = (left.double().abs().t() @ right.double().abs()) * tokens * 2**-23 + tokens * 2**-126
@@ -76,9 +65,9 @@ def test_entries_may_repeat_in_any_order_and_factors_be_strided(form):
 
 
 @pytest.mark.parametrize("number", [0, 3, 30])
-def test_no_entry_or_no_token_is_an_empty_sum(cpu_form, number):
+def test_no_entry_or_no_token_is_an_empty_sum(number):
     indices = torch.zeros(number, dtype=torch.int64)
-    assert cpu_form(torch.empty(0, 2), torch.empty(0, 3), indices).tolist() == [0] * number
+    assert plain_sddmm(torch.empty(0, 2), torch.empty(0, 3), indices).tolist() == [0] * number
 
 
 @pytest.mark.parametrize("number", [1, 40])
@@ -92,12 +81,12 @@ def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
 
 
 @pytest.mark.parametrize("number", [5, 200])
-def test_the_same_bits_come_twice_from_any_number_of_threads(cpu_form, threads, number):
+def test_the_same_bits_come_twice_from_any_number_of_threads(threads, number):
     left, right = factors("random", 300, 40, 30)
     indices = torch.randint(1200, (number,), generator=seeded(0))
     for number_of_threads in (1, 2, 5):
         threads(number_of_threads)
-        assert torch.equal(cpu_form(left, right, indices), cpu_form(left, right, indices))
+        assert torch.equal(plain_sddmm(left, right, indices), plain_sddmm(left, right, indices))
 
 
 @pytest.mark.parametrize("number", [0, 2, 40])

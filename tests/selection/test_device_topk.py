@@ -15,9 +15,7 @@ from torch import nn
 from twins import Twins
 
 from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
-from sparsify.core import tensor as core_tensor
 from sparsify.core.topk import TopK
-from sparsify.kernels import costs
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
 
@@ -220,22 +218,3 @@ def test_a_further_use_of_an_embeddings_table_waits_no_more(like_a_gpu, monkeypa
 def test_the_count_of_waits_sees_those_of_the_cpus_way(monkeypatch):
     monkeypatch.setattr("sparsify.core.tensor.LARGEST_SMALL", 0)  # each tensor is looked at by itself
     assert sum(waits_of_a_step(6).values()) > sum(waits_of_a_step(1).values()) > 4
-
-
-def test_layers_may_be_screened_once_there_is_a_threshold(monkeypatch):
-    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    monkeypatch.setattr(device_topk, "SEEN", 0)
-    monkeypatch.setattr(core_tensor, "LARGEST_SMALL", 40)
-    monkeypatch.setattr(costs, "BYTES", 1e30)
-    monkeypatch.setattr(costs, "LAUNCHES", 0)
-    runs = []
-    for ahead in (("cpu",), ()):
-        monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
-        model, batches = build("mlp")
-        sparsify(model, BUDGET, "id3", steps=STEPS)
-        runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))
-    work = [get_unmasker(run).work for run in runs]
-    assert work[0].screened
-    assert work[0].screened + work[0].dense == work[1].dense
-    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    torch.testing.assert_close(*(run.state_dict() for run in runs))

@@ -79,7 +79,7 @@ def test_sparsity_and_entropy_are_those_of_the_densities():
 
 
 def test_the_text_says_it_all():
-    work = Work(screened=84_934_656, verified=312, dense=600_123)
+    work = Work(screened=84_312, dense=600_123, skipped=84_934_656)
     found = a_summary(num_dense=1500, budget=2000, unmasked=500, num_candidates=40_000, last_work=work)
     assert str(found).splitlines() == [
         "strategy           id3 (D3(exp=2, eps=1), Increment())",
@@ -91,7 +91,7 @@ def test_the_text_says_it_all():
         f"selection entropy  {found.selection_entropy:.4f}",
         "entry updates      12 (a static mask's: 6,000)",
         "state              1,234 bytes",
-        "last selection     84.9 M entries screened, 312 entries verified, 0.6 M entries dense",
+        "last selection     84,312 entries screened, 0.6 M entries dense, 84.9 M entries skipped",
         "unmasked most:",
         "  b           4  40.0000%",
         "  a           2  20.0000%",

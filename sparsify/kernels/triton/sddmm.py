@@ -2,7 +2,7 @@
 
 Few entries are read where they are: a program takes a block of them and a share of the tokens, and the shares are
 summed afterwards. So few entries keep the whole GPU busy, and the sum is the same at every run. For many, both factors
-are transposed first (``packed.py``): as they are, each number of a dot product lies in a sector of its own.
+are transposed first: as they are, each number of a dot product lies in a sector of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from sparsify.kernels.triton.packed import pack, packed_sddmm
 
 ENTRIES = 64  # of a program
 TOKENS = 16  # at once
@@ -23,7 +21,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor, *, transposes: bool) -> 
     """See :func:`sparsify.kernels.sddmm.sddmm`; takes at least one token and one entry."""
     tokens, number = left.shape[0], indices.numel()
     if transposes:
-        return packed_sddmm(pack(left, right), indices)
+        left, right = left.t().contiguous().t(), right.t().contiguous().t()
     shares = triton.cdiv(tokens, SHARE)
     partial = torch.empty(shares, number, dtype=torch.float32, device=left.device)
     with torch.cuda.device_of(left):

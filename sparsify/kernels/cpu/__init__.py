@@ -1,1 +1,0 @@
-"""The C++ forms of the hot loops, compiled on first use."""
