@@ -12,6 +12,7 @@ import torch
 from models import ARCHITECTURES, build, loss_of
 from quantized_models import quantized_build
 from scipy.stats import spearmanr
+from sparsify.analysis.plots import NONE_COLOR
 from torch import nn
 
 from sparsify import (
@@ -25,7 +26,6 @@ from sparsify import (
     summary,
 )
 from sparsify.analysis import change_correlation, plot_shares, plot_trajectory, shares, trajectory
-from sparsify.analysis.plots import NONE_COLOR
 from sparsify.analysis.shares import places, tables
 from sparsify.common.extras import MissingExtraError
 from sparsify.delta.entries import TensorDelta

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sparsify.cli.demo.classifier import Tokenized, default_model, load_classifier
+from sparsify.cli.demo.docstrings import LABELS, Example, load_examples
 from typer.testing import CliRunner
 
 from sparsify import SparseDelta, SparsifyError
 from sparsify.cli import make_app
 from sparsify.cli.demo import classifier, command, docstrings, training
-from sparsify.cli.demo.classifier import Tokenized, default_model, load_classifier
-from sparsify.cli.demo.docstrings import LABELS, Example, load_examples
 
 SOURCE = '''"""Tools for reading and writing things."""
 raise SystemExit("a source is parsed, never run")

@@ -7,14 +7,14 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
-
-from sparsify import get_unmasker
 from sparsify.bench.methods import METHODS, Trainee
 from sparsify.bench.settings import AHEAD, WARM_UP, Settings
 from sparsify.bench.shapes import SHAPES, build
 from sparsify.bench.worker import Worker, make_state, peak_bytes
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from sparsify import get_unmasker
 from sparsify.training.backward import COLLECT, COMMIT
 
 BUDGET = 2_000

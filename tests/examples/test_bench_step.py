@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
-
 from sparsify.bench import run
 from sparsify.bench.command import TABLE_WIDTH
 from sparsify.bench.report import headline, make_table, plot
 from sparsify.bench.run import GIVE_BACK, HEAPS, Measurement, measure, run_worker
 from sparsify.bench.settings import Settings
 from sparsify.bench.worker import FILL
+from typer.testing import CliRunner
+
 from sparsify.cli import make_app
 from sparsify.errors import SparsifyError
 

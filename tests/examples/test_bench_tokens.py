@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-
 from sparsify.bench.settings import Settings
 from sparsify.bench.tokens import find_texts, make_batches, make_rows
 from sparsify.cli.demo.docstrings import Example
+
 from sparsify.errors import SparsifyError
 
 

@@ -1,6 +1,6 @@
-"""``sparsify bench``: training steps of several methods side by side, and their ratios.
+"""What ``step.py`` measures, and how; the other scripts take their methods and models from here.
 
-command  options, checked before anything starts      run     a process per method and round
-worker   one method in one process                    report  table and plot
-methods  what each method trains                      shapes, tokens  the models and their batches
+settings  of a measured process       run      a process per method and round
+worker    one method in one process   report   table and plot
+methods   what each method trains     models   shapes, published and pretrained, and their batches
 """
