@@ -64,10 +64,11 @@ def source_files(root: Path) -> Iterator[Path]:
 def read_examples(path: Path, root: Path) -> Iterator[Example]:
     """Yields the docstrings of one source file; none where this Python cannot parse it."""
     try:
-        nodes: list[Any] = [node for node in ast.walk(ast.parse(path.read_bytes())) if type(node) in LABEL_OF]
+        tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
-    for node in nodes:
+    documented: list[Any] = [node for node in ast.walk(tree) if type(node) in LABEL_OF]
+    for node in documented:
         words = (ast.get_docstring(node) or "").split()[:MAX_WORDS]
         if len(words) >= MIN_WORDS:
             yield Example(" ".join(words), LABEL_OF[type(node)], path.relative_to(root).as_posix())
@@ -137,8 +138,7 @@ class DocstringClassifier(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The logits (b, c) of token ids (b, l) and their mask (b, l)."""
-        logits: Tensor = self.head(self.features(input_ids, attention_mask))
-        return logits
+        return self.head(self.features(input_ids, attention_mask))
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mean hidden states (b, d), padding left out."""
@@ -228,12 +228,13 @@ def frozen_baseline_accuracy(model: DocstringClassifier, training: Tokenized, he
 
     That is an upper bound, so that nothing is gained by a weak baseline. The model stays as it is.
     """
-    model.eval()
-    features, held_out_features = all_rows(model.features, training), all_rows(model.features, held_out)
-    heads = [copy.deepcopy(model.head) for _ in BASELINE_DECAYS]
-    for head, decay in zip(heads, BASELINE_DECAYS, strict=True):
+    features, judged = (all_rows(model.eval().features, data) for data in (training, held_out))
+    found = []
+    for decay in BASELINE_DECAYS:
+        head = copy.deepcopy(model.head)
         fit_head(head, features, training.labels, decay)
-    return max(accuracy(head(held_out_features), held_out.labels) for head in heads)
+        found.append(accuracy(head(judged), held_out.labels))
+    return max(found)
 
 
 def demo(
