@@ -27,7 +27,7 @@ from classifiers import model_path
 from fastapi import FastAPI
 from transformers.utils import logging
 
-from sparsify.cli.demo.docstrings import Example, load_examples
+from sparsify.cli.demo import Example, load_examples
 
 LABELS = {"documents": ("module", "class", "function"), "order": ("shuffled", "in order")}
 TEXTS = [

@@ -24,7 +24,6 @@ FLOORS = [
     {""},  # the package itself: the public names
     {"analysis", "integrations"},
     {"cli"},
-    {"bench"},
     {"__main__"},
 ]
 HEAVY = ["transformers", "peft", "accelerate", "matplotlib", "scipy", "typer", "rich", "sklearn", "pandas", "datasets"]

@@ -12,16 +12,14 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from step_bench.run import conditions
 from torch import Tensor
 
 from sparsify import SparseDelta, SparsifyError
-from sparsify.bench.command import check_names
-from sparsify.bench.run import conditions
-from sparsify.bench.settings import DTYPES
+from sparsify.common.names import did_you_mean
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import TensorDelta
 
-__all__ = ["DTYPES", "check_names"]  # for the scripts
 MB = 2**20
 NOISE = 1_000_003  # random numbers that are repeated over large tensors
 BERTS = {
@@ -36,6 +34,15 @@ def run(main: Callable) -> None:
         typer.run(main)
     except (SparsifyError, OSError) as error:
         sys.exit(str(error))
+
+
+def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises ``SparsifyError`` for the first unknown name, with those that are near."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
 
 
 def bert(shape: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

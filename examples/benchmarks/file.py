@@ -17,7 +17,8 @@ from typing import Annotated
 
 import torch
 import typer
-from common import BERTS, DTYPES, bert, check_names, entries_of, report, run, saved_bytes, write_json
+from common import BERTS, bert, check_names, entries_of, report, run, saved_bytes, write_json
+from step_bench.settings import DTYPES
 from torch import Tensor, nn
 
 from sparsify import SparseDelta, SparsifyError

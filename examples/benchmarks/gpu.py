@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 METHODS = "full,lora,shira,static,id3,dense-id3"
-GRACE = 10  # seconds that the bench has to end by itself, with what is measured
+GRACE = 10  # seconds that step.py has to end by itself, with what is measured
 SHOWN = 40  # last lines of a part's output
 
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A shape of the bench, and what it is measured with."""
+    """A shape of step.py, and what it is measured with."""
 
     shape: str
     options: tuple[str, ...]
@@ -58,7 +58,15 @@ def parts(out: Path, device: str, models: Iterable[Model]) -> list[Part]:
     found = [Part("tests", TEST_SECONDS, tests)]
     for model in models:
         options = [*model.options, "--shape", model.shape, "--device", device, "--dtype", "bfloat16"]
-        bench = [sys.executable, "-m", "sparsify", "bench", *options, "--methods", METHODS, "--rounds", "1"]
+        bench = [
+            sys.executable,
+            str(ROOT / "examples/benchmarks/step.py"),
+            *options,
+            "--methods",
+            METHODS,
+            "--rounds",
+            "1",
+        ]
         bench += ["--steps", "10", "--limit", str(model.bench_seconds - GRACE)]
         bench += ["--json", f"{out / model.shape}.json", "--plot", f"{out / model.shape}.png"]
         found.append(Part(model.shape, model.bench_seconds, bench))

@@ -21,9 +21,9 @@ import safetensors.torch
 import torch
 import typer
 from common import MB, entries_of, report, run, write_json
+from step_bench.worker import peak_bytes
 
 from sparsify import SparseDelta, SparsifyError
-from sparsify.bench.worker import peak_bytes
 from sparsify.delta.checkpoint.reader import INDEX_NAME, Checkpoint
 
 CHILD = "--merge-and-report"

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from common import DTYPES, check_names, report, run, write_json
+from common import check_names, report, run, write_json
+from step_bench.methods import METHODS
+from step_bench.models import SHAPES
+from step_bench.run import run_worker
+from step_bench.settings import DTYPES, Settings
+from step_bench.worker import FILL, Worker, seconds_between
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify.bench.methods import METHODS
-from sparsify.bench.run import run_worker
-from sparsify.bench.settings import Settings
-from sparsify.bench.shapes import SHAPES
-from sparsify.bench.worker import FILL, Worker, seconds_between
 from sparsify.common.extras import require
-from sparsify.training.backward import COLLECT, COMMIT
+from sparsify.core.step import COLLECT, COMMIT
 
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 WAIT = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$|cuda(Malloc|Free)$")  # of which the profiler's end takes one

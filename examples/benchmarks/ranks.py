@@ -21,16 +21,16 @@ import torch
 import torch.distributed.nn.functional  # before there is a group: its default arguments would keep it
 import typer
 from common import BERTS, MB, check_names, report, run, write_json
+from step_bench.methods import LORA_RANK
+from step_bench.models import make_batches
+from step_bench.settings import PLANNED_STEPS, SEED, Settings
+from step_bench.worker import fill, peak_bytes
 from torch import distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsify import get_unmasker, sparsify
-from sparsify.bench.methods import LORA_RANK
-from sparsify.bench.settings import PLANNED_STEPS, SEED, Settings
-from sparsify.bench.tokens import make_batches
-from sparsify.bench.worker import fill, peak_bytes
 
 METHODS = ("full", "lora", "id3-exact", "id3-candidates")
 FILL_STEPS = 6

@@ -31,11 +31,11 @@ import numpy
 import torch
 import typer
 from common import MB, build, check_names, report, run, write_json
+from step_bench.models import LLAMA_1B, TINY
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsify import DeltaPublisher, DeltaSubscriber, get_unmasker, sparsify
-from sparsify.bench.shapes import LLAMA_1B, TINY
 from sparsify.common.raw_bits import digest
 
 QUARTER = {"num_hidden_layers": 4}  # of 16

@@ -19,13 +19,14 @@ from typing import Annotated
 
 import torch
 import typer
-from common import DTYPES, MB, build, check_names, entries_of, report, run, write_json
+from common import MB, build, check_names, entries_of, report, run, write_json
 from peft import LoraConfig, get_peft_model
+from step_bench.settings import DTYPES
+from step_bench.worker import status_bytes
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from sparsify import DeltaSwitch, SparseDelta
-from sparsify.bench.worker import status_bytes
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 LLAMA_1B = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from examples.analysis import plot_shares
 from examples.figures.look import FOLDER, save
 from sparsify import SparseDelta
-from sparsify.analysis import plot_shares
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from examples.benchmarks.step_bench.settings import Settings
+from examples.benchmarks.step_bench.worker import Worker
 from examples.figures.look import FOLDER, FULL, INK, LORA, OURS, save
-from sparsify.bench.settings import Settings
-from sparsify.bench.worker import Worker
 
 METHODS = {"full": ("full fine-tuning", FULL), "lora": ("LoRA r = 8", LORA), "id3": ("ID3", OURS)}
 MB = 2**20
@@ -127,7 +127,7 @@ def _visible(step: Step) -> tuple[np.ndarray, np.ndarray]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", default="bert-base", help="as in sparsify bench")
+    parser.add_argument("--shape", default="bert-base", help="as in examples/benchmarks/step.py")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=int, default=320_000)
     parser.add_argument("--out", type=Path, default=FOLDER / "step.svg")

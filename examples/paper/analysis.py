@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from examples.analysis import change_correlation
 from examples.paper.methods import METHODS
 from examples.paper.settings import Settings
 from examples.paper.tables import markdown
 from examples.paper.tasks import TASKS
 from examples.paper.training import Experiment, load, train
 from sparsify import summary
-from sparsify.analysis import change_correlation
 
 NAMES = {"id3": "ID3, increment-S", "d3-repeat": "D3, repeat-S", "full": "full"}
 POINTS = 40  # of a curve

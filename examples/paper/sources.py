@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from sparsify.cli.demo.docstrings import source_files
+from sparsify.cli.demo import source_files
 
 Rows = list[dict]
 Split = tuple[Rows, dict[str, Rows]]  # rows to train on; rows to judge on, by the name of their set

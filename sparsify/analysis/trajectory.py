@@ -69,7 +69,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
     if not isinstance(model, nn.Module):
         raise SparsifyError(
             f"expected a sparsified model, got {type(model).__name__}: only the model that was trained has its "
-            "steps. shares() and plot_shares() show where the entries of a delta are."
+            "steps. shares() shows where the entries of a delta are."
         )
     engine = get_unmasker(model)
     if type(points) is not int or points < 2:

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = (
-    "sparsify.cli.demo.command:demo",
+    "sparsify.cli.demo:demo",
     *(f"sparsify.cli.commands:{name}" for name in ("info", "verify", "merge", "diff", "add", "to_peft", "push")),
-    "sparsify.bench.command:bench",
 )
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # holds the package `examples`
 from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
 from examples.paper.methods import METHODS  # noqa: E402
 from examples.paper.settings import Settings  # noqa: E402
-from sparsify.cli.demo.classifier import default_model  # noqa: E402
+from sparsify.cli.demo import default_model  # noqa: E402
 
 BUDGET, WIDTH = 50, 16
 HEAD = 2 * WIDTH + 2

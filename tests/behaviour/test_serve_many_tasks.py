@@ -17,8 +17,7 @@ from models import train
 from transformers import AutoTokenizer
 
 from sparsify import SparseDelta, sparsify
-from sparsify.cli.demo.classifier import default_model
-from sparsify.cli.demo.docstrings import Example
+from sparsify.cli.demo import Example, default_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXTS = ["a fine film", "dull and far too long", "warm and funny"]

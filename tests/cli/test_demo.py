@@ -2,9 +2,7 @@
 
 import random
 import re
-import sysconfig
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +10,9 @@ from sklearn.linear_model import LogisticRegression
 from typer.testing import CliRunner
 
 from sparsify import SparseDelta, SparsifyError
+from sparsify.cli import demo as module
 from sparsify.cli import make_app
-from sparsify.cli.demo import classifier, command, docstrings, training
-from sparsify.cli.demo.classifier import Tokenized, default_model, load_classifier
-from sparsify.cli.demo.docstrings import LABELS, Example, load_examples
+from sparsify.cli.demo import LABELS, Example, Tokenized, default_model, load_classifier, load_examples
 
 SOURCE = '''"""Tools for reading and writing things."""
 raise SystemExit("a source is parsed, never run")
@@ -51,7 +48,7 @@ def model():
 def demo(examples, monkeypatch, tmp_path):
     """Runs the command on a few short examples; gives what it printed and the delta."""
     few = [[example for example in part if len(example.text) < 60][:32] for part in examples]
-    monkeypatch.setattr(command, "load_examples", lambda: tuple(few))
+    monkeypatch.setattr(module, "load_examples", lambda: tuple(few))
 
     def demo(*options):
         arguments = ["demo", "--out", str(tmp_path), *options]
@@ -68,7 +65,7 @@ def tokenized(*lengths):
     return Tokenized(ids, (ids > 0).long(), torch.zeros(len(rows)))
 
 
-def test_there_are_enough_docstrings_of_each_label(examples):
+def test_examples_are_enough_of_each_label_and_held_out_ones_of_other_files_and_not_nearly_the_same(examples):
     training, held_out = examples
     assert len(training) >= 1_000
     assert len(held_out) >= 300
@@ -76,20 +73,6 @@ def test_there_are_enough_docstrings_of_each_label(examples):
         counts = Counter(example.label for example in part)
         assert set(counts) == set(range(len(LABELS)))
         assert max(counts.values()) < len(part) / 2
-
-
-def test_the_examples_do_not_depend_on_the_order_of_the_files(monkeypatch):
-    files = list(docstrings.source_files(Path(sysconfig.get_path("stdlib"))))[:20]
-    found = []
-    for order in (files, files[::-1]):
-        monkeypatch.setattr(docstrings, "source_files", lambda root, order=order: order)
-        found.append(load_examples())
-    assert found[0] == found[1]
-    assert all(found[0])
-
-
-def test_held_out_docstrings_are_of_other_files_and_not_nearly_in_the_training_part(examples):
-    training, held_out = examples
     assert not {example.file for example in training} & {example.file for example in held_out}
     seen, asked = ([set(re.findall("[a-z]+", one.text.lower())) for one in part] for part in examples)
     assert max(len(a & b) / max(1, len(a | b)) for a in asked for b in seen) < 0.81
@@ -97,7 +80,7 @@ def test_held_out_docstrings_are_of_other_files_and_not_nearly_in_the_training_p
 
 def test_a_source_is_parsed_and_never_run(tmp_path):
     (tmp_path / "things.py").write_text(SOURCE)
-    found = list(docstrings.read_examples(tmp_path / "things.py", tmp_path))
+    found = list(module.read_examples(tmp_path / "things.py", tmp_path))
     assert found == [
         Example("Tools for reading and writing things.", LABELS.index("module"), "things.py"),
         Example("Reads one thing after another.", LABELS.index("class"), "things.py"),
@@ -105,18 +88,15 @@ def test_a_source_is_parsed_and_never_run(tmp_path):
         Example("Skip what is not a thing.", LABELS.index("function"), "things.py"),
     ]
     (tmp_path / "future.py").write_text('"""Written for a Python that is yet to come."""\nlet x = 1\n')
-    assert list(docstrings.read_examples(tmp_path / "future.py", tmp_path)) == []
-
-
-def test_a_python_without_sources_is_an_error_that_says_so(tmp_path):
-    with pytest.raises(SparsifyError, match=r"no docstrings in .* installed with them"):
+    assert list(module.read_examples(tmp_path / "future.py", tmp_path)) == []
+    with pytest.raises(SparsifyError, match=r"no docstrings in .* installed with its library's sources"):
         load_examples(tmp_path)
 
 
 def test_padding_does_not_matter_and_long_texts_are_cut(model):
     texts = ["A thing.", "word " * 500]
-    (data,) = classifier.tokenize(default_model(), [Example(text, 0, "things.py") for text in texts])
-    assert data.lengths.tolist() == [5, classifier.MAX_TOKENS]
+    (data,) = module.tokenize(default_model(), [Example(text, 0, "things.py") for text in texts])
+    assert data.lengths.tolist() == [5, module.MAX_TOKENS]
     logits = model(**data.batch([0, 1]))
     assert logits.shape == (2, len(LABELS))
     assert data.batch([0])["input_ids"].shape == (1, 5)
@@ -125,7 +105,7 @@ def test_padding_does_not_matter_and_long_texts_are_cut(model):
 
 def test_an_epoch_has_every_row_once_in_batches_of_similar_length():
     lengths = random.Random(0).choices(range(1, 40), k=100)
-    batches = training.shuffled_batches(tokenized(*lengths), random.Random(0))
+    batches = module.shuffled_batches(tokenized(*lengths), random.Random(0))
     for _ in range(2):
         epoch = [next(batches) for _ in range(7)]  # of 16 and a last one of 4
         assert sorted(row for batch in epoch for row in batch) == list(range(100))
@@ -133,7 +113,7 @@ def test_an_epoch_has_every_row_once_in_batches_of_similar_length():
 
 
 def test_all_rows_keeps_their_order():
-    result = training.all_rows(lambda input_ids, attention_mask: input_ids.sum(1), tokenized(5, 2, 9))
+    result = module.all_rows(lambda input_ids, attention_mask: input_ids.sum(1), tokenized(5, 2, 9))
     assert result.tolist() == [25, 4, 81]
 
 
@@ -142,7 +122,7 @@ def test_the_baseline_head_is_logistic_regression():
     features = torch.randn(200, 8, generator=generator)
     labels = (features @ torch.randn(8, 3, generator=generator)).argmax(1)
     head = torch.nn.Linear(8, 3)
-    training.fit_head(head, features, labels, decay=0.03)
+    module.fit_head(head, features, labels, decay=0.03)
     reference = LogisticRegression(C=1 / (0.03 * 200), tol=1e-8).fit(features, labels)
     expected = torch.tensor(reference.predict_proba(features), dtype=torch.float32)
     torch.testing.assert_close(head(features).softmax(-1), expected, atol=1e-3, rtol=0)
@@ -152,13 +132,13 @@ def test_the_baseline_leaves_the_model_as_it_was(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.tensor([[101, token, 102] for token in range(2000, 2012)])
     data = Tokenized(ids, torch.ones_like(ids), torch.arange(12) % 3)
-    assert training.frozen_baseline_accuracy(model, data, data) == 1.0
+    assert module.frozen_baseline_accuracy(model, data, data) == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_command_saves_the_same_delta_each_time_and_prints_the_table(demo):
     (text, first), (_, second) = (demo("--steps", "3", "--budget", "90", "--seed", "3") for _ in range(2))
-    for part in ("step 3/3", "unmasked 90/90", "frozen baseline", "90 of 22,56", "same predictions, bit for bit"):
+    for part in ("step 3/3", "unmasked 90\n", "frozen baseline", "90 of 22,56", "same predictions, bit for bit"):
         assert part in text
     assert first.num_entries == 90
     assert sorted(first.whole) == ["head.bias", "head.weight"]
@@ -171,6 +151,10 @@ def test_a_delta_that_predicts_something_else_is_an_error(demo, monkeypatch):
         demo("--steps", "1")
 
 
-def test_the_budget_is_entries_or_a_share():
-    cases = [(None, "id3"), (None, "bitfit"), (90.0, "id3"), (0.5, "id3"), (1.5, "id3")]
-    assert [command.entries_of(*case) for case in cases] == [38_000, None, 90, 0.5, 1.5]
+@pytest.mark.parametrize(
+    ("options", "unmasked"),
+    [((), 38_000), (("--strategy", "bitfit"), 25_728), (("--budget", "90"), 90), (("--budget", "0.01"), 225_649)],
+)
+def test_the_budget_is_entries_or_a_share(demo, options, unmasked):
+    text, _ = demo("--steps", "1", "--strategy", "random", *options)
+    assert f"{unmasked:,} of 22,56" in text

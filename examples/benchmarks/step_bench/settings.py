@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Settings:
-    """A method, a model, and the conditions that it is measured under; most are options of ``sparsify bench``."""
+    """A method, a model, and the conditions that it is measured under; most are options of ``step.py``."""
 
     method: str
     shape: str = "bert-base"

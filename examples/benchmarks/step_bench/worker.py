@@ -1,7 +1,7 @@
 """One method in one process: builds the model, does some training steps, and reports their times and the memory.
 
 argv    the settings (JSON); then the number of steps to measure, or ``fill``
-stdout  one line (JSON): lists and numbers by the names of :class:`sparsify.bench.run.Measurement`
+stdout  one line (JSON): lists and numbers by the names of ``run.Measurement``
 
 With ``fill`` it writes the state of filled buffers instead.
 """
@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify.api import get_unmasker, trained_state
-from sparsify.bench.methods import METHODS
-from sparsify.bench.settings import SEED, WARM_UP, Settings
-from sparsify.bench.shapes import SHAPES, build
-from sparsify.bench.tokens import make_batches
-from sparsify.training.backward import COLLECT, COMMIT
+from sparsify import get_unmasker, trained_state
+from sparsify.core.step import COLLECT, COMMIT
+
+from .methods import METHODS
+from .models import SHAPES, build, make_batches
+from .settings import SEED, WARM_UP, Settings
 
 FILL = "fill"
 FILL_STEPS = 24
@@ -47,7 +47,7 @@ class Worker:
         self.library_bytes = 0 if settings.is_cuda else peak_bytes()
         model = build(settings)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.batches: Iterator[dict[str, Tensor]] = make_batches(settings, model.config.vocab_size, seed)  # type: ignore[union-attr,arg-type]
+        self.batches: Iterator[dict[str, Tensor]] = make_batches(settings, model.config.vocab_size, seed)
         started = self._mark()
         self.trainee = self.method.prepare(model, settings)
         self.initialisation = seconds_between(started, self._mark())

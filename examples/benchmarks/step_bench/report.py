@@ -10,13 +10,12 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparsify.analysis.plots import COLORS
-from sparsify.bench.methods import FLOOR, FULL
-from sparsify.bench.run import EXHAUSTED, Measurement
-from sparsify.common.extras import require
+from .methods import FLOOR, FULL
+from .run import EXHAUSTED, Measurement
 
 MB = 2**20
 OURS = ("id3", "static", "bitfit")  # prefixes of this library's methods, which stand out
+COLORS = ("#0072B2", "#D55E00")  # other methods, ours
 PANELS: dict[str, Callable[[Measurement], float]] = {
     "time of a step (seconds)": lambda one: one.step_seconds,
     "peak memory (GB)": lambda one: one.held_bytes / 1e9,
@@ -72,6 +71,8 @@ def make_table(results: Sequence[Measurement]) -> Table:
 
 def plot(results: Sequence[Measurement], path: Path) -> None:
     """Draws time and memory: a bar for each measured method, at each budget and size of the model."""
+    from matplotlib.figure import Figure
+
     results = [one for one in results if one.updates]
     conditions = [
         (one.shape, f"{one.layers or 'all'} layers", f"budget {one.budget:,}", one.dtype, one.device,
@@ -82,7 +83,7 @@ def plot(results: Sequence[Measurement], path: Path) -> None:
     names = [", ".join([name, *compress(own, differ)]) for name, own in zip(_names(results), conditions, strict=True)]
     colors = [COLORS[1] if name.startswith(OURS) else COLORS[0] for name in names]
     size = (10, max(3.6, 0.4 * len(names)))  # inches
-    figure = require("matplotlib.figure", extra="plot").Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(", ".join(compress(conditions[0], [not one for one in differ])), fontsize=10)
     for ax, (title, value_of) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         values = list(map(value_of, results))

@@ -1,31 +1,35 @@
-"""``sparsify bench``: its options, checked before anything starts, and the tables it ends with."""
+"""Training steps of several methods side by side: memory, initialisation, update and step, and their ratios.
+
+    python examples/benchmarks/step.py --rounds 3 --methods floor,full,lora,static,id3
+
+Each method runs in a process of its own, in interleaved rounds. Options are checked before anything starts.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import typer
+from common import check_names, run
 from rich.console import Console
 from safetensors.torch import save_file
+from step_bench.methods import METHODS
+from step_bench.models import SHAPES, find_texts, make_rows
+from step_bench.report import headline, make_table, plot
+from step_bench.run import OUT_OF_MEMORY, Measurement, measure, to_json
+from step_bench.settings import MOST_STEPS, Settings
 
-from sparsify.bench.methods import METHODS
-from sparsify.bench.report import headline, make_table, plot
-from sparsify.bench.run import OUT_OF_MEMORY, Measurement, measure, to_json
-from sparsify.bench.settings import MOST_STEPS, Settings
-from sparsify.bench.shapes import SHAPES
-from sparsify.bench.tokens import find_texts, make_rows
-from sparsify.cli.demo.classifier import default_model
+from sparsify import SparsifyError
+from sparsify.cli.demo import default_model
 from sparsify.common.extras import require
-from sparsify.errors import SparsifyError, did_you_mean
 
 TABLE_WIDTH = 124  # columns of text: a narrower terminal wraps lines instead of cutting figures off
 
 
-def bench(
+def main(
     shape: Annotated[
         str, typer.Option("--shape", "--shapes", help=f"Model shapes, comma-separated: {', '.join(SHAPES)}.")
     ] = "bert-base",
@@ -94,15 +98,6 @@ def bench(
         raise SparsifyError("; ".join(failed))
 
 
-def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises ``SparsifyError`` for the first unknown name, with those that are near."""
-    known = list(known)
-    for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise SparsifyError(f"unknown {what} {name!r}; expected one of {', '.join(known)}.{hint}")
-
-
 def _check(methods: list[str], shapes: list[str], device: str, depths: list[int]) -> None:
     kind = device.partition(":")[0]
     check_names(methods, METHODS, "method")
@@ -129,3 +124,7 @@ def _numbers(text: str, option: str, least: int) -> list[int]:
     if not numbers or min(numbers) < least:
         raise SparsifyError(f"{option} {text!r}; expected whole numbers of at least {least}, comma-separated.")
     return numbers
+
+
+if __name__ == "__main__":
+    run(main)

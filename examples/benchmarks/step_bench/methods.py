@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.api import desparsify, get_unmasker, sparsify
-from sparsify.bench.settings import PLANNED_STEPS, Settings
-from sparsify.bench.shapes import SHAPES
-from sparsify.core.importance import D3
-from sparsify.core.schedule import Schedule
+from sparsify import D3, Schedule, desparsify, get_unmasker, sparsify
+
+from .models import SHAPES
+from .settings import PLANNED_STEPS, Settings
 
 LORA_RANK = 8
 FLOOR, FULL = "floor", "full"

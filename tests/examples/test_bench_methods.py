@@ -1,5 +1,7 @@
-"""Each benchmarked method trains what it says, from the same filled buffers."""
+"""Each benchmarked method trains what it says, from the same filled buffers and on the same batches."""
 
+import gzip
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,15 +9,16 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from step_bench.methods import METHODS, Trainee
+from step_bench.models import SHAPES, build, find_texts, make_batches, make_rows
+from step_bench.settings import AHEAD, WARM_UP, Settings
+from step_bench.worker import Worker, make_state, peak_bytes
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify import get_unmasker
-from sparsify.bench.methods import METHODS, Trainee
-from sparsify.bench.settings import AHEAD, WARM_UP, Settings
-from sparsify.bench.shapes import SHAPES, build
-from sparsify.bench.worker import Worker, make_state, peak_bytes
-from sparsify.training.backward import COLLECT, COMMIT
+from sparsify import SparsifyError, get_unmasker
+from sparsify.cli.demo import Example
+from sparsify.core.step import COLLECT, COMMIT
 
 BUDGET = 2_000
 SMALL = {  # of each family
@@ -190,3 +193,46 @@ def test_a_model_is_made_in_its_dtype_with_the_same_weights_each_time():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert torch.get_default_dtype() == torch.float32
     assert first.training
+
+
+class Words:
+    """A tokenizer that gives each word its length."""
+
+    cls_token_id, sep_token_id = 101, 102
+
+    def __call__(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
+
+
+def test_rows_are_whole_and_of_one_label():
+    texts = [("a bb ccc", 0), ("dddd eeeee", 1), ("ffffff g", 0), ("hh", 1)]
+    rows = make_rows(texts, Words(), length=4)
+    found = sorted(zip(rows["tokens"].tolist(), rows["labels"].tolist(), strict=True))
+    assert found == [([101, 1, 2, 102], 0), ([101, 3, 6, 102], 0), ([101, 4, 5, 102], 1)], "a rest is not used"
+    for length in (2, 100):
+        with pytest.raises(SparsifyError, match=rf"{length} tokens a sequence; .* change --seq"):
+            make_rows([("a b", 0)], Words(), length)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
+def test_texts_are_mrpc_from_the_folder_in_the_environment_or_else_docstrings(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("SPARSIFY_DATA", str(tmp_path))
+    examples = [Example("A text.", 1, "a.py")], [Example("Another.", 0, "b.py")]
+    monkeypatch.setattr("sparsify.cli.demo.load_examples", lambda: examples)
+    assert find_texts() == ("docstrings", [("A text.", 1), ("Another.", 0)])
+    (tmp_path / "mrpc").mkdir()
+    row = json.dumps({"sentence1": "One.", "sentence2": "Two.", "label": 1}) + "\n"
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / "mrpc" / name, "wt") as file:
+        file.write(row * 2)
+    assert find_texts() == ("mrpc", [("One. Two.", 1)] * 2)
+
+
+def test_batches_are_the_same_for_all_methods_and_of_real_text_where_there_is_some(tmp_path):
+    save_file({"tokens": torch.arange(20).view(5, 4), "labels": torch.arange(5)}, tmp_path / "tokens.safetensors")
+    for tokens in ("", "mrpc"):
+        settings = Settings("id3", shape="tiny", batch=3, length=4, tokens=tokens, folder=str(tmp_path))
+        first, second = (next(make_batches(settings, 9, seed=1)) for _ in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert first["input_ids"].shape == (3, 4)
+    assert torch.equal(first["input_ids"][:, 0], 4 * first["labels"])

@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from sparsify.bench.methods import METHODS
-from sparsify.bench.settings import Settings
-from sparsify.bench.worker import FILL
 from sparsify.errors import SparsifyError, brief
+
+from .methods import METHODS
+from .settings import Settings
+from .worker import FILL
 
 # By default glibc returns some of the freed memory to the system and gets it back page by page, which takes up to a
 # tenth of a step and varies from run to run. These are its limits for keeping all of it.
 HEAPS = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "system": {}}
 EXHAUSTED = OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+FOLDER = str(Path(__file__).parents[1])  # of this package
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}  # memory is measured where glibc returns all freed memory
 
 
@@ -103,7 +105,8 @@ def run_worker(settings: Settings, task: str, heap: Mapping[str, str], seconds: 
     Raises ``SparsifyError``: ``OUT_OF_MEMORY`` on a GPU, ``OUT_OF_TIME`` after ``seconds``, or the process's error.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-m", "sparsify.bench.worker", json.dumps(asdict(settings)), task]
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [FOLDER, inherited.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "step_bench.worker", json.dumps(asdict(settings)), task]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env={**inherited, **heap}, timeout=seconds)
     except subprocess.TimeoutExpired:

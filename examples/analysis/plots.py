@@ -9,18 +9,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib
+from matplotlib import colors, pyplot, ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import nn
 
-from sparsify.analysis.shares import Source, TensorShare, tables
-from sparsify.analysis.trajectory import trajectory
-from sparsify.common.extras import require
-from sparsify.errors import SparsifyError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from sparsify import SparsifyError
+from sparsify.analysis import TensorShare, trajectory
+from sparsify.analysis.shares import Source, tables
 
 # Okabe and Ito's colour-blind safe palette; the line styles differ in greyscale, too
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -32,32 +31,16 @@ MAX_LABELS = 16  # of layers
 SMALL, TITLE = 8, 10  # points, of tick labels and titles
 
 
-def plot_trajectory(
-    model: nn.Module | Mapping[str, nn.Module], ax: Sequence[Axes] | None = None, *, points: int = 100
-) -> Figure:
+def plot_trajectory(model: nn.Module | Mapping[str, nn.Module], points: int = 100) -> Figure:
     """Draws selection entropy and tensor sparsity over the optimizer steps, from the first unmasked entry on.
 
     Args:
         model: a sparsified model, or several by label, drawn in the same axes.
-        ax: two axes, for the entropy and for the sparsity; a new figure by default.
         points: maximum number of points of each curve.
-
-    Returns:
-        The figure.
-
-    Raises:
-        SparsifyError: as :func:`sparsify.analysis.trajectory` does, and for another number of axes, or no axes.
-        MissingExtraError: when matplotlib is not installed.
-
-    Example:
-        >>> from sparsify import sparsify
-        >>> models = {name: sparsify(nn.Linear(4, 4), 8, strategy=name) for name in ["pafi", "random"]}
-        >>> [ax.get_ylabel() for ax in plot_trajectory(models).axes]
-        ['selection entropy (nats)', 'tensor sparsity (%)']
     """
     models = _by_label(model)
     curves = [[point for point in trajectory(one, points) if point.unmasked] for one in models.values()]
-    entropy, sparsity = _axes(ax, 2, figsize=(8.4, 3.2))
+    figure, (entropy, sparsity) = pyplot.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained")
     for label, curve, color, style in zip(models, curves, cycle(COLORS), cycle(STYLES), strict=False):
         look: Any = {"color": color, "linestyle": style, "label": label, "marker": "o" if len(curve) == 1 else ""}
         steps = [point.step for point in curve]
@@ -74,10 +57,10 @@ def plot_trajectory(
         axes.spines[["top", "right"]].set_visible(False)
     if isinstance(model, Mapping):
         sparsity.legend(frameon=False)
-    return entropy.get_figure()
+    return figure
 
 
-def plot_shares(source: Source | Mapping[str, Source], ax: Axes | Sequence[Axes] | None = None) -> Figure:
+def plot_shares(source: Source | Mapping[str, Source]) -> Figure:
     """Draws the unmasked share of every tensor: a row for each kind, a column for each layer.
 
     Tensors outside of layers have a column of their own. Tensors with nothing unmasked are grey; cells without a
@@ -85,24 +68,7 @@ def plot_shares(source: Source | Mapping[str, Source], ax: Axes | Sequence[Axes]
     apart.
 
     Args:
-        source: a sparsified model or a :class:`sparsify.SparseDelta`, or several by label, drawn side by side in the
-            same colours.
-        ax: one for each source; a new figure by default.
-
-    Returns:
-        The figure.
-
-    Raises:
-        SparsifyError: as :func:`sparsify.analysis.shares` does, for nothing to draw, and for another number of axes, or
-            no axes.
-        MissingExtraError: when matplotlib is not installed.
-
-    Example:
-        >>> from sparsify import sparsify
-        >>> model = sparsify(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 8, strategy="pafi")
-        >>> figure = plot_shares(model)
-        >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
-        ['weight', 'bias']
+        source: a sparsified model or a delta, or several by label, drawn side by side in the same colours.
     """
     by_label = tables(_by_label(source))
     rows = [row for table in by_label.values() for row in table]
@@ -112,14 +78,15 @@ def plot_shares(source: Source | Mapping[str, Source], ax: Axes | Sequence[Axes]
     layers = sorted({row.layer for row in rows}, key=lambda layer: -1 if layer is None else layer)
     grids = {label: _grid(table, kinds, layers) for label, table in by_label.items()}
     width = 1.3 + 0.065 * max(map(len, kinds)) + len(grids) * max(2.6, 0.3 * len(layers))  # inches
-    panels = _axes(ax, len(grids), figsize=(width, max(2.8, 1.0 + 0.2 * len(kinds))), sharey=True)
+    size = (width, max(2.8, 1.0 + 0.2 * len(kinds)))
+    figure, [panels] = pyplot.subplots(1, len(grids), squeeze=False, layout="constrained", figsize=size, sharey=True)
     norm = _norm([share for grid in grids.values() for row in grid for share in row])
     for panel, (label, table) in zip(panels, by_label.items(), strict=True):
         mesh = _draw(panel, grids[label], kinds, layers, norm)
         title = f"{sum(row.unmasked for row in table):,} unmasked entries"
         panel.set_title(f"{label}\n{title}" if label else title, fontsize=TITLE)
     _add_bar(panels[-1], mesh, has_empty=not all(row.unmasked for row in rows))
-    return panels[0].get_figure()
+    return figure
 
 
 def _grid(table: Sequence[TensorShare], kinds: Sequence[str], layers: Sequence[int | None]) -> list[list[float]]:
@@ -152,10 +119,10 @@ def _kinds(by_source: Iterable[Sequence[TensorShare]]) -> list[str]:
 
 def _draw(panel: Axes, grid: Any, kinds: Sequence[str], layers: Sequence[int | None], norm: Any) -> Any:
     """Draws one source's cells; returns the mesh for a colour bar."""
-    colors = require("matplotlib", extra="plot").colormaps[COLORMAP].with_extremes(under=NONE_COLOR, bad="none")
+    colormap = matplotlib.colormaps[COLORMAP].with_extremes(under=NONE_COLOR, bad="none")
     below = norm.vmin / 2 if norm.vmin else -1.0
     cells = [[share or below for share in row] for row in grid]
-    mesh = panel.pcolormesh(cells, cmap=colors, norm=norm, edgecolors="white", linewidth=0.8)
+    mesh = panel.pcolormesh(cells, cmap=colormap, norm=norm, edgecolors="white", linewidth=0.8)
     panel.set_ylim(len(kinds), 0)
     panel.set_yticks([y + 0.5 for y in range(len(kinds))], kinds, fontsize=SMALL)
     first = int(layers[0] is None)
@@ -170,7 +137,6 @@ def _draw(panel: Axes, grid: Any, kinds: Sequence[str], layers: Sequence[int | N
 
 def _norm(shares: Sequence[float]) -> Any:
     """The scale of the colours: logarithmic where the shares are far apart, otherwise linear from zero."""
-    colors = require("matplotlib.colors", extra="plot")
     positive = [share for share in shares if share > 0] or [1.0]
     if max(positive) > LOG_FROM * min(positive):
         return colors.LogNorm(min(positive), max(positive))
@@ -179,7 +145,6 @@ def _norm(shares: Sequence[float]) -> Any:
 
 def _add_bar(panel: Any, mesh: Any, *, has_empty: bool) -> None:
     """Adds a colour bar in percent; on a logarithmic scale, its ticks are at 1, 2, 5 times a power of ten."""
-    ticker = require("matplotlib.ticker", extra="plot")
     bar = panel.get_figure().colorbar(mesh, cax=panel.inset_axes((1.05, 0, 0.05, 1)))
     if bar.norm.vmin:
         bar.ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -193,14 +158,3 @@ def _add_bar(panel: Any, mesh: Any, *, has_empty: bool) -> None:
 def _by_label(one_or_more: Any) -> Mapping[str, Any]:
     """Sources by label; the label of a single one is empty."""
     return one_or_more if isinstance(one_or_more, Mapping) else {"": one_or_more}
-
-
-def _axes(ax: Axes | Sequence[Axes] | None, number: int, **settings: Any) -> list[Any]:
-    """The given axes, or those of a new figure."""
-    pyplot = require("matplotlib.pyplot", extra="plot")
-    if ax is None:
-        return list(pyplot.subplots(1, number, squeeze=False, layout="constrained", **settings)[1][0])
-    given = list(ax) if isinstance(ax, Iterable) else [ax]
-    if len(given) != number or not all(isinstance(one, pyplot.Axes) for one in given):
-        raise SparsifyError(f"ax={ax!r}; expected {number} of matplotlib's axes, or None for a new figure.")
-    return given

@@ -1,22 +1,22 @@
-"""``sparsify bench``: options are checked first, methods take turns, and the report has ratios."""
+"""``examples/benchmarks/step.py``: options are checked first, methods take turns, and the report has ratios."""
 
 import json
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import step
 import torch
+import typer
 from rich.console import Console
+from step_bench import run
+from step_bench.report import headline, make_table, plot
+from step_bench.run import GIVE_BACK, HEAPS, Measurement, measure, run_worker
+from step_bench.settings import Settings
+from step_bench.worker import FILL
 from typer.testing import CliRunner
 
-from sparsify.bench import run
-from sparsify.bench.command import TABLE_WIDTH
-from sparsify.bench.report import headline, make_table, plot
-from sparsify.bench.run import GIVE_BACK, HEAPS, Measurement, measure, run_worker
-from sparsify.bench.settings import Settings
-from sparsify.bench.worker import FILL
-from sparsify.cli import make_app
-from sparsify.errors import SparsifyError
+from sparsify import SparsifyError
 
 PNG = b"\x89PNG"
 FAILURES = {"id3": "its process ended", "full": "out of memory", "lora": "out of time"}
@@ -28,7 +28,9 @@ def measured(method, seconds=1.0, peak=2**30, **settings):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(make_app(), ["bench", *arguments], catch_exceptions=False)
+    app = typer.Typer()
+    app.command()(step.main)
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def asked(monkeypatch):
         seen.extend(methods)
         return [replace(measured("id3"), settings=one) for one in methods]
 
-    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    monkeypatch.setattr(step, "measure", fake)
     return seen
 
 
@@ -89,17 +91,12 @@ def test_what_is_not_measured_is_an_error_at_the_end_unless_memory_ran_out(why, 
     def fake(methods, *_):
         return [measured("id3"), replace(measured("full"), updates=[], failed=why)]
 
-    monkeypatch.setattr("sparsify.bench.command.measure", fake)
+    monkeypatch.setattr(step, "measure", fake)
     arguments = ["--shapes", "tiny", "--plot", str(tmp_path / "picture"), "--json", str(tmp_path / "raw.json")]
     with pytest.raises(SparsifyError, match=f"full: {why}") if is_error else nullcontext():
         invoke(*arguments)
     assert [row["failed"] for row in json.loads((tmp_path / "raw.json").read_text())["results"]] == ["", why]
     assert (tmp_path / "picture").read_bytes()[:4] == PNG
-
-
-def test_a_process_that_takes_too_long_is_out_of_time():
-    with pytest.raises(SparsifyError, match=r"^out of time$"):
-        run_worker(Settings("full", "tiny"), "1", {}, seconds=0.1)
 
 
 @pytest.mark.slow
@@ -130,11 +127,9 @@ def test_every_budget_of_every_shape_is_measured(asked, tmp_path):
     ]  # fmt: skip
     assert len(json.loads(out.read_text())["results"]) == 16
     assert said.count("interleaved rounds") == 8
-
-
-def test_a_shape_has_a_budget_of_its_own_where_none_is_given(asked):
+    asked.clear()
     invoke("--shapes", "tiny,bert-base", "--methods", "id3")
-    assert [one.budget for one in asked] == [1_000, 320_000]
+    assert [one.budget for one in asked] == [1_000, 320_000], "each shape's own"
 
 
 @pytest.mark.parametrize(
@@ -156,9 +151,11 @@ def test_bad_options_are_named_before_anything_starts(arguments, message, asked,
     assert not asked
 
 
-def test_a_workers_error_is_raised_by_the_parent():
+def test_a_workers_error_is_raised_by_the_parent_and_it_has_limited_time():
     with pytest.raises(SparsifyError, match=r"'id3' ended with exit code 1: .* expected 1 to 50,690, .*--methods"):
         run_worker(Settings("id3", "tiny", budget=60_000), FILL, {})
+    with pytest.raises(SparsifyError, match=r"^out of time$"):
+        run_worker(Settings("full", "tiny"), "1", {}, seconds=0.1)
 
 
 def test_ratios_are_to_full_and_floor_by_name_and_not_to_the_first():
@@ -172,31 +169,25 @@ def test_ratios_are_to_full_and_floor_by_name_and_not_to_the_first():
     assert not any("floor" in column.header for column in make_table(results[:2]).columns)
 
 
-def test_no_figure_of_the_table_is_cut_off():
-    results = [measured(method, 13.125, 2**32) for method in ("floor", "full", "supertuning", "dense-id3")]
+def test_no_figure_of_the_table_is_cut_off_and_bars_are_drawn_for_one_point_and_for_several(tmp_path):
+    results = [measured(name, 13.125, 2**32, budget=10**at) for at in (1, 6) for name in ("floor", "full", "dense-id3")]
     for one in results:
         one.trained, one.unmasked, one.sparse = 123_456_789, 1_000_000, [0.125]
-    console = Console(width=TABLE_WIDTH)
+    console = Console(width=step.TABLE_WIDTH)
     with console.capture() as capture:
         console.print(make_table(results))
     assert "…" not in capture.get()
+    for points in (results, results[:2]):
+        plot(points, tmp_path / f"{len(points)}")
+    one, several = ((tmp_path / name).read_bytes() for name in ("2", "6"))
+    assert one[:4] == several[:4] == PNG
+    assert one != several
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+def test_the_headline_says_what_is_not_as_published():
+    for settings, said in [
         ({"layers": 3, "heap": "system"}, "3 layers, random tokens, float32, cpu, batch 8 x 128, glibc's own heap"),
         ({"tokens": "mrpc"}, "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of libraries"),
         ({"device": "cuda"}, "memory of tensors on the GPU"),
-    ],
-)
-def test_the_headline_says_what_is_not_as_published(settings, said):
-    assert said in headline([measured("id3", **settings)], 5, 2)
-
-
-def test_bars_are_drawn_for_one_point_and_for_several(tmp_path):
-    plot([measured("full"), measured("id3")], tmp_path / "one")
-    plot([measured(method, budget=budget) for budget in (10, 100) for method in ("full", "id3")], tmp_path / "several")
-    one, several = ((tmp_path / name).read_bytes() for name in ("one", "several"))
-    assert one[:4] == several[:4] == PNG
-    assert one != several
+    ]:
+        assert said in headline([measured("id3", **settings)], 5, 2)

@@ -22,9 +22,7 @@ NAMES = ("common", "file", "gpu", "lora", "merge", "profile_step", "ranks", "roo
 @pytest.fixture(scope="module")
 def script():
     """Imports a script by name; afterwards all of them are forgotten."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        yield importlib.import_module
+    yield importlib.import_module
     for name in NAMES:
         sys.modules.pop(name, None)
 

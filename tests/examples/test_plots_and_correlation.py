@@ -1,0 +1,133 @@
+"""examples/analysis: pictures of a selection, and the rank correlation of two fine-tunings' changes."""
+
+import copy
+import math
+
+import matplotlib
+import numpy
+import pytest
+import torch
+from models import build, train
+from scipy.stats import spearmanr
+from torch import nn
+
+from examples.analysis import change_correlation, plot_shares, plot_trajectory
+from examples.analysis.plots import NONE_COLOR
+from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, sparsify
+from sparsify.analysis import shares, trajectory
+
+STEPS, BUDGET = 12, 60
+
+
+@pytest.fixture(autouse=True)
+def pictures_go_nowhere():
+    matplotlib.use("Agg")
+    yield
+    matplotlib.pyplot.close("all")
+
+
+def trained(name="mlp", strategy="id3", budget=BUDGET, **settings):
+    """A trained sparsified model and its base."""
+    model, batches = build(name)
+    base = copy.deepcopy(model)
+    sparsify(model, None if strategy in ("full", "bitfit") else budget, strategy, steps=STEPS, **settings)
+    return train(model, batches), base
+
+
+def test_the_curves_are_the_trajectory_from_the_first_unmasked_entry_on():
+    models = {"id3": trained()[0], "pafi": trained(strategy="pafi")[0]}
+    entropy, sparsity = plot_trajectory(models).axes
+    points = trajectory(models["id3"])[1:]
+    assert entropy.lines[0].get_xydata().tolist() == [[p.step, p.selection_entropy] for p in points]
+    assert sparsity.lines[0].get_xydata().tolist() == [[p.step, 100 * p.tensor_sparsity] for p in points]
+    assert [text.get_text() for text in sparsity.get_legend().get_texts()] == ["id3", "pafi"]
+    assert len({(line.get_color(), line.get_linestyle()) for line in entropy.lines}) == 2
+
+
+def test_every_tensor_is_a_cell():
+    model, _ = trained("bert")
+    figure = plot_shares(model)
+    [panel] = figure.axes
+    [mesh] = panel.collections
+    kinds = [label.get_text() for label in panel.get_yticklabels()]
+    drawn = {
+        (x, y): float(value) if value >= mesh.norm.vmin else None
+        for y, row in enumerate(mesh.get_array())
+        for x, value in enumerate(row)
+        if value is not numpy.ma.masked
+    }
+    expected = {
+        (0 if row.layer is None else row.layer + 1, kinds.index(row.kind)): row.share or None for row in shares(model)
+    }
+    assert drawn == expected
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["none", "0", "1"]
+    assert panel.get_title() == f"{BUDGET} unmasked entries"
+
+
+def test_what_has_nothing_unmasked_is_grey_and_nothing_at_all_is_an_error():
+    model, _ = trained("bert", "bitfit")
+    [panel] = plot_shares(model).axes
+    [mesh], [bar] = panel.collections, panel.child_axes
+    num_grey = (mesh.to_rgba(mesh.get_array()) == matplotlib.colors.to_rgba(NONE_COLOR)).all(-1).sum()
+    assert 0 < num_grey == sum(row.unmasked == 0 for row in shares(model))
+    assert bar.get_ylabel() == "unmasked share (grey: none)"
+    assert plot_shares(sparsify(build("bert")[0], BUDGET, steps=STEPS)).axes
+    with pytest.raises(SparsifyError, match="there is nothing to draw: no tensor has entries"):
+        plot_shares(SparseDelta({}))
+
+
+def test_deltas_side_by_side_share_rows_and_colours(tmp_path, recwarn):
+    deltas = {name: SparseDelta.from_model(trained("bert", name)[0]) for name in ("id3", "pafi")}
+    figure = plot_shares(deltas)
+    first, second = figure.axes
+    [bar] = second.child_axes
+    assert first.collections[0].norm is second.collections[0].norm
+    assert first.get_ylim() == second.get_ylim()
+    assert second.get_title() == f"pafi\n{BUDGET} unmasked entries"
+    assert bar.get_ylabel() == "unmasked share"  # a delta has no tensor without an entry
+    figure.savefig(tmp_path / "picture.png")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize("among", ["either", "both"])
+@pytest.mark.parametrize("other", ["random", "full"])
+def test_it_is_spearmans_coefficient_of_the_dense_changes(other, among, magnitude):
+    (a, base), (b, _) = trained("bert"), trained("bert", other, budget=3_000)
+    state = copy.deepcopy(base.state_dict())
+    found = change_correlation(a, b, base, among=among, magnitude=magnitude)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in base.state_dict().items())
+    bases, plain = dict(base.named_parameters()), [desparsify(copy.deepcopy(model)) for model in (a, b)]
+    x, y = (
+        torch.cat([(tuned - bases[name]).detach().flatten() for name, tuned in model.named_parameters()])
+        for model in plain
+    )
+    keep = (x != 0) | (y != 0) if among == "either" else (x != 0) & (y != 0)
+    x, y = (x.abs(), y.abs()) if magnitude else (x, y)
+    assert found.num_entries == int(keep.sum()) > 2
+    assert found.overall == pytest.approx(spearmanr(x[keep], y[keep]).statistic)
+    assert change_correlation(SparseDelta.from_model(a), plain[1], base, among=among, magnitude=magnitude) == found
+
+
+def test_what_one_side_trained_whole_is_left_out():
+    (a, base), (b, _) = trained("bert", modules_to_save=["classifier"]), trained("bert", "full")
+    expected = [name for name in change_correlation(b, b, base).by_tensor if not name.startswith("classifier")]
+    assert list(change_correlation(a, b, base).by_tensor) == expected
+
+
+def test_equal_changes_have_no_correlation_and_other_sources_say_why():
+    base = nn.Linear(3, 2)
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        tuned.weight.copy_(torch.arange(6.0).view(2, 3) + base.weight)
+        tuned.bias[0] += 1
+    found = change_correlation(tuned, tuned, base)
+    assert found.by_tensor["weight"] == pytest.approx(1)
+    assert math.isnan(found.by_tensor["bias"])
+    delta = SparseDelta.diff(base, tuned, progress=False)
+    with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
+        change_correlation(delta, delta, tuned)
+    with pytest.raises(SparsifyError, match="either of a and b changed 0 entries"):
+        change_correlation(SparseDelta({}), SparseDelta({}), base)
+    with pytest.raises(SparsifyError, match="among='all'; expected one of 'either', 'both'"):
+        change_correlation(tuned, tuned, base, among="all")
