@@ -261,10 +261,10 @@ def test_a_delta_cannot_claim_more_than_the_base_has(lora, monkeypatch):
         load_model(*lora)
 
 
-@pytest.mark.parametrize("verb", ["check", "merge", "patches", "to_peft"])
+@pytest.mark.parametrize("verb", ["check", "merge", "patches"])
 def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, verb):
     folder, delta = lora
-    args = {"check": [folder], "merge": [folder, tmp_path / "out"], "patches": [folder], "to_peft": [tmp_path / "out"]}
+    args = {"check": [folder], "merge": [folder, tmp_path / "out"], "patches": [folder]}
     with pytest.raises(SparsifyError, match=f"{verb} goes by the base's own tensors, .* of modules that PEFT"):
         getattr(delta, verb)(*args[verb])
     assert not (tmp_path / "out").exists()
