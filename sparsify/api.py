@@ -23,7 +23,7 @@ from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
 from sparsify.training.install import freeze, install, uninstall
-from sparsify.training.new_parameters import find_new, find_recipes, redrawn
+from sparsify.training.new_parameters import find_new
 from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates, values_dtype
 from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.state import trained_state_of
@@ -46,7 +46,6 @@ def sparsify(
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
     sync: str = "exact",
-    fresh: str = "store",
     fresh_modules: Pattern = None,
     seed: int = 0,
 ) -> Model:
@@ -81,12 +80,10 @@ def sparsify(
         sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
             all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes
             (on a GPU the same as ``"exact"``).
-        fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of our
-            adapters are drawn again, now, from ``seed``, and only their trained entries are stored.
-        fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
+        fresh_modules: modules that the base does not have, as in ``target_modules``, besides PEFT's and adapters' and
+            those that its checkpoint lacks, which are found. A delta stores new parameters whole; ``Prune`` prunes new
             matrices only, unless told otherwise.
-        seed: of a random importance, and of ``fresh="seed"``.
+        seed: of a random importance.
 
     Raises:
         SparsifyError: before anything has been changed.
@@ -123,16 +120,15 @@ def sparsify(
     new_names = find_new(model, fresh_modules, targets.saved)
     check_new(tensors, strategy, new_names)
     buffer_digests = digest_buffers(model)
-    with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
-        if isinstance(strategy.selection, Static):
-            dtype = values_dtype(tensors)
-            selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
+    if isinstance(strategy.selection, Static):
+        dtype = values_dtype(tensors)
+        selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
         zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
     install(
         Plan(
             model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
-            new_names, recipes, buffer_digests, seed, sync,
+            new_names, buffer_digests, seed, sync,
         )
     )  # fmt: skip
     vars(model).pop(FULL, None)

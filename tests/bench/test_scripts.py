@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from sparsify.delta.checkpoint.reader import Checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "gpu", "lora", "merge", "profile_step", "ranks", "roofline", "stream", "swap")
+NAMES = ("common", "file", "gpu", "merge", "profile_step", "ranks", "roofline", "stream", "swap")
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,6 @@ def test_formats_take_the_bytes_that_they_should(script, sizes):
     assert sizes["entropy bound"]["bytes"] == pytest.approx(bits / 8 + 2 * 20_000)
 
 
-def test_320_000_entries_of_a_drawn_lora_take_at_most_six_and_a_half_bytes_each(script):
-    numel, sizes = script("lora").measure("bert-base", 8, 320_000)
-    peft, _, drawn = sizes.values()
-    assert numel == 1_339_392
-    assert peft == pytest.approx(4 * numel, rel=0.05)
-    assert drawn / 320_000 <= 6.5
-
-
 def test_a_merge_takes_the_memory_of_one_tensor(script, tmp_path):
     """Of a checkpoint of 96 MB in tensors of 6 MB, much less than half is in memory at a time."""
     result = script("merge").measure(tmp_path, 96 * 2**20, shards=2, density=0.001)
@@ -71,7 +63,6 @@ def test_a_merge_takes_the_memory_of_one_tensor(script, tmp_path):
     ("name", "options", "row"),
     [
         ("file", {"shape": "minilm", "entries": 20_000}, "flat int64 positions"),
-        ("lora", {"shape": "minilm", "entries": 40_000, "rank": 4}, "PEFT: all of the LoRA"),
         ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
     ],
 )
