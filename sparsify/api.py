@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
-from sparsify.common.ranks import MODES
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import check_new, find_given, select_static, zero_others
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
@@ -45,7 +44,6 @@ def sparsify(
     modules_to_save: list[str] | None = None,
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
-    sync: str = "exact",
     fresh_modules: Pattern = None,
     seed: int = 0,
 ) -> Model:
@@ -77,9 +75,6 @@ def sparsify(
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
-        sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
-            all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes
-            (on a GPU the same as ``"exact"``).
         fresh_modules: modules that the base does not have, as in ``target_modules``, besides PEFT's and adapters' and
             those that its checkpoint lacks, which are found. A delta stores new parameters whole; ``Prune`` prunes new
             matrices only, unless told otherwise.
@@ -99,8 +94,6 @@ def sparsify(
     check_model(model)
     strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
     check_steps(steps)
-    if sync not in MODES:
-        raise SparsifyError(f"sync={sync!r}; expected {' or '.join(repr(mode) for mode in MODES)}.")
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
     if isinstance(strategy.selection, Dense):
@@ -128,7 +121,7 @@ def sparsify(
     install(
         Plan(
             model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
-            new_names, buffer_digests, seed, sync,
+            new_names, buffer_digests, seed,
         )
     )  # fmt: skip
     vars(model).pop(FULL, None)

@@ -58,7 +58,6 @@ BAD_CALLS = [
     ({"budget": 10, "strategy": "full"}, r"budget=10 with a strategy that trains every candidate"),
     ({"schedule": 3}, r"schedule=3; expected a name"),
     ({"steps": 2.5}, r"steps=2\.5; expected"),
-    ({"sync": "excat"}, r"sync='excat'; expected 'exact' or 'candidates'"),
     ({"modules_to_save": ["hed"]}, r"modules_to_save: 'hed' matches no module"),
     ({"target_modules": ["head"], "exclude_modules": ["head"]}, r"no trainable parameter is left"),
     ({"strategy": "fish"}, r"chooses by gradients before training; pass calibration="),

@@ -56,7 +56,6 @@ class UnmaskingPolicy:
     tensors: Sequence[MaskedTensor]  # by ascending offset
     seed: int  # of a random importance
     ranks: Ranks
-    sync_mode: str  # how several ranks select the same entries: "exact" or "candidates"; devices are always exact
     active: Tensor | None = field(default=None, init=False)
 
     static = True
@@ -95,7 +94,7 @@ class UnmaskingPolicy:
             return StreamingSelector(context)
         if isinstance(topk, DeviceTopK):
             return ShardedSelector(context, self.ranks, self.tensors, values.dtype)
-        return DistributedSelector(context, self.ranks, self.tensors, self.sync_mode)
+        return DistributedSelector(context, self.ranks, self.tensors)
 
     def unmask(self, winners: Winners, progress: Progress, slots: Tensor, capacity: int) -> Winners:
         """Takes note of a step's winners, and returns those that get the next free slots, in this order.

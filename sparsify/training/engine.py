@@ -62,7 +62,7 @@ class Engine:
             tensor.collector = self
         self.strategy, self.schedule, self.budget, self.steps = plan.strategy, plan.schedule, plan.budget, plan.steps
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
-        self.seed, self.sync_mode, self.work = plan.seed, plan.sync, Work()
+        self.seed, self.work = plan.seed, Work()
         self.dense_names = tuple(plan.targets.saved)
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
         self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
@@ -73,7 +73,7 @@ class Engine:
         self.base_digests = digest_base(self)
         policy = POLICIES.get(type(self.strategy.selection), UnmaskingPolicy)
         importance = self.strategy.importance
-        self.policy = policy(importance, self.schedule, self.tensors, self.seed, self.ranks, self.sync_mode)
+        self.policy = policy(importance, self.schedule, self.tensors, self.seed, self.ranks)
         self.weights, self.backward = EffectiveWeights(self), BackwardCollector(self)
         self.compiled = CompiledGraphs(self)
         self.known_values: list[weakref.ref[SparseValues]] = []  # the flat deltas so far, the present one last

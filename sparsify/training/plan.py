@@ -39,7 +39,6 @@ class Plan:
     new_names: tuple[str, ...]  # parameters, dense ones apart, that the base does not have
     buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
     seed: int  # of a random importance
-    sync: str  # how several ranks select the same entries: ``"exact"`` or ``"candidates"``
 
 
 def mask_candidates(targets: Targets) -> tuple[MaskedTensor, ...]:

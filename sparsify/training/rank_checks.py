@@ -87,7 +87,7 @@ def check_agreement(is_finite: bool, same_deltas: bool, same_winners: bool) -> N
 def _parts(engine: Engine) -> dict[str, int]:
     buffers, schedule = engine.buffers, engine.schedule
     settings = [engine.strategy.to_dict(), schedule.shape, schedule.every, schedule.until, engine.steps]
-    settings += [engine.budget, engine.values.numel(), engine.seed, engine.sync_mode]
+    settings += [engine.budget, engine.values.numel(), engine.seed]
     counts = [tensor.count for tensor in engine.tensors]
     parts = {
         "settings": settings,

@@ -122,7 +122,7 @@ class Case:
     autocast: torch.dtype | None = None
     oracle: bool = False  # dense gradients and masks instead of the library
     screened: bool = False  # the widest linear layers are, as large ones would be
-    ranks: str = ""  # how two ranks select together; the other one, which is mocked, has this one's gradients
+    ranks: bool = False  # whether two ranks select together; the other one, which is mocked, has this one's gradients
 
     def model(self, place, seed=0):
         model, batches = build("bert", seed)
@@ -135,7 +135,7 @@ class Case:
         model, batches = self.model(place, seed)
         if self.strategy is not None and not self.oracle:
             sparsify(
-                model, self.budget, self.strategy, steps=STEPS, sync=self.ranks or "exact",
+                model, self.budget, self.strategy, steps=STEPS,
                 calibration=batches[-2:] if self.strategy in CALIBRATED else None,
             )  # fmt: skip
         return model, batches
@@ -169,8 +169,7 @@ CASES = {
     "bfloat16": Case(autocast=torch.bfloat16),
     "float16 oracle": Case(autocast=torch.float16, oracle=True),
     "bfloat16 oracle": Case(autocast=torch.bfloat16, oracle=True),
-    "exact ranks": Case(ranks="exact"),
-    "candidates ranks": Case(ranks="candidates"),
+    "exact ranks": Case(ranks=True),
     **{name: Case(strategy) for name, strategy in SELECTIONS.items()},
     "bitfit": Case("bitfit", None),
     "sparseadapter": Case(SPARSEADAPTER, 2000),
