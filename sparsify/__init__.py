@@ -33,7 +33,7 @@ from sparsify.errors import (
 from sparsify.loading import load_model
 from sparsify.masked.embedding import MaskedEmbedding
 from sparsify.masked.linear import MaskedLinear
-from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.version import __version__
@@ -49,7 +49,6 @@ __all__ = [
     "DeltaSwitch",
     "DeltaUpdate",
     "Fisher",
-    "GraSP",
     "Increment",
     "Magnitude",
     "MaskedEmbedding",

@@ -34,7 +34,7 @@ from sparsify import SparseDelta, base_weights, get_unmasker, register_importanc
 from sparsify.common.ranks import Ranks
 from sparsify.kernels import costs
 from sparsify.selection import device_topk, small_tensors
-from sparsify.strategies.importance import D3, SNIP, Fisher, GraSP, Magnitude
+from sparsify.strategies.importance import D3, SNIP, Fisher, Magnitude
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 
 SIMULATED, REAL = "simulated", "real"
@@ -152,12 +152,11 @@ SELECTIONS = {
     "snip": Strategy(SNIP(), Increment()),
     "snip repeat": Strategy(SNIP(), Repeat()),
     "magnitude": Strategy(Magnitude(), Increment()),
-    "grasp": Strategy(GraSP(), Static()),
     "custom": Strategy(custom, Increment()),
-    "erdos-renyi": Strategy(Magnitude(largest=True), Static(allocation="erdos-renyi")),
+    "uniform": Strategy(Magnitude(largest=True), Static("uniform")),
 }
 SPARSEADAPTER = Strategy(SNIP(), Prune(pretrained=True))
-CALIBRATED = [SELECTIONS[name] for name in ("fish", "d3 static", "grasp")] + [SPARSEADAPTER]
+CALIBRATED = [SELECTIONS[name] for name in ("fish", "d3 static")] + [SPARSEADAPTER]
 CASES = {
     "full": Case(None),
     "id3": Case(),
