@@ -55,6 +55,7 @@ BAD_CALLS = [
     ({"budget": True}, r"budget=True; expected an int"),
     ({"budget": "320k"}, r"budget='320k'; expected an int"),
     ({"budget": None}, r"budget=None with D3.*Only bitfit and full"),
+    ({"budget": None, "strategy": "full", "loss_fn": len}, r"loss_fn= are not used by strategy 'full'"),
     ({"budget": 10, "strategy": "full"}, r"budget=10 with a strategy that trains every candidate"),
     ({"schedule": 3}, r"schedule=3; expected a name"),
     ({"steps": 2.5}, r"steps=2\.5; expected"),
