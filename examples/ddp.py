@@ -1,6 +1,6 @@
 """Fine-tune on several GPUs, or on as many CPU processes: DistributedDataParallel with one more line.
 
-    torchrun --standalone --nproc-per-node 2 examples/ddp.py --task mrpc --budget 38000 --sync candidates
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --task mrpc --budget 38000
 
 In: a GLUE task or JSON Lines, as ``text_classification.py`` reads them; ``--batch-size`` is a rank's. Out: the
 accuracy after every epoch, the bytes sent to select the same entries, and in ``--out`` the delta. ``fsdp.py`` imports
@@ -29,7 +29,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method = parser.add_argument_group("method")
     method.add_argument("--strategy", default="id3")
     method.add_argument("--budget", type=number, default=38_000, help="entries, or a share in (0, 1)")
-    method.add_argument("--sync", default="exact", help="exact, or candidates: fewer bytes between the ranks")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)
 
@@ -111,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. One line, before DDP.
     head = [name for name in HEADS if hasattr(task.model, name)]
     model = task.model.to(device)
-    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head, sync=arguments.sync)
+    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head)
     parallel = DistributedDataParallel(model)
 
     # 3. Train: any loop will do.

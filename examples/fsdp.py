@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. One line, before FSDP2.
     head = [name for name in HEADS if hasattr(task.model, name)]
     model = task.model.to(device)
-    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head, sync=arguments.sync)
+    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head)
     shard(model, device)
 
     # 2. Train: any loop will do.

@@ -36,7 +36,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method = parser.add_argument_group("method")
     method.add_argument("--strategy", default="id3", help="dense (plain adapters), id3, sparseadapter, pafi, fish, ...")
     method.add_argument("--budget", type=number, default=0.04, help="entries of the adapters, or a share in (0, 1)")
-    method.add_argument("--fresh", default="seed", help="how the delta holds the initial values: as a seed, or store")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)
 
@@ -60,7 +59,6 @@ def main(arguments: list[str] | None = None) -> dict:
             schedule=arguments.schedule,
             modules_to_save=[head for head in HEADS if hasattr(model, head)],
             calibration=task.calibration_loader if arguments.strategy in CALIBRATED else None,
-            fresh=arguments.fresh,
             seed=arguments.seed,
         )
     print_trainable_parameters(model)
@@ -68,7 +66,7 @@ def main(arguments: list[str] | None = None) -> dict:
     # 3. Train: any loop will do.
     result = train(model, task, arguments)
 
-    # 4. Save: the adapters as AdapterHub does and, smaller, their trained entries with the head.
+    # 4. Save: the adapters as AdapterHub does, and a delta of them with the head.
     result |= {"entries": entries, "updates": entries * task.steps}
     if arguments.out:
         save_adapters(model, arguments.out / "adapter")

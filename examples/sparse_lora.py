@@ -38,7 +38,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method = parser.add_argument_group("method")
     method.add_argument("--strategy", default="id3", help="dense (plain LoRA), id3, pafi, fish, random, ...")
     method.add_argument("--budget", type=number, default=0.24, help="entries of A and B, or a share in (0, 1)")
-    method.add_argument("--fresh", default="seed", help="how the delta holds the initial values: as a seed, or store")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)
 
@@ -68,7 +67,6 @@ def main(arguments: list[str] | None = None) -> dict:
             steps=task.steps,
             schedule=arguments.schedule,
             calibration=task.calibration_loader if arguments.strategy in CALIBRATED else None,
-            fresh=arguments.fresh,
             seed=arguments.seed,
         )
     print_trainable_parameters(model)
@@ -76,7 +74,7 @@ def main(arguments: list[str] | None = None) -> dict:
     # 3. Train: any loop will do.
     result = train(model, task, arguments)
 
-    # 4. Save: an adapter that plain PEFT loads and, smaller, its trained entries alone.
+    # 4. Save: an adapter that plain PEFT loads, and a delta, which load_model puts onto a base.
     result |= {"entries": entries, "updates": entries * task.steps}
     if arguments.out:
         model.save_pretrained(arguments.out / "adapter")

@@ -50,7 +50,6 @@ __all__ = [
     "DeltaSwitch",
     "DeltaUpdate",
     "Fisher",
-    "GraSP",
     "Increment",
     "Magnitude",
     "MaskedEmbedding",

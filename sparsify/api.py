@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
-from sparsify.common.ranks import MODES
 from sparsify.core.install import values_dtype
 from sparsify.core.interrupts import uninterrupted
 from sparsify.core.schedule import Schedule, resolve_schedule
-from sparsify.core.strategy import Dense, Given, Prune, Static, Strategy, resolve_strategy
+from sparsify.core.strategy import Given, Prune, Static, Strategy, resolve_strategy
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import check_new, find_given, select_static, zero_others
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
@@ -24,12 +23,12 @@ from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
 from sparsify.training.install import freeze, install, uninstall
-from sparsify.training.new_parameters import find_new, find_recipes, redrawn
+from sparsify.training.new_parameters import find_new
 from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.settings import extend as extend_run
 from sparsify.training.state import trained_state_of
-from sparsify.training.summary import FULL, Full, Summary, find_full, num_parameters, summarize, summarize_full
+from sparsify.training.summary import Summary, num_parameters, summarize
 from sparsify.training.weights import BaseWeights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,8 +46,6 @@ def sparsify(
     modules_to_save: list[str] | None = None,
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
-    sync: str = "exact",
-    fresh: str = "store",
     fresh_modules: Pattern = None,
     seed: int = 0,
 ) -> Model:
@@ -80,15 +77,10 @@ def sparsify(
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
-        sync: how several ranks select the same entries by their mean gradient: ``"exact"``, those that one process with
-            all their batches would select; or ``"candidates"``, the best among all ranks' own best, in fewer bytes
-            (on a GPU the same as ``"exact"``).
-        fresh: how a delta holds tensors that the base does not have (PEFT's and adapters' weights, those that its
-            checkpoint lacks): ``"store"``, whole; or ``"seed"``: the initial values of LoRA's matrices and of our
-            adapters are drawn again, now, from ``seed``, and only their trained entries are stored.
-        fresh_modules: further modules that the base does not have, as in ``target_modules``; ``Prune`` prunes new
+        fresh_modules: modules that the base does not have, as in ``target_modules``, besides PEFT's and adapters' and
+            those that its checkpoint lacks, which are found. A delta stores new parameters whole; ``Prune`` prunes new
             matrices only, unless told otherwise.
-        seed: of a random importance, and of ``fresh="seed"``.
+        seed: of a random importance.
 
     Raises:
         SparsifyError: before anything has been changed.
@@ -102,14 +94,13 @@ def sparsify(
     Source: the paper's Algorithm 1, for ``strategy="id3"``.
     """
     check_model(model)
-    strategy, schedule = resolve_strategy(strategy), resolve_schedule(schedule)
+    strategy = strategy if strategy == "full" else resolve_strategy(strategy)
+    schedule = resolve_schedule(schedule)
     check_steps(steps)
-    if sync not in MODES:
-        raise SparsifyError(f"sync={sync!r}; expected {' or '.join(repr(mode) for mode in MODES)}.")
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
-    if isinstance(strategy.selection, Dense):
-        _train_full(model, budget, targets)
+    if not isinstance(strategy, Strategy):
+        _freeze_others(budget, targets)
         return model
     check_candidates(model, targets.candidates)
     tensors = mask_candidates(targets)
@@ -125,19 +116,17 @@ def sparsify(
     new_names = find_new(model, fresh_modules, targets.saved)
     check_new(tensors, strategy, new_names)
     buffer_digests = digest_buffers(model)
-    with redrawn(model, find_recipes(model, new_names, fresh, seed)) as recipes:
-        if isinstance(strategy.selection, Static):
-            dtype = values_dtype(tensors)
-            selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
+    if isinstance(strategy.selection, Static):
+        dtype = values_dtype(tensors)
+        selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
         zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
     install(
         Plan(
             model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
-            new_names, recipes, buffer_digests, seed, sync,
+            new_names, buffer_digests, seed,
         )
     )  # fmt: skip
-    vars(model).pop(FULL, None)
     return model
 
 
@@ -157,13 +146,6 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         >>> type(desparsify(model)).__name__
         'Linear'
     """
-    if found := find_full(model):
-        root, full = found
-        del vars(root)[FULL]
-        for name, parameter in root.named_parameters():
-            if name in full.frozen:
-                parameter.requires_grad_(True)
-        return model
     engine = get_engine(model)
     if engine.sharded:
         raise SparsifyError(
@@ -244,23 +226,17 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
     """Budget, unmasked entries by tensor, tensor sparsity, selection entropy, updates and bytes, to be printed.
 
     Args:
-        model: a sparsified model, or one that strategy "full" trains.
+        model: a sparsified model.
         verify: check, in one pass over all weights, that the frozen entries have the SHA-256 that they had at
             ``sparsify()``, that the schedule's number of entries is unmasked, and that a delta holds all that trains.
 
     Raises:
-        SparsifyError: when the model is not sparsified; with ``verify``, when strategy "full" trains all of it.
+        SparsifyError: when the model is not sparsified.
 
     Example:
         >>> summary(sparsify(torch.nn.Linear(4, 4), budget=3, strategy="pafi"), verify=True).verification.ok
         True
     """
-    if found := find_full(model):
-        if verify:
-            raise SparsifyError(
-                'strategy "full" freezes no entries and keeps no base, so there is nothing to verify; leave verify out.'
-            )
-        return summarize_full(*found)
     return summarize(get_engine(model), model, verify=verify)
 
 
@@ -349,23 +325,26 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return trained_state_of(get_engine(model), model)
 
 
-def _train_full(model: nn.Module, budget: int | float | None, targets: Targets) -> None:
+def _freeze_others(budget: int | float | None, targets: Targets) -> None:
+    """Strategy "full", plain fine-tuning: freezes what is not targeted."""
     if budget is not None:
         raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
     if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
         raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
     freeze(targets.frozen.values())
-    names = tuple(candidate.name for candidate in targets.candidates)
-    vars(model)[FULL] = Full(names, tuple(targets.saved), tuple(targets.frozen))
 
 
-def _check_calibration(strategy: Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
-    if strategy.calibrates and calibration is None:
+def _check_calibration(strategy: str | Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
+    is_given = calibration is not None or loss_fn is not None
+    if not isinstance(strategy, Strategy):
+        if is_given:
+            raise SparsifyError(f"calibration= and loss_fn= are not used by strategy {strategy!r}; leave them out.")
+    elif strategy.calibrates and calibration is None:
         raise SparsifyError(
             f"{strategy.importance} with {strategy.selection} chooses by gradients before training; pass calibration=, "
             "an iterable of batches (dicts with labels) or a function of the model that runs backward."
         )
-    if not strategy.calibrates and (calibration is not None or loss_fn is not None):
+    elif not strategy.calibrates and is_given:
         raise SparsifyError(
             f"calibration= and loss_fn= are not used by {strategy.importance} with {strategy.selection}; leave them "
             "out. A gradient importance with Static() or Prune() uses them."

@@ -9,15 +9,17 @@ from a lognormal distribution with a fixed seed. Within a layer they lie at rand
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from common import BERTS, bert, check_names, entries_of, report, run, saved_bytes, write_json
+from safetensors.torch import load_file
 from step_bench.settings import DTYPES
 from torch import Tensor, nn
 
@@ -63,7 +65,7 @@ def main(
 def measure(model: nn.Module, entries: int) -> list[Size]:
     """Writes one delta of the model's linear layers in every format; this library's comes first."""
     weights = linear_weights(model)
-    delta = make_delta(weights, uneven_counts(weights, entries), moved)
+    delta = make_delta(weights, uneven_counts(weights, entries))
     values = sum(part.values.nbytes for part in delta.tensors.values())
     rows = [
         ("sparsify", saved_bytes(delta), "the whole file"),
@@ -72,9 +74,7 @@ def measure(model: nn.Module, entries: int) -> list[Size]:
         ("flat int64 positions", 8 * entries + values, "raw: 8 bytes a position, and the values"),
     ]
     sizes = [{"format": name, "entries": entries, "bytes": size, "counted": counted} for name, size, counted in rows]
-    for method in ("shira", "supertuning"):
-        even = make_delta(weights, peft_counts(method, entries, weights), lambda base: 2 * base)  # exact in any dtype
-        sizes += [peft_size(method, delta, model, ""), peft_size(method, even, model, ", its own counts")]
+    sizes += [peft_size(method, entries, model) for method in ("shira", "supertuning")]
     dense = sum(parameter.nbytes for parameter in model.parameters())
     return [*sizes, {"format": "the whole model", "entries": entries, "bytes": dense, "counted": "every parameter"}]
 
@@ -92,23 +92,12 @@ def uneven_counts(weights: Mapping[str, Tensor], entries: int) -> dict[str, int]
     return dict(zip(weights, (ends.diff(prepend=ends.new_zeros(1)) + 1).tolist(), strict=True))
 
 
-def peft_counts(method: str, entries: int, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Entries by tensor as PEFT's method itself would place about as many."""
-    if method == "shira":
-        rank = max(1, round(entries / sum(sum(weight.shape) for weight in weights.values())))
-        return {name: rank * sum(weight.shape) for name, weight in weights.items()}
-    density = entries / sum(weight.numel() for weight in weights.values())
-    return {name: max(1, int(weight.numel() * density)) for name, weight in weights.items()}
-
-
-def make_delta(
-    weights: Mapping[str, Tensor], counts: Mapping[str, int], train: Callable[[Tensor], Tensor]
-) -> SparseDelta:
+def make_delta(weights: Mapping[str, Tensor], counts: Mapping[str, int]) -> SparseDelta:
     """A delta with that many entries in each tensor, at random positions."""
     generator, parts = torch.Generator().manual_seed(0), {}
     for name, weight in weights.items():
         indices = torch.randperm(weight.numel(), generator=generator)[: counts[name]].sort().values
-        parts[name] = entries_of(weight, indices, train)
+        parts[name] = entries_of(weight, indices, moved)
     return SparseDelta(parts)
 
 
@@ -136,16 +125,25 @@ def toolkit_bytes(delta: SparseDelta) -> int:
         return file.tell()
 
 
-def peft_size(method: str, delta: SparseDelta, model: nn.Module, words: str) -> Size:
+def peft_size(method: str, entries: int, model: nn.Module) -> Size:
+    """Size of PEFT's file with about as many entries, which the method spreads over the layers by their sizes."""
+    from peft import ShiraConfig, SupertuningConfig, get_peft_model
+
+    weights = linear_weights(model)
+    layers = [name.removesuffix(".weight") for name in weights]
+    if method == "shira":
+        rank = max(1, round(entries / sum(sum(weight.shape) for weight in weights.values())))
+        config: Any = ShiraConfig(r=rank, target_modules=layers, random_seed=0)
+    else:
+        density = entries / sum(weight.numel() for weight in weights.values())
+        config = SupertuningConfig(sparsity=1 - density, target_modules=layers)
     with tempfile.TemporaryDirectory() as folder:
-        adapter = delta.to_peft(Path(folder, "adapter"), method, model)
-    places = adapter.entries + adapter.corrections + adapter.padding
-    settings = ", ".join(f"{key}={value:.6g}" for key, value in adapter.settings.items())
-    counted = f"adapter_model.safetensors, {settings}: {100 * adapter.padding / places:.1f} % of its places are padding"
-    if adapter.corrections:
-        counted += f", {100 * adapter.corrections / places:.1f} % are corrections"
-    size = {"entries": delta.num_entries, "bytes": adapter.num_bytes, "counted": counted}
-    return {"format": f"PEFT {method}{words}", **size}
+        get_peft_model(copy.deepcopy(model), config).save_pretrained(folder)
+        file = Path(folder, "adapter_model.safetensors")
+        stored = load_file(file)
+        counts = [tensor.numel() for tensor in stored.values() if tensor.is_floating_point()]
+        counted = "adapter_model.safetensors, at the counts a layer that the method chooses itself"
+        return {"format": f"PEFT {method}", "entries": sum(counts), "bytes": file.stat().st_size, "counted": counted}
 
 
 if __name__ == "__main__":

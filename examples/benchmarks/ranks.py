@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsify import get_unmasker, sparsify
 
-METHODS = ("full", "lora", "id3-exact", "id3-candidates")
+METHODS = ("full", "lora", "id3")
 FILL_STEPS = 6
 
 
@@ -100,8 +100,8 @@ def prepare(settings: Settings, model: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         return get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="SEQ_CLS"))
-    if settings.method.startswith("id3"):
-        sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS, sync=settings.method.removeprefix("id3-"))
+    if settings.method == "id3":
+        sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS)
     return model
 
 
@@ -129,7 +129,7 @@ def train(rank: int, ranks: int, settings: Settings, steps: int, threads: int, f
         optimizer.step()
         optimizer.zero_grad()
 
-    sparse = settings.method.startswith("id3")
+    sparse = settings.method == "id3"
     if sparse:
         fill(model, settings, step, FILL_STEPS)
     step()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "sparsify.cli.demo:demo",
-    *(f"sparsify.cli.commands:{name}" for name in ("info", "verify", "merge", "diff", "add", "to_peft", "push")),
+    *(f"sparsify.cli.commands:{name}" for name in ("info", "verify", "merge", "diff", "add", "push")),
 )
 
 

@@ -113,19 +113,6 @@ def add(
     print(f"wrote {out}")
 
 
-def to_peft(
-    delta: Delta,
-    base: Base,
-    out: Out,
-    method: Annotated[Literal["shira", "supertuning"], typer.Option(help="PEFT's tuner to hold it.")] = "supertuning",
-) -> None:
-    """Write an adapter that PEFT loads without sparsify.
-
-    Example: sparsify to-peft my-delta --base base --out adapter
-    """
-    print(SparseDelta.load(delta).to_peft(out, method=method, base=base))
-
-
 def push(
     delta: Delta,
     repo: Annotated[str, typer.Argument(help="user/repo; made if need be.")],

@@ -25,7 +25,6 @@ from sparsify.errors import SparsifyError
 
 BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
 WIDTH = 8  # integers in a header
-MODES = ("exact", "candidates")
 TIMEOUT_SECONDS = 600.0  # torch's default for NCCL
 
 # two process groups of our own for each default group, since those of DDP and FSDP are in use during a backward pass:

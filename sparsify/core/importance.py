@@ -142,31 +142,6 @@ class SNIP(Importance):
 
 
 @dataclass(frozen=True)
-class GraSP(Importance):
-    """Gradient signal preservation: weight x (H grad), with H the loss's Hessian. For pruning (:class:`Prune`).
-
-    Without an entry, the squared norm of the gradient changes by -2 weight x (H grad), to first order. The paper
-    removes the entries with the largest -weight x (H grad); here the entries to *keep* score highest.
-
-    The calibration differentiates the loss twice, and holds the graph of one batch and a dense gradient of all
-    candidates. A training step has no Hessian, so that GraSP goes with ``Static`` and ``Prune`` only. The paper divides
-    the logits by 200 first: pass a ``loss_fn`` that does so.
-
-    Example:
-        >>> GraSP().score(torch.tensor([0.5, -2.0]), torch.tensor([-3.0, -4.0]))
-        tensor([-1.5000,  8.0000])
-
-    Source: Wang et al. 2020, "Picking winning tickets before training by preserving gradient flow", equations 6 to 8.
-    """
-
-    name = "grasp"
-
-    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
-        """Scores (..., n) from the weights (..., n) and, in place of the gradients, H grad (..., n)."""
-        return weight * grad
-
-
-@dataclass(frozen=True)
 class Magnitude(Importance):
     """Smallest weights first: -abs(weight) (PaFi, Liao et al. 2023).
 
@@ -250,7 +225,7 @@ def _row_maximum(weight: Tensor) -> Tensor:
 
 
 IMPORTANCES: dict[str, Callable[..., Importance]] = {
-    kind.name: kind for kind in (D3, Fisher, SNIP, GraSP, Magnitude, Random, Bias)
+    kind.name: kind for kind in (D3, Fisher, SNIP, Magnitude, Random, Bias)
 }
 
 

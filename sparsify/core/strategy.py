@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, GraSP, Importance, Magnitude, Random
+from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, Importance, Magnitude, Random
 from sparsify.errors import SparsifyError, did_you_mean
-from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL
+
+ALLOCATIONS = ("global", "uniform")
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,10 @@ class Static:
 
     Args:
         allocation: how the budget is divided among the tensors: ``"global"``, the best entries of the whole model;
-            ``"uniform"``, the same density in each tensor; ``"erdos-renyi"``, a density in proportion to
-            (n_in + n_out) / (n_in n_out), so that small tensors stay denser (Mocanu et al. 2018).
+            ``"uniform"``, the same density in each tensor.
     """
 
-    allocation: str = GLOBAL
+    allocation: str = "global"
     name: ClassVar[str] = "static"
 
     def __post_init__(self) -> None:
@@ -108,15 +108,8 @@ class Given:
     name: ClassVar[str] = "given"
 
 
-@dataclass(frozen=True)
-class Dense:
-    """No selection: every candidate is trained and the model stays dense. The baseline."""
-
-    name: ClassVar[str] = "dense"
-
-
-Selection = Static | Increment | Repeat | Given | Dense
-SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Prune, Increment, Repeat, Given, Dense)}
+Selection = Static | Increment | Repeat | Given
+SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Prune, Increment, Repeat, Given)}
 
 
 @dataclass(frozen=True)
@@ -124,14 +117,13 @@ class Strategy:
     """An importance and a selection, in any combination.
 
     Args:
-        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`GraSP`,
-            :class:`Magnitude`, :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`);
-            ``None`` only with ``Given`` and ``Dense``.
+        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`Magnitude`,
+            :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`); ``None`` only with
+            ``Given``.
         selection: when entries are selected: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
-        SparsifyError: when a part has the wrong type, or the two cannot be combined: GraSP while training, or pruning
-            that keeps the smallest weights.
+        SparsifyError: when a part has the wrong type, or they would prune all but the smallest weights.
 
     Example:
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
@@ -145,17 +137,12 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.selection, Selection):
             raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
-        if isinstance(self.selection, (Dense, Given)):
+        if isinstance(self.selection, Given):
             return
         if not isinstance(self.importance, Importance):
             raise SparsifyError(
                 f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
                 "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
-            )
-        if isinstance(self.importance, GraSP) and not isinstance(self.selection, Static):
-            raise SparsifyError(
-                f"{self.importance} with {self.selection}: a training step has no Hessian, which GraSP needs; "
-                "expected Prune() or Static(), with calibration batches."
             )
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
             raise SparsifyError(
@@ -215,7 +202,6 @@ PRESETS: dict[str, Strategy] = {
     "random": Strategy(Random(), Static()),
     "sparseadapter": Strategy(SNIP(), Prune()),
     "bitfit": Strategy(Bias(), Static()),
-    "full": Strategy(None, Dense()),
 }
 
 
@@ -227,7 +213,8 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
         return Strategy(None, Given(strategy))
     if isinstance(strategy, str) and strategy in PRESETS:
         return PRESETS[strategy]
+    names = [*PRESETS, "full"]  # the latter selects nothing: sparsify() takes it by itself
     raise SparsifyError(
-        f"unknown strategy {strategy!r}; expected one of {', '.join(PRESETS)}, a Strategy(importance=..., "
-        f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, PRESETS)}"
+        f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, a Strategy(importance=..., "
+        f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, names)}"
     )

@@ -135,7 +135,7 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
         raise BaseMismatchError(
             f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from: the "
             "delta is damaged, or this version of sparsify or numpy draws other numbers, which it should not; please "
-            "report it. A delta that was saved with fresh='store' holds the values themselves."
+            "report it. A delta of the same training that this version saves holds the values themselves."
         )
     if not values.isfinite().all():
         raise BaseMismatchError(

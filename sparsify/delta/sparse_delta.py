@@ -32,7 +32,7 @@ from sparsify.delta.patch_plan import (
     warn_of_casts,
 )
 from sparsify.delta.patches import WeightPatch, make_patches
-from sparsify.delta.peft import PeftAdapter, read_adapter, write_adapter
+from sparsify.delta.peft.reading import read_adapter
 from sparsify.errors import SparsifyError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class SparseDelta(Summable):
 
     @classmethod
     def from_peft(cls, folder: StrPath, base: Base) -> SparseDelta:
-        """Reads a SHiRA or Supertuning adapter that PEFT, or :meth:`to_peft`, wrote.
+        """Reads a SHiRA or Supertuning adapter that PEFT wrote.
 
         Args:
             folder: with ``adapter_config.json`` and ``adapter_model.safetensors``; pickles are not read.
@@ -299,39 +299,6 @@ class SparseDelta(Summable):
         """
         check_not_extended(self.config, "patches")
         return make_patches(self.tensors, self.whole, checkpoint)
-
-    def to_peft(self, folder: StrPath, method: str = "supertuning", base: Base | None = None) -> PeftAdapter:
-        """Writes the delta as an adapter that PEFT loads by itself: ``PeftModel.from_pretrained(base, folder)``.
-
-        PEFT trains a number of entries in every layer that follows from the layer's size. It is chosen to fit the
-        fullest layer; in the others, differences of zero fill the rest. All of PEFT's sparse adapters' entries are in
-        weights of ``nn.Linear``; modules that the delta stores whole become ``modules_to_save``.
-
-        Args:
-            folder: made if need be; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
-            method: ``"supertuning"``, or ``"shira"``, which is larger, and which transformers' ``load_adapter`` loses.
-            base: the model that the delta was trained on, or the path of its checkpoint. PEFT stores differences.
-
-        Returns:
-            A report of the method's settings and the padding, to be printed.
-
-        Raises:
-            BaseMismatchError: when it is not the delta's base.
-            SparsifyError: when PEFT's format cannot hold the delta; nothing is written then.
-
-        Example:
-            >>> import copy, tempfile
-            >>> base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-            >>> tuned = copy.deepcopy(base)
-            >>> tuned[0].weight.data[1, 2] += 1
-            >>> delta = SparseDelta.diff(base, tuned, progress=False)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     adapter = delta.to_peft(folder, "supertuning", base)
-            ...     adapter.settings, adapter.padding, SparseDelta.from_peft(folder, base)
-            ({'sparsity': 0.9166666666666666}, 0, SparseDelta(1 entry in 1 tensor, 0 tensors stored whole))
-        """
-        check_not_extended(self.config, "to_peft")
-        return write_adapter(folder, method, self.tensors, self.whole, self.config, base)
 
     def entries_only(self) -> SparseDelta:
         """The same delta without the tensors that it stores whole, such as a head: the changed entries alone.

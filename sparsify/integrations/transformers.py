@@ -8,8 +8,8 @@
     on_push_begin           saves the delta for the hub
     on_train_end            restores ``save_pretrained``; publishes the best model, if that was loaded
 
-Checkpoints are described in checkpoints.py; loading one needs no callback. A model of strategy "full" is plain: its
-logs have the same numbers, and its checkpoints are the Trainer's own.
+Checkpoints are described in checkpoints.py; loading one needs no callback. A model of strategy "full" is plain: it
+takes none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from sparsify.integrations.checkpoints import (
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_steps import check_held
-from sparsify.training.summary import find_full
 
 SAVE = "save_pretrained"  # attribute of the model that save_checkpoint replaces during training
 
@@ -97,9 +96,6 @@ class SparsifyCallback(TrainerCallback):
         """
         _move_to_front(self)
         model = event["model"]
-        if find_full(model):
-            self._begin_to_publish(model, state)
-            return
         engine = get_engine(model)
         _check_resumed(args, state, engine.step)
         if not (args.fsdp or args.deepspeed):  # their optimizers hold other parameters
@@ -159,15 +155,13 @@ class SparsifyCallback(TrainerCallback):
         state.log_history[-1].update(numbers)
 
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        if find_full(event["model"]):
-            return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # a model without save_pretrained has been written with its frozen weights
         if args.should_save and (folder / WEIGHTS).is_file() and not has_trained_state(folder):
             write_trained_state(event["model"], folder, expected_files(args))
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        if state.is_world_process_zero and find_full(event["model"]) is None:
+        if state.is_world_process_zero:
             delta = SparseDelta.from_model(event["model"])
             delta.config = public_config(delta.config)
             delta.save(args.output_dir)

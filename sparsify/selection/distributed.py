@@ -31,7 +31,7 @@ from sparsify.selection.screening import scan
 from sparsify.selection.selectors import StreamingSelector
 
 MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
-RAISING = {"exact": 4, "candidates": 1}  # entries of a rank that are exchanged for that, per entry to be selected
+RAISING = 4  # entries of a rank that are exchanged for that, per entry to be selected
 ALL_ROWS = -1
 
 
@@ -50,21 +50,16 @@ class DistributedSelector(StreamingSelector):
         context: its top-k has the size that is wanted; the work is this rank's.
         ranks: the other ranks.
         tensors: all masked tensors, by number.
-        mode: ``"exact"``: a rank proposes all entries that could be among the best; or ``"candidates"``: only its own
-            best, as many as are wanted.
     """
 
-    def __init__(
-        self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor], mode: str = "exact"
-    ) -> None:
+    def __init__(self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor]) -> None:
         super().__init__(context)
         assert isinstance(context.topk, TopK)
         self.batches_small = False  # the ranks meet at each tensor, and one of them may have to skip it
         self._topk, self._importance = context.topk, context.importance
         self._ranks = ranks
         self._names = [tensor.name for tensor in tensors]
-        self._exact, self._few = mode == "exact", context.topk.size * RAISING[mode]
-        self._proposes = context.importance.monotone or not self._exact
+        self._few = context.topk.size * RAISING
         # rounding keeps no entry out: of a sum of so many float32 terms, and of its quotient, which may be squared
         self._slack = ROUNDING_SLACK * (1 + num_ranks() * 2.0**-22) ** 2
 
@@ -74,7 +69,7 @@ class DistributedSelector(StreamingSelector):
             proposed, complete, taken, gradient = self._propose(tensor, gradient, excluded)
             unmasked = taken if unmasked is None else unmasked
             header = self._exchange_headers(tensor, gradient, proposed, complete)
-            last = self._pays(tensor, header) and bool(header.complete.all() or not self._exact)
+            last = self._pays(tensor, header) and bool(header.complete.all())
             if not last:  # raise the threshold by the best
                 header = header._replace(number=header.number.clamp(max=self._few))
                 if round_number == MOST_ROUNDS or not self._pays(tensor, header):
@@ -104,13 +99,13 @@ class DistributedSelector(StreamingSelector):
             Their flat indices (n,), best first; whether these are all; the gradient of the unmasked entries (k,); and
             the whole gradient in the form that was scanned.
         """
-        shared, most = self._topk, self._few
-        if not self._proposes:
+        shared = self._topk
+        if not self._importance.monotone:
             self._context.work.dense += gradient.numel
             gradient = gradient.dense()
             return excluded[:0].to(shared.threshold.device), False, gradient.take(tensor.indices), gradient
-        if self._exact:  # more proposals would take more bytes than the gradient
-            most = max(most, 2 * gradient.numel // (3 * num_ranks())) + 1
+        # more proposals would take more bytes than the gradient
+        most = max(self._few, 2 * gradient.numel // (3 * num_ranks())) + 1
         own = TopK(most, shared.threshold.dtype, shared.threshold.device, shared.threshold / self._slack)
         taken, gradient = scan(replace(self._context, topk=own), tensor, gradient, excluded)
         shared.finite &= own.finite
@@ -124,7 +119,7 @@ class DistributedSelector(StreamingSelector):
 
     def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
         """Whether exchanging the proposals takes no more bytes than averaging the whole gradient."""
-        if not self._proposes:
+        if not self._importance.monotone:
             return False
         whole = tensor.numel
         if not (header.rows == ALL_ROWS).any():

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
-from sparsify.core.importance import SNIP, Custom, Fisher, GraSP, Importance
+from sparsify.core.importance import SNIP, Custom, Fisher, Importance
 from sparsify.core.strategy import Prune, Static, Strategy
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, in_blocks
 from sparsify.errors import SparsifyError
-from sparsify.strategies.allocation import GLOBAL, allocate
+from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 
 
@@ -72,10 +72,9 @@ def select_static(
         return found
 
     left = budget - kept.numel()
-    if selection.allocation == GLOBAL:
+    if selection.allocation == "global":
         return torch.cat([kept, rank(ranked, left)])
-    shapes, candidates = [tensor.shape for tensor in ranked], [tensor.num_candidates for tensor in ranked]
-    counts = allocate(left, shapes, candidates, selection.allocation)
+    counts = share_out(left, [tensor.num_candidates for tensor in ranked])
     parts = [rank([tensor], count) for tensor, count in zip(ranked, counts, strict=True) if count]
     return torch.cat([kept, _interleave(parts)])
 
@@ -129,12 +128,11 @@ def _scores_by_weight(tensor: MaskedTensor, importance: Importance, seed: str) -
 
 
 def _scores_by_gradient(tensor: MaskedTensor, importance: Importance, total: Tensor) -> Iterator[Tensor]:
-    """Scores by the sum of a calibration, in the tensor's shape; a score of 0 counts for GraSP only."""
+    """Scores by the sum of a calibration, in the tensor's shape; a score of 0 does not count."""
     for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
-        # GraSP's scores have a sign: those below 0 come last, and are better than none
-        yield scores if isinstance(importance, GraSP) else scores.where((block != 0) & (scores > 0), -torch.inf)
+        yield scores.where((block != 0) & (scores > 0), -torch.inf)
 
 
 def _candidates(tensor: MaskedTensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The budget as a number of entries, and the length of the flat delta."""
+"""The budget as a number of entries, its division among tensors, and the length of the flat delta."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -45,6 +45,23 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
             "Lower the budget, or let more parameters require grad."
         )
     return int(budget)
+
+
+def share_out(budget: int, candidates: Sequence[int]) -> list[int]:
+    """Divides a budget, at most the sum of ``candidates``, among tensors in proportion to their candidates.
+
+    What rounding down leaves goes to the largest remainders, of equal ones to the first.
+
+    Example:
+        >>> share_out(10, [10, 20, 6])
+        [3, 5, 2]
+    """
+    total = sum(candidates)
+    counts = [budget * number // total for number in candidates]
+    largest_first = sorted(range(len(candidates)), key=lambda i: -(budget * candidates[i] % total))
+    for i in largest_first[: budget - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def check_steps(steps: int | None) -> None:

@@ -1,8 +1,7 @@
 """Calibration: gradients summed over a few backward passes before training, for static strategies that need them.
 
-In: the model and data. Out: for every candidate a tensor of its shape: the sum of the gradients, of their squares
-(Fisher), or the Hessian times the gradient (GraSP). The model's modes, gradients and, through evaluation mode, its
-statistics are unchanged afterwards.
+In: the model and data. Out: for every candidate a tensor of its shape: the sum of the gradients, or of their squares
+(Fisher). The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
-from sparsify.core.importance import Fisher, GraSP, Importance
+from sparsify.core.importance import Fisher, Importance
 from sparsify.errors import SparsifyError
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -36,9 +34,8 @@ def calibrate(
     Args:
         model: runs in evaluation mode.
         parameters: the candidates.
-        importance: for :class:`Fisher` squared gradients of single examples are summed, up to ``num_samples``; for
-            :class:`GraSP` the result is H g, of the loss and its gradient summed over the batches; for any other the
-            gradients of whole batches are summed.
+        importance: for :class:`Fisher` squared gradients of single examples are summed, up to ``num_samples``; for any
+            other the gradients of whole batches are summed.
         calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
             once for each example or batch.
         loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
@@ -51,13 +48,6 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    if isinstance(importance, GraSP):
-        if callable(calibration):
-            raise SparsifyError(
-                f"{importance} got a function as its calibration, but has to differentiate each loss twice; expected "
-                "an iterable of batches, with loss_fn= where the loss is not model(**batch).loss."
-            )
-        calibration = list(calibration)
     loss_of, devices = loss_fn or _loss_of_model, [parameter.device for parameter in model.parameters()]
 
     def losses(batches: Any) -> Iterator[Tensor]:
@@ -68,39 +58,19 @@ def calibrate(
         for batch in tqdm(batches, total=number, unit=unit, desc="calibrating", leave=False):
             yield loss_of(model, _to(batch, devices))
 
-    with _left_unchanged(model), torch.enable_grad():
-        with _summed(parameters, squared=isinstance(importance, Fisher)) as totals:
-            if callable(calibration):
-                calibration(model)
-            else:
-                for loss in losses(calibration):
-                    loss.backward()
-        if isinstance(importance, GraSP):
-            totals = _hessian_product(losses(calibration), parameters, totals)
+    squared = isinstance(importance, Fisher)
+    with _left_unchanged(model), torch.enable_grad(), _summed(parameters, squared=squared) as totals:
+        if callable(calibration):
+            calibration(model)
+        else:
+            for loss in losses(calibration):
+                loss.backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
             "or a function of the model that calls backward()."
         )
     return totals
-
-
-def _hessian_product(
-    losses: Iterable[Tensor], parameters: Sequence[nn.Parameter], gradient: list[Tensor]
-) -> list[Tensor]:
-    """H g with H and g those of the sum of the losses.
-
-    H is linear in the loss, so H g is the sum over the losses of the gradient of (the loss's gradient) . g, with the
-    whole g held constant.
-    """
-    # the fused attention kernels have no second derivative
-    with sdpa_kernel(SDPBackend.MATH), _summed(parameters) as product:
-        for loss in losses:
-            grads = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
-            along = sum((grad.to(g.dtype) * g).sum() for grad, g in zip(grads, gradient, strict=True) if grad.grad_fn)
-            if isinstance(along, Tensor):
-                along.backward()
-    return product
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -162,7 +132,7 @@ def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
 
 
 @contextmanager
-def _summed(parameters: Sequence[nn.Parameter], *, squared: bool = False) -> Iterator[list[Tensor]]:
+def _summed(parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
     """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed."""
     totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 

@@ -74,7 +74,7 @@ class Engine(TrainingStep):
         self.dense_names = tuple(plan.targets.saved)
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
         self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
-        self.new_names, self.recipes, self.buffer_digests = plan.new_names, plan.recipes, plan.buffer_digests
+        self.new_names, self.buffer_digests = plan.new_names, plan.buffer_digests
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.weights, self.streams = EffectiveWeights(self), Streams()

@@ -54,8 +54,8 @@ def prepare(engine: Engine, call: str) -> None:
 def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
     """Tensors, dense tensors and config of a model's delta; see :meth:`sparsify.SparseDelta.from_model`.
 
-    Dense are ``modules_to_save``, pruned tensors, those that the base does not have and that are not drawn again, and
-    buffers that training changed. The entries of a quantized weight are differences.
+    Dense are ``modules_to_save``, pruned tensors, those that the base does not have, and buffers that training changed.
+    The entries of a quantized weight are differences.
     """
     prepare(engine, "SparseDelta.from_model()")
     unmasked = engine.unmasked
@@ -73,19 +73,16 @@ def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
     for name, tensor in trained_tensors(engine, parameters).items():
         plain = plain_name(name)
         indices, values, base = entries_of(tensor, budget)
-        recipe, sha = engine.recipes.get(name) or (None, digest(base))
-        if recipe is not None and digest(as_of(tensor, 0)) != sha:
-            recipe = None  # other initial values were loaded
-        if recipe is None and is_stored_whole(engine, name, tensor):
+        if is_stored_whole(engine, name, tensor):
             whole[plain] = as_of(tensor, budget)
             in_whole += indices.numel()
-        elif recipe is not None or indices.numel():
+        elif indices.numel():
             if plain in tensors:
                 raise SparsifyError(f"two trained tensors are called `{plain}`: rename one of the modules.")
             parts = own_copy(indices), own_copy(values), tuple(tensor.shape_now), tensor.dtype
             kind = "replace" if tensor.scheme is None else "add"
             try:
-                tensors[plain] = TensorDelta(*parts, kind, sha, recipe, tensor.scheme)
+                tensors[plain] = TensorDelta(*parts, kind, digest(base), quantization=tensor.scheme)
             except SparsifyError as error:
                 raise SparsifyError(f"tensor `{plain}` cannot go into a delta: {error}") from error
     config = describe_run(engine, budget, in_whole)

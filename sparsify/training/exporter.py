@@ -1,9 +1,8 @@
 """Exports a model in training again and again, for a stream of its versions.
 
 In: an engine. Out: a :class:`sparsify.delta.version.Version` of the state as it is now, to the bit what
-``SparseDelta.from_model`` takes; only tensors that are drawn from a seed there are stored whole here. Entries
-are copied to the host and merged into the sorted ones once, when they are new; each call takes the values anew, for all
-tensors of a dtype at once.
+``SparseDelta.from_model`` takes. Entries are copied to the host and merged into the sorted ones once, when they are
+new; each call takes the values anew, for all tensors of a dtype at once.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import check_unsharded
@@ -42,10 +41,8 @@ class Plan:
     capacity: int  # entries that there is room for: the budget, or more where repeat-S touches more
     selected: Tensor  # (n,) int64 global ids of the entries that are chosen before training, best first
     new_names: tuple[str, ...]  # parameters, dense ones apart, that the base does not have
-    recipes: Mapping[str, tuple[InitializerRecipe, str]]  # of the initial values of some of these, and their digest
     buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
     seed: int  # of a random importance
-    sync: str  # how several ranks select the same entries: ``"exact"`` or ``"candidates"``
 
 
 def mask_candidates(targets: Targets) -> tuple[ModelTensor, ...]:

@@ -6,30 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import NamedTuple
 
 from torch import nn
 
-from sparsify.common.names import find_engine
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.core.entries import VALUES
-from sparsify.core.strategy import PRESETS, Dense, Given, Repeat, Strategy
+from sparsify.core.strategy import PRESETS, Given, Repeat, Strategy
 from sparsify.selection.context import Work
 from sparsify.training.engine import Engine
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification
 
 TENSORS_SHOWN = 10
-FULL = "_sparsify_full"  # attribute of a model that strategy "full" trains: a Full
-
-
-class Full(NamedTuple):
-    """Names of parameters of a model that strategy "full" trains, which has no engine."""
-
-    trained: tuple[str, ...]  # as candidates
-    dense: tuple[str, ...]  # by ``modules_to_save``
-    frozen: tuple[str, ...]  # required grad before
 
 
 @dataclass(frozen=True)
@@ -37,14 +26,14 @@ class Summary:
     """The state of a sparsified model in numbers; ``print(summary(model))``, or a notebook, lays them out."""
 
     strategy: Strategy
-    budget: int  # entries to unmask in all; under strategy "full" all candidates, which count as unmasked
+    budget: int  # entries to unmask in all
     unmasked: int  # entries so far; for repeat-S, in any step so far
     num_candidates: int  # entries that may be selected
     num_parameters: int  # entries of the whole model, dense and frozen ones included
     num_dense: int  # entries trained dense (``modules_to_save``), apart from the budget
     counts: dict[str, int] = field(repr=False)  # unmasked entries by tensor name
     sizes: dict[str, int] = field(repr=False)  # entries by tensor name
-    step: int = 0  # optimizer steps done; strategy "full" counts none
+    step: int = 0  # optimizer steps done
     steps: int | None = None  # optimizer steps planned, where they are known
     updates: int = 0  # entry updates so far, the trained entries summed over the steps
     state_bytes: int = 0  # that the flat delta and the index buffers add to the model
@@ -87,12 +76,6 @@ class Summary:
         return f"<table>{''.join(f'<tr>{pair}</tr>' for pair in cells)}</table>"
 
     def _rows(self) -> list[tuple[str, str]]:
-        if isinstance(self.strategy.selection, Dense):
-            return [
-                ("strategy", "full"),
-                ("trained", f"{self.budget:,} of {self.num_parameters:,} ({self.budget / self.num_parameters:.4%})"),
-                ("trained dense", f"{self.num_dense:,} in modules_to_save" if self.num_dense else "nothing"),
-            ]
         budget_share, unmasked_share = self.budget / self.num_candidates, self.unmasked / self.budget
         unmasked = "touched" if isinstance(self.strategy.selection, Repeat) else "unmasked"
         rows = [
@@ -116,8 +99,6 @@ class Summary:
 
     def _unmasked_most(self) -> tuple[list[tuple[str, int]], int]:
         """The tensors with most unmasked entries and their numbers, and the number of further tensors with any."""
-        if isinstance(self.strategy.selection, Dense):
-            return [], 0  # all are trained whole
         ranked = sorted((-count, name) for name, count in self.counts.items() if count)
         return [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]], max(0, len(ranked) - TENSORS_SHOWN)
 
@@ -166,19 +147,6 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         sent_bytes=engine.ranks.bytes_sent,
         last_work=engine.work,
     )
-
-
-def find_full(model: nn.Module) -> tuple[nn.Module, Full] | None:
-    """The module that strategy "full" trains, also within wrappers, and its ``Full``; ``None`` for any other model."""
-    found = [(module, vars(module)[FULL]) for module in model.modules() if FULL in vars(module)]
-    return found[0] if found and find_engine(model) is None else None
-
-
-def summarize_full(root: nn.Module, full: Full) -> Summary:
-    """The summary of a model that strategy "full" trains."""
-    sizes, dense = _sizes(root, full.trained), sum(_sizes(root, full.dense).values())
-    trained = sum(sizes.values())
-    return Summary(PRESETS["full"], trained, trained, trained, num_parameters(root), dense, counts=sizes, sizes=sizes)
 
 
 def _sizes(root: nn.Module, names: Sequence[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from deltas import lora_recipes, set_initial, with_recipes
 from limits import needs_limits, within_limits
 from models import loss_of
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
@@ -38,10 +39,10 @@ def base(folder, **kwargs):
     return BertForSequenceClassification.from_pretrained(folder, **kwargs)
 
 
-def trained(model, fresh="store", modules_to_save=None):
+def trained(model, modules_to_save=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sparsify(model, 0.5, steps=4, fresh=fresh, modules_to_save=modules_to_save)
+        sparsify(model, 0.5, steps=4, modules_to_save=modules_to_save)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(4):
         optimizer.zero_grad()
@@ -71,10 +72,9 @@ PEFT = {
 }
 
 
-@pytest.mark.parametrize("fresh", ["store", "seed"])
 @pytest.mark.parametrize(("name", "labels"), [*((name, 2) for name in PEFT), ("lora", 5), ("loha", 5)])
-def test_a_peft_model_is_loaded_in_one_call(folder, tmp_path, name, labels, fresh):
-    model = trained(get_peft_model(base(folder, num_labels=labels), copy.deepcopy(PEFT[name])), fresh)
+def test_a_peft_model_is_loaded_in_one_call(folder, tmp_path, name, labels):
+    model = trained(get_peft_model(base(folder, num_labels=labels), copy.deepcopy(PEFT[name])))
     SparseDelta.from_model(model).save(tmp_path / "delta")
     loaded = load_model(folder, tmp_path / "delta")
     assert isinstance(loaded, PeftModel)
@@ -83,9 +83,17 @@ def test_a_peft_model_is_loaded_in_one_call(folder, tmp_path, name, labels, fres
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_a_file_with_recipes_is_loaded_in_one_call(folder, tmp_path):
+    model = get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))
+    recipes = lora_recipes(model)
+    model = trained(set_initial(model, recipes))
+    with_recipes(SparseDelta.from_model(model), recipes).save(tmp_path / "delta")
+    assert torch.equal(logits(load_model(folder, tmp_path / "delta")), logits(model))
+
+
 @pytest.mark.parametrize("kind", ["pfeiffer", "houlsby"])
 def test_adapters_are_loaded_in_one_call(folder, tmp_path, kind):
-    model = trained(add_adapters(base(folder), kind, 2), "seed", ["classifier"])
+    model = trained(add_adapters(base(folder), kind, 2), ["classifier"])
     SparseDelta.from_model(model).save(tmp_path / "delta")
     assert torch.equal(logits(load_model(folder, tmp_path / "delta")), logits(model))
 
@@ -261,10 +269,10 @@ def test_a_delta_cannot_claim_more_than_the_base_has(lora, monkeypatch):
         load_model(*lora)
 
 
-@pytest.mark.parametrize("verb", ["check", "merge", "patches", "to_peft"])
+@pytest.mark.parametrize("verb", ["check", "merge", "patches"])
 def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, verb):
     folder, delta = lora
-    args = {"check": [folder], "merge": [folder, tmp_path / "out"], "patches": [folder], "to_peft": [tmp_path / "out"]}
+    args = {"check": [folder], "merge": [folder, tmp_path / "out"], "patches": [folder]}
     with pytest.raises(SparsifyError, match=f"{verb} goes by the base's own tensors, .* of modules that PEFT"):
         getattr(delta, verb)(*args[verb])
     assert not (tmp_path / "out").exists()

@@ -103,7 +103,6 @@ RUNS = {
     "repeat": (mlp, {**of(D3(), Repeat()), "budget": 20}, {}),
     "growing by magnitude": (mlp, of(Magnitude()), {}),
     "static beside a dense head": (mlp, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}, {}),
-    "candidates": (words, {"sync": "candidates"}, {}),  # with ranks exact but for entries in no rank's own top
 }
 SHORT = ["in bfloat16", "in float16"]  # whose sums are rounded otherwise in one process
 
@@ -201,7 +200,7 @@ def winners_of_random_tensors(rank):
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         expected, context = TopK(size, torch.float32, "cpu"), SelectionContext(topk_of(size), importance, Work())
         if isinstance(context.topk, TopK):
-            selector = DistributedSelector(context, Ranks(), tensors, "exact")
+            selector = DistributedSelector(context, Ranks(), tensors)
         else:
             selector = ShardedSelector(context, Ranks(), tensors, torch.float32)
         for tensor in tensors:
@@ -299,7 +298,7 @@ in_each_way = pytest.mark.parametrize("way", WAYS)
 
 
 @in_each_way
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ["candidates", *SHORT]])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in SHORT])
 def test_two_ranks_train_like_one_process_with_both_batches(name, way):
     assert_like([result[name] for result in two(way)], trained(0, name))
 
@@ -311,32 +310,20 @@ def test_devices_average_short_gradients_as_cpus_do(name):
 
 def four_ranks(rank, way):
     with selecting(way):
-        return trained(rank, "exact"), trained(rank, "candidates"), winners_of_random_tensors(rank)
+        return trained(rank, "exact"), winners_of_random_tensors(rank)
 
 
 @pytest.mark.slow
 @in_each_way
 def test_four_ranks_train_like_one_process_with_all_batches(way):
-    exact, candidates, wrong = zip(*on_ranks(4, four_ranks, way), strict=True)
+    exact, wrong = zip(*on_ranks(4, four_ranks, way), strict=True)
     assert_like(exact, trained(0, "exact"))
     assert wrong == ([],) * 4
-    assert len({str(own["sets"]) for own in candidates}) == 1
 
 
 @in_each_way
 def test_the_winners_are_those_of_the_mean_gradient_whatever_the_gradients(way):
     assert on_each(way, winners_of_random_tensors) == [[], []]
-
-
-def test_candidates_are_the_same_on_all_ranks():
-    first, second = (result["candidates"] for result in two("cpu"))
-    assert first["sets"] == second["sets"]
-    assert sum(map(len, first["sets"].values())) == BUDGET
-    assert torch.equal(first["delta"], second["delta"])
-
-
-def test_a_device_is_exact_with_candidates_too():
-    assert_like([result["candidates"] for result in two("device")], trained(0, "exact"))
 
 
 @in_each_way

@@ -1,6 +1,5 @@
 """Every verb of the command line, through the function that the console script calls."""
 
-import copy
 import hashlib
 import json
 import subprocess
@@ -13,8 +12,6 @@ import safetensors.torch
 import torch
 from deltas import fine_tuned, make_base, task
 from hub_server import OWNER, client_environment, hub_server
-from models import bert
-from peft import PeftModel
 
 import sparsify
 from sparsify import SparseDelta
@@ -188,22 +185,6 @@ def test_add_leaves_out_the_heads_of_different_tasks_if_asked_to(run, tmp_path, 
     assert not SparseDelta.load(tmp_path / "out").whole
 
 
-@pytest.mark.parametrize("method", ["shira", "supertuning"])
-def test_to_peft_writes_an_adapter_that_peft_loads(run, tmp_path, method):
-    torch.manual_seed(0)
-    base = bert()[0].eval()
-    base.save_pretrained(tmp_path / "base")
-    tuned = copy.deepcopy(base)
-    tuned.bert.encoder.layer[0].attention.self.query.weight.data.view(-1)[[3, 50, 200]] += 1
-    SparseDelta.diff(base, tuned).save(tmp_path / "delta")
-    places = ["--base", tmp_path / "base", "--out", tmp_path / "adapter", "--method", method]
-    assert f"PEFT {method}" in run("to-peft", tmp_path / "delta", *places)
-    tokens = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        found = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(tokens).logits
-        torch.testing.assert_close(found, tuned(tokens).logits, rtol=0, atol=1e-6)
-
-
 def script(*arguments, **options):
     """Runs the installed script in a process of its own."""
     return subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, timeout=120, **options)
@@ -230,10 +211,10 @@ def test_a_failing_push_is_one_line_and_makes_no_request(tmp_path):
         assert hub.requests == []
 
 
-@pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "to-peft", "push"])
+@pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "push"])
 def test_help_teaches(run, command):
     text = run(*command.split(), "--help")
-    assert ("Example: sparsify " + command in text) if command else ("to-peft" in text and "--version" in text)
+    assert ("Example: sparsify " + command in text) if command else ("verify" in text and "--version" in text)
 
 
 def test_the_module_is_the_command_line_and_says_its_version():

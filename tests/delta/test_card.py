@@ -74,7 +74,7 @@ delta = SparseDelta.load("user/name")
 @pytest.mark.parametrize(
     ("config", "tag"),
     [
-        *(({"strategy": PRESETS[name].to_dict()}, [name]) for name in PRESETS if name != "full"),
+        *(({"strategy": PRESETS[name].to_dict()}, [name]) for name in PRESETS),
         ({}, []),
         ({"strategy": "id3", "versions": 3, "budget": "many", "steps": None}, ["id3"]),
         ({"strategy": []}, []),

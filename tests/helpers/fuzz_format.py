@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from deltas import bits
+from deltas import bits, lora_recipes, set_initial, with_recipes
 from fuzz_attacks import ATTACKS, attacked
 from fuzzing import count, examine, main
 from models import bert
@@ -128,9 +128,11 @@ def valid_files(folder):
     deltas[1].config |= config
     deltas.append(SparseDelta.diff(base.bfloat16(), tuned.bfloat16(), progress=False))
     options = {"steps": 5, "modules_to_save": ["classifier"]}
-    for fresh, rank in (("store", 2), ("seed", 16)):
-        lora = LoraConfig(r=rank, target_modules=["query"], task_type="SEQ_CLS")
-        deltas.append(SparseDelta.from_model(sparsify(get_peft_model(make_base(), lora), 10, fresh=fresh, **options)))
+    for rank in (2, 16):
+        lora = get_peft_model(make_base(), LoraConfig(r=rank, target_modules=["query"], task_type="SEQ_CLS"))
+        recipes = lora_recipes(lora)
+        delta = SparseDelta.from_model(sparsify(set_initial(lora, recipes), 10, **options))
+        deltas.append(delta if rank == 2 else with_recipes(delta, recipes))
     deltas.append(SparseDelta.from_model(sparsify(add_adapters(make_base(), "pfeiffer", 4), 10, **options)))
     files = []
     for delta in deltas:

@@ -116,16 +116,10 @@ def test_reporters_and_the_printer_see_how_far_the_unmasking_has_come(tmp_path, 
     assert {begin.call_count for begin in begins} == {1}, "each callback is called once although one of them moves"
 
 
-def test_full_fine_tuning_takes_the_callback_too(tmp_path):
-    """So that a loop over the presets is one loop."""
+def test_full_fine_tuning_needs_no_callback(tmp_path):
     model = sparsify(build("bert")[0], None, "full", modules_to_save=["classifier"])
-    trainer = make_trainer(model, tmp_path)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert {log["unmasked"] for log in logs} == {summary(model).budget}
-    assert {log["budget_share"] for log in logs} == {1.0}
-    weights = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-    assert weights["bert.pooler.dense.weight"].numel(), "its checkpoints are the Trainer's own"
+    with pytest.raises(SparsifyError, match=r'is not sparsified; .*strategy "full" leaves the model plain'):
+        make_trainer(model, tmp_path).train()
 
 
 FILES = {

@@ -12,14 +12,14 @@ from twins import Twins, masks_of
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
 from sparsify.adapters import add_adapters
-from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
-from sparsify.core.strategy import Increment, Prune, Static, Strategy
-from sparsify.strategies.allocation import ALLOCATIONS, GLOBAL, allocate
+from sparsify.core.importance import D3, SNIP, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.core.strategy import ALLOCATIONS, Increment, Prune, Static, Strategy
+from sparsify.strategies.budget import share_out
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
 PRUNED = Strategy(SNIP(), Prune(pretrained=True))  # the MLP stands for any pretrained model
-IMPORTANCES = [SNIP(), GraSP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
+IMPORTANCES = [SNIP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def dense_scores(model, importance, batches):
     """Every matrix entry's score, by name, from plain gradients of the summed loss."""
     parameters = {name: p for name, p in model.named_parameters() if p.dim() > 1}
 
-    def gradients(loss, **options):
-        return torch.autograd.grad(loss, list(parameters.values()), **options)
+    def gradients(loss):
+        return torch.autograd.grad(loss, list(parameters.values()))
 
     if isinstance(importance, Magnitude):
         scores = [p.abs() for p in parameters.values()]
@@ -41,9 +41,7 @@ def dense_scores(model, importance, batches):
         grads = [gradients(loss_of(model, example)) for example in examples]
         scores = [sum(grad**2 for grad in of_parameter) for of_parameter in zip(*grads, strict=True)]
     else:
-        grads = gradients(sum(loss_of(model, batch) for batch in batches), create_graph=True)
-        if isinstance(importance, GraSP):
-            grads = gradients(sum(grad.square().sum() for grad in grads) / 2)  # H g
+        grads = gradients(sum(loss_of(model, batch) for batch in batches))
         scores = [importance.score(p, grad) for p, grad in zip(parameters.values(), grads, strict=True)]
     return {name: score.detach().flatten().tolist() for name, score in zip(parameters, scores, strict=True)}
 
@@ -56,11 +54,10 @@ def best(scores, number):
 
 
 def expected_sets(model, scores, allocation, number):
-    if allocation == GLOBAL:
+    if allocation == "global":
         return best(scores, number)
     parameters = dict(model.named_parameters())
-    shapes = [parameters[name].shape for name in scores]
-    counts = allocate(number, shapes, [shape.numel() for shape in shapes], allocation)
+    counts = share_out(number, [parameters[name].numel() for name in scores])
     return {name: best({name: scores[name]}, n)[name] for name, n in zip(scores, counts, strict=True)}
 
 
@@ -106,18 +103,11 @@ def test_the_best_entries_of_matrices_stay_and_pruning_keeps_all_vectors(
     assert sum(map(len, found.values())) == summary(model).unmasked == BUDGET
 
 
-def test_vectors_get_their_erdos_renyi_share_where_nothing_is_pruned():
-    model = nn.Linear(6, 4)
-    sparsify(model, 7, Strategy(Magnitude(), Static("erdos-renyi")))
-    assert [tensor.count for tensor in get_unmasker(model).tensors] == [5, 2]  # 7 x 10 / 14, 7 x 4 / 14
-
-
-@pytest.mark.parametrize("allocation", ["uniform", "erdos-renyi"])
-def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
+def test_every_beginning_of_the_entries_is_shared_out_as_the_whole():
     """So that a delta of the first so many entries has the allocation's densities too."""
     model, _ = build("mlp")
     freeze_vectors(model)
-    sparsify(model, 60, Strategy(Random(), Static(allocation)))
+    sparsify(model, 60, Strategy(Random(), Static("uniform")))
     tensors = get_unmasker(model).tensors
     for number in range(1, 61):
         counts = [int((tensor.slots < number).sum()) for tensor in tensors]
@@ -125,7 +115,7 @@ def test_every_beginning_of_the_entries_is_shared_out_as_the_whole(allocation):
         assert all(abs(count - share) <= 1 for count, share in zip(counts, shares, strict=True))
 
 
-@pytest.mark.parametrize("importance", [SNIP(), GraSP(), Random()], ids=lambda importance: importance.name)
+@pytest.mark.parametrize("importance", [SNIP(), Random()], ids=lambda importance: importance.name)
 def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_pruned_weights(importance):
     model, batches = build("mlp", dtype=torch.float64)
     dense = copy.deepcopy(model)

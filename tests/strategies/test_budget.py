@@ -1,9 +1,14 @@
-"""Budgets: a number, a share, or none; and the length of the flat delta."""
+"""Budgets: a number, a share, or none; shared out among tensors; and the length of the flat delta."""
+
+from fractions import Fraction
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparsify import D3, Bias, Increment, Random, Repeat, Schedule, SparsifyError, Static, Strategy
-from sparsify.strategies.budget import resolve_budget, resolve_capacity
+from sparsify.strategies.budget import resolve_budget, resolve_capacity, share_out
 
 # 5 rows of 4 less a padding row, and a bias of 3: 19 candidates
 CANDIDATES = {"table.weight": 16, "head.bias": 3}
@@ -24,6 +29,22 @@ def test_a_budget_that_gives_no_entries_is_an_error_that_names_the_limits():
         resolve_budget(None, Strategy(Random(), Static()), CANDIDATES)
     with pytest.raises(SparsifyError, match=r"budget=1e-09 is .* 19 candidates .* less than one entry.* least 0\.053"):
         resolve_budget(1e-9, Strategy(D3(), Increment()), CANDIDATES)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any), st.data())
+def test_counts_are_the_exact_shares_rounded_and_keep_their_order(candidates, data):
+    budget, total = data.draw(st.integers(1, sum(candidates))), sum(candidates)
+    counts = share_out(budget, candidates)
+    assert sum(counts) == budget
+    assert all(0 <= count <= number for count, number in zip(counts, candidates, strict=True))
+    assert all(abs(c - Fraction(budget * n, total)) < 1 for c, n in zip(counts, candidates, strict=True))
+    for i, j in product(range(len(counts)), repeat=2):
+        assert candidates[i] <= candidates[j] or counts[i] >= counts[j]
+
+
+def test_equal_remainders_go_to_the_first():
+    assert share_out(30, [100, 200]) == [10, 20]
+    assert share_out(5, [4] * 4) == [2, 1, 1, 1]
 
 
 CAPACITIES = [

@@ -9,7 +9,7 @@ from models import build, loss_of
 from torch import nn
 from tqdm import tqdm
 
-from sparsify import D3, SNIP, Fisher, GraSP, SparsifyError, Static, Strategy, sparsify
+from sparsify import D3, SNIP, Fisher, SparsifyError, Static, Strategy, sparsify
 from sparsify.strategies.calibration import calibrate
 
 
@@ -61,7 +61,7 @@ def test_a_function_that_runs_backward_itself_does_the_same(model_and_batches):
     assert_close(totals, calibrate(model, list(model.parameters()), Fisher(num_samples=24), batches[:2]))
 
 
-@pytest.mark.parametrize(("importance", "factor"), [(D3(), 3), (Fisher(), 9), (GraSP(), 9)])
+@pytest.mark.parametrize(("importance", "factor"), [(D3(), 3), (Fisher(), 9)])
 def test_a_loss_of_ones_own(model_and_batches, importance, factor):
     model, batches = model_and_batches
     plain = calibrate(model, list(model.parameters()), importance, batches[:1])
@@ -85,7 +85,7 @@ def failing(model):
 
 @pytest.mark.parametrize(
     ("importance", "calibration"),
-    [(D3(), [{"x": torch.ones(8, 4)}]), (GraSP(), [{"x": torch.ones(8, 4)}]), (D3(), failing)],
+    [(D3(), [{"x": torch.ones(8, 4)}]), (D3(), failing)],
 )
 def test_the_model_is_left_as_it_was(importance, calibration):
     model = Net()
@@ -113,8 +113,6 @@ def test_the_model_is_left_as_it_was(importance, calibration):
         (D3(), [torch.ones(3, 2)], r"a calibration batch is a Tensor; expected a dict for model\(\*\*batch\)"),
         (Fisher(), [torch.ones(3, 2)], "a calibration batch is a Tensor; expected a dict of tensors, to be cut"),
         (D3(), [], "the calibration gave no candidate a gradient; expected batches"),
-        (GraSP(), [], "the calibration gave no candidate a gradient; expected batches"),
-        (GraSP(), lambda model: None, r"GraSP\(\) got a function .* differentiate each loss twice; expected"),
     ],
 )
 def test_data_that_gives_no_gradient_is_refused(importance, calibration, text):
@@ -131,7 +129,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("importance", [SNIP(), Fisher(), GraSP()], ids=lambda importance: importance.name)
+@pytest.mark.parametrize("importance", [SNIP(), Fisher()], ids=lambda importance: importance.name)
 def test_rows_of_a_dataset_are_told_from_batches(kind, importance):
     model, _ = build("bert")
     before = copy.deepcopy(model.state_dict())
@@ -159,57 +157,3 @@ def test_progress_is_shown_for_every_backward_pass(model_and_batches, monkeypatc
     monkeypatch.setattr("sparsify.strategies.calibration.tqdm", bar)
     calibrate(model, list(model.parameters()), importance, batches[:2])
     assert [(bar.total, bar.n) for bar in shown] == [(total, total)]
-
-
-class Tiny(nn.Module):
-    """Two layers with a bend between them: 17 entries, so that the Hessian can be written out."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.unused = nn.Linear(2, 3), nn.Linear(3, 2), nn.Parameter(torch.ones(3))
-
-    def forward(self, x, labels):
-        return nn.functional.cross_entropy(self.second(torch.tanh(self.first(x))), labels)
-
-
-@pytest.fixture
-def tiny():
-    torch.manual_seed(0)
-    batches = [{"x": torch.randn(5, 2).double(), "labels": torch.randint(2, (5,))} for _ in range(3)]
-    return Tiny().double(), batches
-
-
-def squared_gradient_norm(model, parameters, batches):
-    loss = sum(model(**batch) for batch in batches)
-    return sum(grad.square().sum() for grad in torch.autograd.grad(loss, parameters))
-
-
-def as_flat(tensors):
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def test_grasps_score_is_the_change_of_the_squared_gradient_norm_without_the_entry(tiny):
-    """The sign: where the score is high, taking the entry away costs the most gradient flow."""
-    model, batches = tiny
-    parameters = [model.first.weight, model.second.weight]
-    *totals, unused = calibrate(model, [*parameters, model.unused], GraSP(), iter(batches))
-    assert not unused.any()
-    scores = as_flat(GraSP().score(p.detach(), total) for p, total in zip(parameters, totals, strict=True))
-    step, changes = 1e-6, []
-    before = squared_gradient_norm(model, parameters, batches)
-    for parameter in parameters:
-        for index in range(parameter.numel()):
-            value = parameter.data.view(-1)[index].item()
-            parameter.data.view(-1)[index] = value * (1 - step)  # a little of the way to zero
-            changes.append((squared_gradient_norm(model, parameters, batches) - before) / step)
-            parameter.data.view(-1)[index] = value
-    torch.testing.assert_close(-2 * scores, torch.stack(changes), rtol=1e-4, atol=1e-5)
-
-
-def test_grasp_differentiates_attention_twice():
-    model, batches = build("bert", dtype=torch.float64)
-    assert model.config._attn_implementation == "sdpa"
-    parameters = list(model.bert.encoder.parameters())
-    totals = calibrate(model, parameters, GraSP(), batches[:1])
-    model.set_attn_implementation("eager")
-    assert_close(totals, calibrate(model, parameters, GraSP(), batches[:1]))

@@ -104,17 +104,6 @@ def test_modules_that_the_base_lacks_are_stored_whole():
     assert versions[-1].config["entries_in_whole"] == 60
 
 
-def test_drawn_tensors_are_stored_whole():
-    model, batches = build("bert")
-    add_adapters(model, "pfeiffer", 32)
-    sparsify(model, 60, steps=STEPS, fresh="seed", modules_to_save=["classifier"])
-    run_steps(model, batches[:2])
-    delta, version = SparseDelta.from_model(model), get_unmasker(model).source.exporter(model)()
-    assert any(part.initializer is not None for part in delta.tensors.values())
-    assert version.tensors == {}
-    assert version.whole.keys() == delta.tensors.keys() | delta.whole.keys()
-
-
 def test_an_earlier_state_and_plain_weights_that_are_loaded():
     model, batches = build("mlp", dtype=torch.bfloat16)
     sparsify(model, 60, steps=STEPS)

@@ -70,7 +70,6 @@ def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded(case, kept):
         ({}, {"seed": 1}),
         ({"strategy": "random"}, {"strategy": "random", "seed": 1, "steps": None, "schedule": "cubic"}),
         ({"strategy": Strategy(Magnitude(), Increment())}, {"strategy": Strategy(Magnitude(), Increment()), "seed": 1}),
-        ({}, {"sync": "candidates"}),
         (
             {"budget": 5, "strategy": Strategy(D3(), Repeat(capacity=60)), "steps": 4},
             {"budget": 5, "strategy": Strategy(D3(), Repeat(capacity=60)), "steps": None},

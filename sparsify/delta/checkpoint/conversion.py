@@ -36,7 +36,7 @@ class Conversion:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         """From the stored tensors' shapes by name, and the folder of ``config.json``; raises if that has no model."""
-        model = model_without_weights(folder, len(shapes))
+        model = _model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
         self.layouts = _convert(model, shapes)
@@ -71,11 +71,10 @@ class Conversion:
         return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
 
 
-def model_without_weights(folder: Path, num_tensors: int, architecture: object = None) -> Any:
+def _model_without_weights(folder: Path, num_tensors: int) -> Any:
     """Builds the model of a folder's ``config.json`` on the meta device; runs no code from the folder.
 
-    The number of tensors in the checkpoint bounds the model. ``architecture`` names the class to build, if transformers
-    has it for this config; else it is the config's own. Raises where there is no config, or no model can be built.
+    The number of tensors in the checkpoint bounds the model. Raises where there is no config, or no model can be built.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -88,7 +87,7 @@ def model_without_weights(folder: Path, num_tensors: int, architecture: object =
     try:
         _check_counts(json.loads(file.read_text(encoding="utf-8")), most, damaged)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        names = [name for name in (architecture, *(config.architectures or ())) if isinstance(name, str)]
+        names = [name for name in config.architectures or () if isinstance(name, str)]
         classes: Any = [getattr(transformers, name, None) for name in names]
         with torch.device("meta"), _at_most_modules(most, damaged):
             for model_class in classes:
