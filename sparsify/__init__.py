@@ -21,7 +21,6 @@ from sparsify.api import (
 )
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.delta.stream import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import (
     BaseMismatchError,
@@ -36,6 +35,7 @@ from sparsify.masked.linear import MaskedLinear
 from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
+from sparsify.stream.publisher import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 from sparsify.version import __version__
 
 __all__ = [

@@ -17,6 +17,7 @@ FLOORS = [
     {"common"},
     {"strategies"},
     {"kernels", "delta"},
+    {"stream"},
     {"masked"},
     {"selection", "adapters"},
     {"training"},

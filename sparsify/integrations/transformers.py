@@ -29,7 +29,6 @@ from transformers.trainer_callback import CallbackHandler
 from sparsify.api import get_unmasker, summary
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.delta.stream import DeltaPublisher, DeltaUpdate
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
@@ -41,6 +40,7 @@ from sparsify.integrations.checkpoints import (
     write_trained_state,
 )
 from sparsify.strategies.strategy import Increment
+from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_hook import check_held

@@ -20,8 +20,8 @@ from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices
 from sparsify.delta.format import DeltaFile, fill_in, header_end
 from sparsify.delta.metadata import PAYLOAD_KEY, check_object
-from sparsify.delta.version import Changes, KnownValues, Version
 from sparsify.errors import DeltaFormatError
+from sparsify.stream.version import Changes, KnownValues, Version
 
 STREAM_KEY = "stream"  # of the config
 STREAM_VERSION = 1

@@ -23,9 +23,9 @@ from sparsify.delta.patch_plan import (
     trained_values,
     warn_of_casts,
 )
-from sparsify.delta.update_file import Message
-from sparsify.delta.version import KnownValues, spread
 from sparsify.errors import DeltaFormatError
+from sparsify.stream.messages import Message
+from sparsify.stream.version import KnownValues, spread
 
 SAMPLE = 1024  # values that are compared where an update replaces all
 

@@ -20,15 +20,15 @@ from torch import nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain, find_engine
-from sparsify.common.turns import Turns
 from sparsify.delta.entries import StrPath
 from sparsify.delta.metadata import check_not_extended
 from sparsify.delta.patch_plan import undo_plan, write_plan
 from sparsify.delta.patches import WeightPatch, make_patches
-from sparsify.delta.stream_plan import Held, plan_snapshot, plan_update
-from sparsify.delta.update_file import Message, read_message, write_snapshot, write_update
-from sparsify.delta.version import Changes, Version, changed_entries, changed_whole, difference
 from sparsify.errors import MissingUpdateError, SparsifyError, StaleUpdateError
+from sparsify.stream.lock import ReadWriteLock
+from sparsify.stream.messages import Message, read_message, write_snapshot, write_update
+from sparsify.stream.plan import Held, plan_snapshot, plan_update
+from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference
 
 _MAX_INDEX = 2**31 - 1
 _REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `snapshot()`"
@@ -191,7 +191,7 @@ class DeltaSubscriber:
         self.version: int | None = None
         self._held = Held({}, {})
         self._left: set[str] = set()  # chains that were followed before
-        self._turns, self._applying = Turns(), threading.Lock()
+        self._turns, self._applying = ReadWriteLock(), threading.Lock()
 
     def apply(self, update: bytes | DeltaUpdate) -> int:
         """Brings the model to the version of a message, which has to be a snapshot, or follow the model's version.

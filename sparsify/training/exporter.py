@@ -1,6 +1,6 @@
 """Exports a model in training again and again, for a stream of its versions.
 
-In: an engine. Out: a :class:`sparsify.delta.version.Version` of the state as it is now, to the bit what
+In: an engine. Out: a :class:`sparsify.stream.version.Version` of the state as it is now, to the bit what
 ``SparseDelta.from_model`` takes; only tensors that are drawn from a seed there are stored whole here. Entries
 are copied to the host and merged into the sorted ones once, when they are new; each call takes the values anew, for all
 tensors of a dtype at once.
@@ -21,9 +21,9 @@ from sparsify.common.names import ENGINE, plain_name
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
-from sparsify.delta.version import Entries, Version
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
+from sparsify.stream.version import Entries, Version
 from sparsify.training.export import (
     as_of,
     dense_tensors,

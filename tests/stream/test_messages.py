@@ -13,8 +13,8 @@ from streams import Run
 
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import encode_indices
-from sparsify.delta.update_file import read_message
 from sparsify.errors import DeltaFormatError
+from sparsify.stream.messages import read_message
 
 
 @pytest.fixture(scope="module")

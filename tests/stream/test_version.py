@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from sparsify.delta.entries import merge
-from sparsify.delta.version import Entries, Version, changed_entries, difference
+from sparsify.stream.version import Entries, Version, changed_entries, difference
 
 SIZE = 40  # of each tensor
 FIXED = (SIZE,), torch.bfloat16, "replace", None
