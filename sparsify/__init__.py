@@ -35,7 +35,8 @@ from sparsify.masked.linear import MaskedLinear
 from sparsify.strategies.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
 from sparsify.strategies.schedules import Schedule
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
-from sparsify.stream.publisher import DeltaPublisher, DeltaSubscriber, DeltaUpdate
+from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
+from sparsify.stream.subscriber import DeltaSubscriber
 from sparsify.version import __version__
 
 __all__ = [

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -26,8 +26,10 @@ from torch import Tensor
 
 from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import check_names
 from sparsify.delta.entries import (
     DTYPES,
+    DeltaParts,
     NamedTensors,
     StrPath,
     TensorDelta,
@@ -38,7 +40,6 @@ from sparsify.delta.entries import (
 from sparsify.delta.metadata import (
     METADATA_KEY,
     PAYLOAD_KEY,
-    check_names,
     check_object,
     describe,
     parse,
@@ -53,14 +54,6 @@ MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
 
 _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
 _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
-
-
-class DeltaFile(NamedTuple):
-    """The contents of a file: changed entries by tensor name, dense tensors by name, and how they came about."""
-
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    config: dict[str, Any]
 
 
 def write(
@@ -149,7 +142,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
         os.replace(complete, path)
 
 
-def read(path: StrPath) -> DeltaFile:
+def read(path: StrPath) -> DeltaParts:
     """Reads a delta file, and checks everything about it that can be checked without the base.
 
     Returns:
@@ -166,7 +159,7 @@ def read(path: StrPath) -> DeltaFile:
 
 def read_contents(
     file: BinaryIO, header: Mapping[str, Any], document: Mapping[str, Any], optional: Set[str] = frozenset()
-) -> tuple[DeltaFile, dict[str, Tensor]]:
+) -> tuple[DeltaParts, dict[str, Tensor]]:
     """Reads and checks what comes after :func:`read_header`: the delta, and the ``optional`` tensors by key."""
     records, whole = document["tensors"], document["whole"]
     present = set(header) - {"__metadata__"}
@@ -185,7 +178,7 @@ def read_contents(
     for name, tensor in dense.items():
         if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
             dense[name] = tensor.view(torch.uint8) != 0
-    return DeltaFile(tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
+    return (tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
 
 
 def _stored(data: bytes) -> dict[str, Tensor]:

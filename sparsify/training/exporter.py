@@ -23,7 +23,8 @@ from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import MaskedTensor
-from sparsify.stream.version import Entries, Version
+from sparsify.stream.version import TrainedEntries as Entries
+from sparsify.stream.version import Version
 from sparsify.training.export import (
     as_of,
     dense_tensors,

@@ -6,13 +6,12 @@ import time
 
 import pytest
 import torch
-from checkpoints import MODELS, save
+from checkpoints import MODELS, patched, save
 from deltas import bits
 from models import build, run_steps
 from peft import LoraConfig, get_peft_model
 from quantized_models import quantize
 from streams import BUDGET, STEPS, Run
-from test_patches import patched
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -30,7 +29,7 @@ from sparsify import (
     get_unmasker,
     sparsify,
 )
-from sparsify.delta.patch_plan import TensorPatch
+from sparsify.delta.patch_plan import PlannedWrite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -379,7 +378,7 @@ def test_a_write_that_fails_leaves_the_version_before(monkeypatch, message):
     follower.apply(run.updates(1)[0])
     (data,) = run.updates(1)
     data = data if message == "update" else run.snapshot()
-    write, left = TensorPatch.write, [3]
+    write, left = PlannedWrite.write, [3]
 
     def fail_at_the_third(patch, target):
         write(patch, target)
@@ -388,7 +387,7 @@ def test_a_write_that_fails_leaves_the_version_before(monkeypatch, message):
             raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TensorPatch, "write", fail_at_the_third)
+        patch.setattr(PlannedWrite, "write", fail_at_the_third)
         refused(follower, data, MemoryError, "out of memory")
     assert left[0] < 0
     follower.apply(data)

@@ -18,12 +18,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import listed, plain_name, tied_names
+from sparsify.common.names import check_names, listed, plain_name, tied_names
 from sparsify.delta.checkpoint.conversion import model_without_weights
 from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor, open_base
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.metadata import check_names
-from sparsify.delta.patch_plan import TensorPatch, check_dense, check_has_values, counted, own_copy, plan_entries
+from sparsify.delta.patch_plan import PlannedWrite as TensorPatch
+from sparsify.delta.patch_plan import check_fits as check_dense
+from sparsify.delta.patch_plan import check_has_values, counted, own_copy, plan_entries
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, find_differences
 from sparsify.errors import SparsifyError
 
