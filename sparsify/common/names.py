@@ -7,7 +7,7 @@ dict, so that a delta trained under one wrapper finds its tensors under another,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -76,10 +76,10 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Maps each plain name of a tensor that has several to all of them, the model's first one first."""
+def tied_names(model: nn.Module | Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Maps each plain name of a tensor that has several to all of them, the first one first; also of named tensors."""
     names_of: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in (named_tensors(model) if isinstance(model, nn.Module) else model).items():
         names_of.setdefault(id(tensor), []).append(name)
     return {name: names for names in names_of.values() if len(names) > 1 for name in names}
 

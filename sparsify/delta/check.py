@@ -38,10 +38,6 @@ class CheckReport:
         unchecked: names of tensors whose values could not be checked, since the base has them in another dtype, or not
             quantized as in training.
         missing: names of tensors stored whole that a checkpoint does not have; a merge adds them.
-
-    Example:
-        >>> print(CheckReport(tensors=2, entries=1_000))
-        1,000 entries in 2 tensors: the base holds the values that the delta was trained on.
     """
 
     tensors: int

@@ -81,7 +81,17 @@ def to_bytes(
     check_names(tensors, whole)
     document = describe(tensors, whole, config)
     document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)
-    data = _serialise(_payload(tensors, whole) | dict(more or {}), document)
+    payload = {f"{name}.whole": tensor for name, tensor in whole.items()} | dict(more or {})
+    for name, part in tensors.items():
+        payload |= {f"{name}.indices": encode_indices(part.indices), f"{name}.values": part.values}
+    # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
+    payload = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
+    try:
+        data = bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
+    except KeyError as error:
+        raise SparsifyError(
+            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
+        ) from error
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
         raise SparsifyError(
             f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
@@ -100,25 +110,6 @@ def fill_in(data: bytearray, placeholder: str, digest: str) -> None:
 
 def payload_digest(data: bytes | bytearray) -> str:
     return hashlib.sha256(memoryview(data)[header_end(data) :]).hexdigest()
-
-
-def _payload(tensors: TensorDeltas, whole: NamedTensors) -> dict[str, Tensor]:
-    """The stored tensors by key."""
-    payload = {f"{name}.whole": tensor for name, tensor in whole.items()}
-    for name, tensor in tensors.items():
-        payload[f"{name}.indices"] = encode_indices(tensor.indices)
-        payload[f"{name}.values"] = tensor.values
-    # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
-    return {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
-
-
-def _serialise(payload: dict[str, Tensor], document: Mapping[str, Any]) -> bytearray:
-    try:
-        return bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
-    except KeyError as error:
-        raise SparsifyError(
-            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
-        ) from error
 
 
 def header_end(data: bytes | bytearray) -> int:
