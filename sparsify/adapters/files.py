@@ -123,7 +123,7 @@ def _read_config(path: Path) -> AdapterConfig:
 def _expected_shapes(model: nn.Module, config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the adapters' parameters by the names that they will have."""
     names = {module: name for name, module in model.named_modules()}
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for place in find_places(model, config):
         prefix = f"{names[place.parent]}.{place.path}.{config.name}".lstrip(".")
         with torch.device("meta"):

@@ -10,7 +10,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,10 @@ def is_repo_id(text: object) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in __all__
 
-    try:
-        validate_repo_id(text)
-    except HFValidationError:
-        return False
-    return isinstance(text, str)
+    with suppress(HFValidationError):
+        validate_repo_id(text if isinstance(text, str) else "")
+        return True
+    return False
 
 
 def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> Path:

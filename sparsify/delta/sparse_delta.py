@@ -207,16 +207,8 @@ class SparseDelta(Summable):
         Raises:
             SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
         """
-        parts = self.tensors, self.whole, self.config
-        return hub.push(
-            *parts,
-            repo_id,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            message=commit_message,
-        )
+        options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
+        return hub.push(self.tensors, self.whole, self.config, repo_id, message=commit_message, **options)
 
     def plan(self, model: nn.Module) -> PatchPlan:
         plan = plan_delta(self.tensors, self.whole, model)

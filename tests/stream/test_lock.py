@@ -131,24 +131,3 @@ def test_a_writer_that_is_interrupted_while_it_waits_leaves_nothing_locked(monke
         pass
     with lock.writing():
         pass
-
-
-def test_what_is_written_is_never_seen_half():
-    lock, pair, seen, stop = ReadWriteLock(), [0, 0], [], threading.Event()
-
-    def read():
-        while not stop.is_set():
-            with lock.reading():
-                seen.append((pair[0], time.sleep(0), pair[1]))
-
-    readers = [started(read) for _ in range(3)]
-    for number in range(1, 200):
-        with lock.writing():
-            pair[0] = number
-            time.sleep(0)
-            pair[1] = number
-    stop.set()
-    for reader in readers:
-        reader.join(SECONDS)
-    assert seen
-    assert all(first == second for first, _, second in seen)
