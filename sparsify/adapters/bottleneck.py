@@ -41,9 +41,6 @@ class AdapterConfig:
         name: of the adapters; a part of their parameters' names.
         target_modules: full names of the modules whose output is adapted, where the user named them.
 
-    Raises:
-        SparsifyError: for an unknown kind, or a factor, name or names of modules that are not valid.
-
     Example:
         >>> AdapterConfig("houlsby", 16).bottleneck(768)
         48

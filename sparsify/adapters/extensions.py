@@ -15,7 +15,7 @@ from torch import nn
 
 from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.insert import insert_adapters
-from sparsify.common.names import named_tensors
+from sparsify.common.names import named_tensors, plain_model
 from sparsify.delta.metadata import ADAPTERS_KEY, PEFT_KEY
 from sparsify.delta.peft.models import REMEDY, add_peft_adapters, as_json, record_peft_adapters
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
@@ -30,10 +30,13 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
     TRL's DPOTrainer adds as its reference, is left out.
     """
     found: dict[str, Any] = {}
-    if any(getattr(module, "peft_config", None) for module in model.modules()):
-        found[PEFT_KEY] = record_peft_adapters(model, {part for name in held for part in name.split(".")})
-    own = next((module for module in model.modules() if isinstance(module, Adapter)), None)
-    return found if own is None else {**found, ADAPTERS_KEY: as_json(asdict(own.config))}
+    for module in model.modules():
+        if isinstance(configs := getattr(module, "peft_config", None), dict) and configs and PEFT_KEY not in found:
+            named = {part for name in held for part in name.split(".")}
+            found[PEFT_KEY] = record_peft_adapters(plain_model(module), configs, named)
+        if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
+            found[ADAPTERS_KEY] = as_json(asdict(module.config))
+    return found
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsify.common.names import plain_model
 from sparsify.errors import SparsifyError, brief
 
 REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
@@ -32,18 +31,10 @@ _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a reg
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by a regular expression
 
 
-def record_peft_adapters(model: nn.Module, held: Collection[str]) -> dict[str, Any]:
-    """The settings of PEFT's adapters in a model by name, of those that have a name in ``held``."""
-    for module in model.modules():
-        configs = getattr(module, "peft_config", None)
-        if isinstance(configs, dict) and configs:
-            inner = plain_model(module)
-            return {
-                name: _by_name(as_json(config.to_dict()), _adapted(inner, name))
-                for name, config in zip(map(str, configs), configs.values(), strict=True)
-                if name in held
-            }
-    return {}
+def record_peft_adapters(model: nn.Module, configs: Mapping[Any, Any], held: Collection[str]) -> dict[str, Any]:
+    """The settings, by name, of those of PEFT's adapters in a model whose names are in ``held``."""
+    named = {str(name): config for name, config in configs.items() if str(name) in held}
+    return {name: _by_name(as_json(config.to_dict()), _adapted(model, name)) for name, config in named.items()}
 
 
 def add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
