@@ -27,6 +27,7 @@ MAX_DEPTH = 64  # of objects and lists in each other
 _FREE_OPENINGS = 4096
 _CHARACTERS_PER_OPENING = 16
 _CHARACTERS_PER_COLON = 10  # and so of a key: one takes some 200 bytes while its object is read
+_MOST_DIGITS = 310  # of an integer that a float holds, and its sign
 
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 _DEFAULT_KIND = "replace"
@@ -115,9 +116,16 @@ def parse_json(text: str) -> Any:
         raise DeltaFormatError(f"{len(text):,} characters of JSON open more objects and lists than a reader accepts")
     if text.count(":") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_COLON:
         raise DeltaFormatError(f"{len(text):,} characters of JSON have more colons than a reader accepts")
-    value = json.loads(text, object_pairs_hook=_without_repeats)
+    value = json.loads(text, parse_int=_int, object_pairs_hook=_without_repeats)
     _check_tree(value)
     return value
+
+
+def _int(digits: str) -> int:
+    """An integer; one beyond floats is refused unconverted, which would take time that grows with its square."""
+    if len(digits) > _MOST_DIGITS:
+        raise DeltaFormatError(f"the number {digits:.40} is not finite as a float")
+    return int(digits)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta, decode_indices, encode_indices
-from sparsify.delta.format import fill_in, header_end
 from sparsify.delta.metadata import PAYLOAD_KEY, check_object
 from sparsify.errors import DeltaFormatError
 from sparsify.stream.version import Changes, KnownValues, Version
@@ -63,7 +62,7 @@ def _write(chain: str, number: int, snapshot: bool, delta: DeltaParts, more: dic
     stream = {"format_version": STREAM_VERSION, **place, _HASH_KEY: placeholder}
     tensors, whole, config = delta
     data, _ = delta_format.to_bytes(tensors, whole, config | {STREAM_KEY: stream}, more)
-    fill_in(data, placeholder, _header_digest(data, placeholder))
+    delta_format.fill_in(data, placeholder, _header_digest(data, placeholder))
     return bytes(data)
 
 
@@ -107,7 +106,7 @@ def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 def _header_digest(data: bytes | bytearray, stated: str) -> str:
     """SHA-256 of the header, with zeros for the hash in it."""
-    return hashlib.sha256(bytes(data[: header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
+    return hashlib.sha256(bytes(data[: delta_format.header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
 
 
 def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValues | None:

@@ -25,7 +25,6 @@ from sparsify.stream.messages import write_snapshot, write_update
 from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference
 
 _MAX_INDEX = 2**31 - 1
-_REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `snapshot()`"
 
 
 class DeltaUpdate:
