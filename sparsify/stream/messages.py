@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta import format as delta_format
-from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta, decode_indices, encode_indices
+from sparsify.delta.entries import DTYPES, DeltaParts, decode_indices, encode_indices
 from sparsify.delta.metadata import PAYLOAD_KEY, check_object
 from sparsify.errors import DeltaFormatError
 from sparsify.stream.version import Changes, KnownValues, Version
@@ -31,14 +31,12 @@ _OPTIONAL = {f"{dtype}.{role}" for dtype in DTYPES for role in ("known", "places
 
 
 class Message(NamedTuple):
-    """A message: which version it makes, and the new entries, dense tensors and values of known entries in it."""
+    """A message: which version it makes, and what it changes in the base (a snapshot) or in the version before."""
 
     chain: str
     version: int
-    snapshot: bool  # whether it makes the version from the base, not from the version before
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    known: dict[torch.dtype, KnownValues]
+    snapshot: bool
+    changes: Changes
 
 
 def write_snapshot(chain: str, number: int, version: Version) -> bytes:
@@ -83,7 +81,7 @@ def read_message(data: bytes) -> Message:
         if drawn := [name for name, part in tensors.items() if part.initializer is not None]:
             raise DeltaFormatError(f"tensor `{drawn[0]}` is drawn from a seed, which a stream does not do")
         known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
-    return Message(stream["chain"], stream["version"], stream["snapshot"], tensors, whole, known)
+    return Message(stream["chain"], stream["version"], stream["snapshot"], Changes(tensors, whole, known))
 
 
 def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:

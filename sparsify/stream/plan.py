@@ -1,7 +1,7 @@
 """Plans what a stream's message writes into a follower's model, all of it checked before the first write.
 
-In: a message, the model, and what the follower holds of the version before. Out: the writes to the message's version,
-and what is held then.
+In: the changes in a message, the model, and what the follower holds of the version before. Out: the writes to the
+message's version, and what is held then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from sparsify.delta.patch_plan import (
     warn_of_casts,
 )
 from sparsify.errors import DeltaFormatError
-from sparsify.stream.messages import Message
-from sparsify.stream.version import KnownValues, spread
+from sparsify.stream.version import Changes, KnownValues, spread
 
 SAMPLE = 1024  # values that are compared where an update replaces all
 
@@ -61,39 +60,39 @@ class Held(NamedTuple):
         """The writes from the base."""
         return [*self.entries.values(), *self.whole.values()]
 
-    def is_all_sent_again(self, message: Message) -> bool:
+    def is_all_sent_again(self, changes: Changes) -> bool:
         """Whether an update has new values for all of it."""
-        sent = {dtype for dtype, known in message.known.items() if known.places is None}
-        return self.whole.keys() <= message.whole.keys() and {t.sent_dtype for t in self.types.values()} <= sent
+        sent = {dtype for dtype, known in changes.known.items() if known.places is None}
+        return self.whole.keys() <= changes.whole.keys() and {t.sent_dtype for t in self.types.values()} <= sent
 
 
-def plan_snapshot(message: Message, model: nn.Module) -> Held:
+def plan_snapshot(changes: Changes, model: nn.Module) -> Held:
     """Plans a whole version on the base; raises where the model is not the base."""
-    plan = {write.name: write for write in plan_delta(message.tensors, message.whole, model)}
-    parts: dict[str, TensorDelta | Tensor] = {**message.tensors, **message.whole}
+    plan = {write.name: write for write in plan_delta(changes.tensors, changes.whole, model)}
+    parts: dict[str, TensorDelta | Tensor] = {**changes.tensors, **changes.whole}
     warn_of_casts((name, parts[name].dtype, write.old.dtype) for name, write in plan.items())
-    types = {name: EntryType.of(part) for name, part in message.tensors.items()}
-    return Held({name: plan[name] for name in sorted(types)}, types, {name: plan[name] for name in message.whole})
+    types = {name: EntryType.of(part) for name, part in changes.tensors.items()}
+    return Held({name: plan[name] for name in sorted(types)}, types, {name: plan[name] for name in changes.whole})
 
 
-def plan_update(message: Message, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:
+def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:
     """Plans an update on the version before; raises where it does not fit what is held, or the model."""
     entries, types, whole = dict(held.entries), dict(held.types), dict(held.whole)
-    steps = [step for dtype, known in message.known.items() for step in _known_values(known, dtype, entries, types)]
-    names = [*message.tensors, *message.whole]
+    steps = [step for dtype, known in changes.known.items() for step in _known_values(known, dtype, entries, types)]
+    names = [*changes.tensors, *changes.whole]
     # with all that is held, of which a new tensor must not be an alias
-    targets = find_targets([*entries, *whole, *names], model, {*whole, *message.whole}) if names else {}
-    for name, part in message.tensors.items():
+    targets = find_targets([*entries, *whole, *names], model, {*whole, *changes.whole}) if names else {}
+    for name, part in changes.tensors.items():
         _check(name not in whole, f"it has entries of `{name}`, which is stored whole")
         steps.append(plan_entries(name, part, targets[name]))
         fits = types.setdefault(name, EntryType.of(part)) == EntryType.of(part)
         entries[name] = _merged(entries[name], steps[-1], fits) if name in entries else steps[-1]
-    for name, tensor in message.whole.items():
+    for name, tensor in changes.whole.items():
         _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
         before = held.whole.get(name)
         steps.append(plan_dense(name, tensor, targets[name], None if before is None else before.new))
         whole[name] = steps[-1] if before is None else steps[-1]._replace(old=before.old)
-    if held.is_all_sent_again(message):
+    if held.is_all_sent_again(changes):
         # The version does not depend on what is replaced. A sample tells whether another model is below.
         steps = [*_sample(steps), *(step._replace(checked=False) for step in steps)]
     return steps, Held(dict(sorted(entries.items())), types, whole)

@@ -76,7 +76,7 @@ class DeltaSubscriber:
             if message.snapshot:
                 self._restart(message)
             else:
-                steps, held = plan_update(message, self._held, self.model)
+                steps, held = plan_update(message.changes, self._held, self.model)
                 with self._lock.writing(), uninterrupted():
                     write_plan(steps, self.model, f"the values of version {self.version}", _REMEDY)
                     self._held, self.version = held, message.version
@@ -113,7 +113,7 @@ class DeltaSubscriber:
             before = self._held.plan
             undo_plan(before, self.model, _REMEDY)
             try:
-                held = plan_snapshot(message, self.model)
+                held = plan_snapshot(message.changes, self.model)
                 write_plan(held.plan, self.model)
             except BaseException:
                 write_plan(before, self.model)
