@@ -21,13 +21,12 @@ from sparsify.api import (
     summary,
     trained_state,
 )
-from sparsify.core.importance import D3, SNIP, Bias, Fisher, GraSP, Magnitude, Random, register_importance
+from sparsify.core.importance import D3, SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.schedule import Schedule
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.delta.stream import DeltaPublisher, DeltaSubscriber, DeltaUpdate
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import (
     BaseMismatchError,
@@ -37,6 +36,8 @@ from sparsify.errors import (
     StaleUpdateError,
 )
 from sparsify.loading import load_model
+from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
+from sparsify.stream.subscriber import DeltaSubscriber
 from sparsify.version import __version__
 
 __all__ = [

@@ -17,6 +17,7 @@ FLOORS = [
     {"common"},
     {"strategies"},
     {"kernels", "delta"},
+    {"stream"},
     {"masked"},
     {"selection", "adapters"},
     {"training"},
@@ -99,9 +100,10 @@ def test_no_module_imports_itself_through_others():
         assert all(name not in reachable(other) for other in imported(name) if other != name), name
 
 
-def test_loading_a_delta_needs_no_training_code():
-    rooms = {room(other) for other in reachable("sparsify.delta.sparse_delta")}
-    assert {"common", "delta", "errors"} <= rooms <= {"common", "delta", "errors", "version"}
+@pytest.mark.parametrize("name", ["delta.sparse_delta", "stream.publisher", "stream.subscriber"])
+def test_deltas_and_streams_need_no_training_code(name):
+    rooms = {room(other) for other in reachable(f"sparsify.{name}")}
+    assert {"common", "delta", "errors"} <= rooms <= {"common", "delta", "errors", "version", room(f"sparsify.{name}")}
 
 
 def test_every_public_name_is_there_and_they_are_sorted_out():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
@@ -21,17 +20,10 @@ _LEAST_FACTOR = 2**-10  # a larger bottleneck than 1024 times the hidden size is
 
 
 class Kind(NamedTuple):
-    """A published way to place adapters in a layer, by AdapterHub's settings for it.
+    """A published way to place adapters in a layer, by AdapterHub's settings for it."""
 
-    Attributes:
-        mh_adapter: whether the attention has an adapter in addition to the feed-forward network's.
-        original_ln_before: whether the adapter's input is the sublayer's output with the residual added (and
-            normalised, where a norm follows in the layer), or the sublayer's output alone.
-        non_linearity: the activation in the bottleneck.
-    """
-
-    mh_adapter: bool
-    original_ln_before: bool
+    mh_adapter: bool  # whether the attention has an adapter, too, in addition to the feed-forward network's
+    original_ln_before: bool  # whether an adapter sees the sum of a sublayer's output and its residual, or the output
     non_linearity: str
 
 
@@ -49,9 +41,6 @@ class AdapterConfig:
         name: of the adapters; a part of their parameters' names.
         target_modules: full names of the modules whose output is adapted, where the user named them.
 
-    Raises:
-        SparsifyError: for an unknown kind, or a factor, name or names of modules that are not valid.
-
     Example:
         >>> AdapterConfig("houlsby", 16).bottleneck(768)
         48
@@ -65,23 +54,20 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise SparsifyError(f"kind={self.kind!r:.100} is no kind of adapter; expected {' or '.join(KINDS)}.")
-        factor = self.reduction_factor
+        factor, name, modules = self.reduction_factor, self.name, self.target_modules
         if isinstance(factor, bool) or not isinstance(factor, Real) or not _LEAST_FACTOR <= factor < math.inf:
             raise SparsifyError(
                 f"reduction_factor={factor!r:.100}; expected a number of at least 1/1024: a factor of 16 makes the "
                 "bottleneck a sixteenth of the hidden size."
             )
-        name, reserved = self.name, nn.ModuleDict()
-        if not isinstance(name, str) or not name or "." in name or hasattr(reserved, name):
+        if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
             raise SparsifyError(
                 f"adapter_name={name!r:.100} cannot be part of a parameter's name; expected a word without dots that "
                 "is no method of a dict, such as 'default'."
             )
-        named = self.target_modules
-        if named is not None and not (
-            isinstance(named, (list, tuple)) and all(isinstance(module, str) for module in named)
-        ):
-            raise SparsifyError(f"target_modules={named!r:.100}; expected a list of module names.")
+        is_list = isinstance(modules, (list, tuple)) and all(isinstance(module, str) for module in modules)
+        if modules is not None and not is_list:
+            raise SparsifyError(f"target_modules={modules!r:.100}; expected a list of module names.")
 
     def bottleneck(self, width: int) -> int:
         """Returns the bottleneck's size for hidden states of ``width`` dimensions: at least one."""
@@ -96,22 +82,12 @@ class Adapter(nn.Module):
     Args:
         width: size of the hidden states.
         config: kind and reduction factor.
-
-    Attributes:
-        adapter_down: ``nn.Sequential`` of a linear layer (width -> bottleneck) and the non-linearity.
-        adapter_up: linear layer (bottleneck -> width).
-
-    Example:
-        >>> adapter = Adapter(32, AdapterConfig("pfeiffer", reduction_factor=16))
-        >>> [(name, tuple(parameter.shape)) for name, parameter in adapter.named_parameters()][:2]
-        [('adapter_down.0.weight', (2, 32)), ('adapter_down.0.bias', (2,))]
     """
 
     def __init__(self, width: int, config: AdapterConfig) -> None:
         super().__init__()
         self.config = config
-        bottleneck = config.bottleneck(width)
-        down = nn.Linear(width, bottleneck)
+        down, bottleneck = nn.Linear(width, config.bottleneck(width)), config.bottleneck(width)
         self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind].non_linearity]())
         self.adapter_up = nn.Linear(bottleneck, width)
         for projection in (down, self.adapter_up):
@@ -125,7 +101,7 @@ class Adapter(nn.Module):
 
     def adapt_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: replaces the output x of a module, or the first of its outputs, by ``x + adapter(x)``."""
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             return output + self(output)
         return (output[0] + self(output[0]), *output[1:])
 

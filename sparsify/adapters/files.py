@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -19,13 +18,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
-from sparsify.adapters.insert import check_without_adapters, find_adapters, insert_adapters
+from sparsify.adapters.insert import Model, check_without_adapters, find_adapters, insert_adapters
 from sparsify.adapters.places import find_places
 from sparsify.common.names import near_names, plain_model, plain_name
 from sparsify.delta.checkpoint.reader import read_json
+from sparsify.delta.format import replace_file
 from sparsify.errors import SparsifyError
-
-Model = TypeVar("Model", bound=nn.Module)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter.safetensors"
@@ -55,36 +53,25 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         >>> from sparsify.adapters import add_adapters
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_adapters(add_adapters(BertModel(BertConfig(num_hidden_layers=1))), folder)
-        ...     model = load_adapters(BertModel(BertConfig(num_hidden_layers=1)), folder)
-        >>> model.encoder.layer[0].output.adapters.default.config.kind
-        'pfeiffer'
+        ...     _ = load_adapters(BertModel(BertConfig(num_hidden_layers=1)), folder)
     """
     adapters = find_adapters(model)
     config = next(iter(adapters.values())).config
     state = model.state_dict()
     names = [f"{prefix}.{name}" for prefix, adapter in adapters.items() for name, _ in adapter.named_parameters()]
     tensors = {plain_name(name): state[name].detach().cpu().contiguous() for name in names}
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters.") as temporary:
-        complete = Path(temporary)
-        text = json.dumps(_full_config(model, config), indent=2, sort_keys=True)
-        (complete / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-        safetensors.torch.save_file(tensors, complete / WEIGHTS_NAME, metadata={"format": "pt"})
-        for name in (WEIGHTS_NAME, CONFIG_NAME):
-            os.replace(complete / name, folder / name)
+    text = json.dumps(_full_config(model, config), indent=2, sort_keys=True) + "\n"
+    replace_file(Path(folder) / WEIGHTS_NAME, safetensors.torch.save(tensors, {"format": "pt"}))
+    replace_file(Path(folder) / CONFIG_NAME, text.encode())
 
 
 def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Adds the adapters of a folder to a model, in place, as :func:`add_adapters` does.
+    """Adds the adapters of a folder to a model, in place, as :func:`add_adapters` does, and returns it.
 
     Args:
         model: a base without adapters.
         folder: written by :func:`save_adapters`, or by AdapterHub's ``save_adapter(..., use_safetensors=True)`` for
             its configs ``"seq_bn"`` and ``"double_seq_bn"``.
-
-    Returns:
-        The same model object.
 
     Raises:
         SparsifyError: before any change, when the folder holds no such adapters, or those of another architecture.
@@ -104,7 +91,6 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
 def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
     """The config that AdapterHub writes next to the weights, and the modules that the user named."""
     base = getattr(plain_model(model), "config", None)
-    named = {} if config.target_modules is None else {"target_modules": config.target_modules}
     return {
         "config": {**_SETTINGS, **KINDS[config.kind]._asdict(), "reduction_factor": config.reduction_factor},
         "hidden_size": getattr(base, "hidden_size", None),
@@ -113,20 +99,20 @@ def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
         "model_type": getattr(base, "model_type", None),
         "name": config.name,
         "version": VERSION,
-        **named,
+        **({} if config.target_modules is None else {"target_modules": config.target_modules}),
     }
 
 
 def _read_config(path: Path) -> AdapterConfig:
     full = read_json(path)
-    given, named = full.get("config"), full.get("target_modules")
+    given = full.get("config")
     if not isinstance(given, dict) or "name" not in full or "reduction_factor" not in given:
         raise SparsifyError(
             f"{path} is no config of AdapterHub's bottleneck adapters; expected one of save_adapters()."
         )
     for kind, known in KINDS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known._asdict()}.items()):
-            return AdapterConfig(kind, given["reduction_factor"], full["name"], named)
+            return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
     raise SparsifyError(
         f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings "
         f"({', '.join(f'{kind}: {known._asdict()}' for kind, known in KINDS.items())}); load it with AdapterHub's "
@@ -136,13 +122,13 @@ def _read_config(path: Path) -> AdapterConfig:
 
 def _expected_shapes(model: nn.Module, config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the adapters' parameters by the names that they will have."""
-    names = {id(module): name for name, module in model.named_modules()}
-    shapes = {}
+    names = {module: name for name, module in model.named_modules()}
+    shapes: dict[str, tuple[int, ...]] = {}
     for place in find_places(model, config):
-        prefix = f"{names[id(place.parent)]}.{place.path}.{config.name}".lstrip(".")
+        prefix = f"{names[place.parent]}.{place.path}.{config.name}".lstrip(".")
         with torch.device("meta"):
             adapter = Adapter(place.width, config)
-        shapes.update({f"{prefix}.{name}": tuple(value.shape) for name, value in adapter.named_parameters()})
+        shapes |= {f"{prefix}.{name}": tuple(value.shape) for name, value in adapter.named_parameters()}
     return shapes
 
 
@@ -158,8 +144,6 @@ def _read_weights(path: Path, shapes: dict[str, tuple[int, ...]], model_class: s
             raise SparsifyError(f"{path} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
         if name not in shapes:
             raise SparsifyError(f"{path} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
-        if tuple(tensors[name].shape) != shapes[name]:
-            raise SparsifyError(
-                f"{path}: `{name}` has the shape {tuple(tensors[name].shape)}, {model_class} needs {shapes[name]}."
-            )
+        if (shape := tuple(tensors[name].shape)) != shapes[name]:
+            raise SparsifyError(f"{path}: `{name}` has the shape {shape}, {model_class} needs {shapes[name]}.")
     return tensors

@@ -10,9 +10,7 @@ the layers. AdapterHub's ``adapters`` 1.3 has them at the same places under the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,8 +23,7 @@ _POST_NORM = {"dense", "dropout", "LayerNorm"}
 _LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of one adapter."""
 
     parent: nn.Module  # gets the adapter as a submodule
@@ -40,14 +37,19 @@ class Place:
 def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
     """Finds the places of a model for adapters of a kind, or after the modules that the user named; raises if none."""
     if config.target_modules is not None:
-        modules = dict(model.named_modules())
-        return [_after(name, modules, model) for name in dict.fromkeys(config.target_modules)]
+        return [_after(name, model) for name in dict.fromkeys(config.target_modules)]
     kind = KINDS[config.kind]
     places: list[Place] = []
     for name, module in model.named_modules():
-        places.extend(_places_of(module, kind) or ())
+        places += _places_of(module, kind)
         if isinstance(module, nn.ModuleList):
-            _check_alike(name, module, kind)
+            unknown = [number for number, layer in enumerate(module) if not _places_of(layer, kind)]
+            if 0 < len(unknown) < len(module):
+                raise SparsifyError(
+                    f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind that adapters are not known "
+                    f"for, such as number {unknown[0]}, a {type(module[unknown[0]]).__name__}; name the modules after "
+                    "whose output an adapter goes with target_modules=[...]."
+                )
     if not places:
         raise SparsifyError(
             f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
@@ -56,62 +58,38 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
     return places
 
 
-def _bert_places(layer: Any, kind: Kind) -> list[Place] | None:
-    outputs = (getattr(getattr(layer, "attention", None), "output", None), getattr(layer, "output", None))
-    if not all(isinstance(output, nn.Module) and set(output._modules) == _POST_NORM for output in outputs):
-        return None
-    attentions = [layer.attention, *([layer.crossattention] if hasattr(layer, "crossattention") else [])]
-    places = []
-    for part in (*(attention.output for attention in attentions if kind.mh_adapter), layer.output):
-        norm = part.LayerNorm
-        hooked = norm if kind.original_ln_before else part.dropout
-        places.append(Place(part, "adapters", hooked, norm.weight.numel(), norm, before_norm=hooked is norm))
-    return places
+def _places_of(layer: Any, kind: Kind) -> list[Place]:
+    """The places in a layer; none in any that is not known."""
+    sees_sum, both = kind.original_ln_before, kind.mh_adapter
+    if _is_post_norm(layer) and _is_post_norm(getattr(layer, "attention", None)):  # BERT's
+        attentions = [layer.attention, *([layer.crossattention] if hasattr(layer, "crossattention") else [])]
+        parts = [*(attention.output for attention in attentions if both), layer.output]
+        return [_place(part, part.LayerNorm if sees_sum else part.dropout, part.LayerNorm, sees_sum) for part in parts]
+    blocks: Any = getattr(layer, "layer", None)
+    is_t5 = isinstance(blocks, nn.ModuleList) and len(blocks) and hasattr(blocks[-1], "DenseReluDense")
+    if is_t5 and {"layer_norm", "dropout"} <= set(blocks[0]._modules):
+        parts = [blocks[0], blocks[-1]] if both else [blocks[-1]]
+        return [_place(part, part if sees_sum else part.dropout, part.layer_norm) for part in parts]
+    if layer._modules.keys() == _LLAMA and hasattr(layer.self_attn, "o_proj"):
+        norm = layer.input_layernorm
+        output = _place(layer, layer if sees_sum else layer.mlp, norm, path="output_adapters.adapters")
+        attention = _place(layer, layer.self_attn.o_proj, norm, path="attention_adapters.adapters")
+        return [attention, output] if both else [output]
+    return []
 
 
-def _t5_places(layer: Any, kind: Kind) -> list[Place] | None:
-    parts = getattr(layer, "layer", None)
-    if not isinstance(parts, nn.ModuleList) or not len(parts):
-        return None
-    modules: list[Any] = list(parts)
-    if not {"layer_norm", "dropout"} <= set(modules[0]._modules) or not hasattr(modules[-1], "DenseReluDense"):
-        return None
-    places = []
-    for part in (modules[0], modules[-1]) if kind.mh_adapter else (modules[-1],):
-        hooked = part if kind.original_ln_before else part.dropout
-        places.append(Place(part, "adapters", hooked, part.layer_norm.weight.numel(), part.layer_norm))
-    return places
+def _is_post_norm(sublayer: Any) -> bool:
+    output = getattr(sublayer, "output", None)
+    return isinstance(output, nn.Module) and output._modules.keys() == _POST_NORM
 
 
-def _llama_places(layer: Any, kind: Kind) -> list[Place] | None:
-    if set(layer._modules) != _LLAMA or not hasattr(layer.self_attn, "o_proj"):
-        return None
-    norm = layer.input_layernorm
-    width = norm.weight.numel()
-    output = Place(layer, "output_adapters.adapters", layer if kind.original_ln_before else layer.mlp, width, norm)
-    attention = Place(layer, "attention_adapters.adapters", layer.self_attn.o_proj, width, norm)
-    return [attention, output] if kind.mh_adapter else [output]
+def _place(parent: nn.Module, hooked: nn.Module, norm: Any, before_norm: bool = False, path: str = "adapters") -> Place:
+    return Place(parent, path, hooked, norm.weight.numel(), norm, before_norm)
 
 
-def _places_of(module: nn.Module, kind: Kind) -> list[Place] | None:
-    """The places in a known layer; None for any other module."""
-    found = (find(module, kind) for find in (_bert_places, _t5_places, _llama_places))
-    return next((places for places in found if places is not None), None)
-
-
-def _check_alike(name: str, stack: nn.ModuleList, kind: Kind) -> None:
-    """Raises where some layers of a stack would get adapters and others not."""
-    unknown = [i for i, layer in enumerate(stack) if _places_of(layer, kind) is None]
-    if 0 < len(unknown) < len(stack):
-        raise SparsifyError(
-            f"{len(unknown)} of the {len(stack)} layers in {name!r} are of a kind that adapters are not known for, "
-            f"such as number {unknown[0]}, a {type(stack[unknown[0]]).__name__}; name the modules after whose "
-            "output an adapter goes with target_modules=[...]."
-        )
-
-
-def _after(name: str, modules: Mapping[str, nn.Module], model: nn.Module) -> Place:
+def _after(name: str, model: nn.Module) -> Place:
     """The place after the output of a module: a linear layer, or one whose output has the model's hidden size."""
+    modules = dict(model.named_modules())
     if name not in modules:
         near = near_names(name, modules)
         raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}{near}.")

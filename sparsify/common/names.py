@@ -6,7 +6,8 @@ dict, so that a delta trained under one wrapper finds its tensors under another,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,6 +19,9 @@ ENGINE = "_sparsify_engine"  # attribute of a sparsified model
 _COMPILED = "_orig_mod"  # of torch.compile, wherever a module was compiled, so also in the middle of a name
 _PREFIXES = (("module",), ("base_model", "model"))  # DDP and the like; PEFT
 _FIRST_PARTS = tuple(f"{prefix[0]}." for prefix in _PREFIXES)
+MAX_NAME_CHARACTERS = 1000
+# control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
+_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain_name(name: str) -> str:
@@ -53,9 +57,14 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     A tied tensor is listed under every name, so that a delta stored under its first name in one model is found in
     another that lists the names in another order. Two different tensors with one plain name are an error.
     """
+    pairs = list(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                pairs.append((f"{path}.{name}" if path else name, buffer))
     tensors: dict[str, Tensor] = {}
     full_names: dict[str, str] = {}
-    for full_name, tensor in _all_tensors(model):
+    for full_name, tensor in pairs:
         name = plain_name(full_name)
         if tensors.setdefault(name, tensor) is not tensor:
             raise SparsifyError(
@@ -67,21 +76,26 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Maps each plain name of a tensor that has several to all of them, the model's first one first."""
+def tied_names(model: nn.Module | Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Maps each plain name of a tensor that has several to all of them, the first one first; also of named tensors."""
     names_of: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in (named_tensors(model) if isinstance(model, nn.Module) else model).items():
         names_of.setdefault(id(tensor), []).append(name)
     return {name: names for names in names_of.values() if len(names) > 1 for name in names}
 
 
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then persistent buffers, with their names in ``state_dict``."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
+    """Raises unless the names of a delta's tensors are strings without control characters, none of them twice."""
+    seen: set[str] = set()
+    for name in [*tensors, *whole]:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS or _NOT_IN_NAMES.search(name):
+            raise SparsifyError(
+                f"a tensor's name is {name!r:.120}, expected a string of 1 to {MAX_NAME_CHARACTERS:,} characters, none "
+                "of them a control character: rename the module"
+            )
+        if name in seen:
+            raise SparsifyError(f"tensor `{name}` is there twice: it is either changed at entries or stored whole")
+        seen.add(name)
 
 
 def near_names(name: str, available: Iterable[str]) -> str:
@@ -112,8 +126,10 @@ def find_engine(model: nn.Module) -> Any:
 
 def check_plain(model: nn.Module) -> None:
     """Raises ``SparsifyError`` where a model, or a part of it, is sparsified."""
-    if any(ENGINE in vars(module) for module in model.modules()):
-        raise SparsifyError(
-            "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
-            "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the base."
-        )
+    for module in model.modules():
+        if ENGINE in vars(module):
+            raise SparsifyError(
+                "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
+                "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the "
+                "base."
+            )

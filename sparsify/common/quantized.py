@@ -53,7 +53,7 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
 
 
 def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns each parameter's number of entries; a packed one counts as dequantized."""
+    """Returns each parameter's number of entries; a quantized one counts as dequantized."""
     sizes: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from sparsify.common.names import check_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import Base, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import (
-    check_dense,
-    check_entries,
+    check_fits,
     counted,
     is_verified,
     new_values,
@@ -39,10 +38,6 @@ class CheckReport:
         unchecked: names of tensors whose values could not be checked, since the base has them in another dtype, or not
             quantized as in training.
         missing: names of tensors stored whole that a checkpoint does not have; a merge adds them.
-
-    Example:
-        >>> print(CheckReport(tensors=2, entries=1_000))
-        1,000 entries in 2 tensors: the base holds the values that the delta was trained on.
     """
 
     tensors: int
@@ -93,7 +88,7 @@ def check_checkpoint(
         if name in checkpoint:
             layout = layouts[name] = checkpoint.layout(name)
             _check_distinct(name, layout, owners)
-            check_dense(name, tensor, layout.shape, checkpoint.dtype(layout), _IN_FILES)
+            check_fits(name, tensor, layout.shape, checkpoint.dtype(layout), _IN_FILES)
     missing = tuple(name for name in whole if name not in layouts)
     entries = sum(delta.count for delta in tensors.values())
     return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
@@ -101,7 +96,7 @@ def check_checkpoint(
 
 def checked_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> tuple[Tensor, Tensor]:
     """The base's and the trained values (count,) of one tensor; raises where the checkpoint is not the delta's base."""
-    check_entries(name, delta, layout.shape, checkpoint.dtype(layout), _IN_FILES)
+    check_fits(name, delta, layout.shape, checkpoint.dtype(layout), _IN_FILES)
     old = checkpoint.take(layout, delta.indices)
     return old, new_values(name, delta, old, _IN_FILES)
 

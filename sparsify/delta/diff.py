@@ -5,13 +5,14 @@ In: a base and a model tuned from it, in memory or as a checkpoint, read a tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.delta.entries import DTYPES, Base, DeltaParts, NamedTensors, TensorDelta
@@ -24,8 +25,9 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise SparsifyError(f"budget={budget!r}; expected a number of entries, at least 1, or None for all of them.")
     old, new = open_base(base), open_base(tuned)
-    names = _distinct(new)
-    _check_comparable(names, old, new)
+    ties = {} if isinstance(new, Checkpoint) else tied_names(new)
+    names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]
+    _check_comparable(names, old, new, ties.values())
     dense: dict[str, Tensor] = {}
     found: dict[str, tuple[Tensor, Tensor]] = {}  # changed positions by tensor and, with a budget, by how much
     changed, squared = 0, 0.0
@@ -43,7 +45,12 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
             found[name] = indices, change[:0]
     if not found and not dense:
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
-    _check_ties(old, found)
+    for names in [] if isinstance(old, Checkpoint) else tied_names(old).values():
+        if len(tied := [name for name in names if name in found]) > 1:
+            raise BaseMismatchError(
+                f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model: load the base "
+                "with these weights untied, or tie the tuned model's."
+            )
     tensors = {name: _replacement(indices, old[name], new[name]) for name, (indices, _) in found.items()}
     held = squared if budget is None else sum(float(sizes.square().sum()) for _, sizes in found.values())
     kept = sum(part.count for part in tensors.values())
@@ -65,15 +72,7 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
     return {name: (indices[mask], own[mask]) for (name, (indices, own)), mask in masked if bool(mask.any())}
 
 
-def _distinct(tensors: NamedTensors) -> list[str]:
-    """The names, one for each tensor; those of a checkpoint as the model has them at run time."""
-    if isinstance(tensors, Checkpoint):
-        return tensors.plain_names()
-    again = {name for names in _ties(tensors) for name in names[1:]}
-    return [name for name in tensors if name not in again]
-
-
-def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors) -> None:
+def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors, ties: Iterable[list[str]]) -> None:
     """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
         raise BaseMismatchError(
@@ -85,31 +84,13 @@ def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors) ->
             f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned. A "
             "checkpoint is taken for what its `config.json` says, which has to be next to the weights."
         )
-    for first, *others in _ties(new):
+    for first, *others in ties:
         for other in others:
             if first in old and other in old and not same_values(old[first], old[other]):
                 raise BaseMismatchError(
                     f"`{first}` and `{other}` are one tensor in the tuned model and two in the base: untie the tuned "
                     "model's (give each a copy), or take the base that it was tuned from."
                 )
-
-
-def _check_ties(old: NamedTensors, found: Collection[str]) -> None:
-    """Raises where two changed tensors are one in the base, so that no delta could be put onto it."""
-    for names in _ties(old):
-        if len(changed := [name for name in names if name in found]) > 1:
-            raise BaseMismatchError(
-                f"`{changed[0]}` and `{changed[1]}` are one tensor in the base and two in the tuned model: load the "
-                "base with these weights untied, or tie the tuned model's."
-            )
-
-
-def _ties(tensors: NamedTensors) -> list[list[str]]:
-    """The names of each tensor that a model has under several; none for a checkpoint."""
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
-        names_of.setdefault(id(tensor), []).append(name)
-    return [names for names in names_of.values() if len(names) > 1]
 
 
 def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:

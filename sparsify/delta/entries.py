@@ -91,10 +91,6 @@ def merge(known: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
     """Merges new entries (k,) into known ones (n,): parallel tensors on the CPU, of which the first ascends in both.
 
     It takes much less time than sorting all of them where the new ones are few.
-
-    Example:
-        >>> merge([torch.tensor([2, 9]), torch.tensor([0.2, 0.9])], [torch.tensor([5]), torch.tensor([0.5])])
-        [tensor([2, 5, 9]), tensor([0.2000, 0.5000, 0.9000])]
     """
     n, k = known[0].numel(), new[0].numel()
     places = torch.searchsorted(known[0], new[0]) + torch.arange(k, device="cpu")

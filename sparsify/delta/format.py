@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -25,9 +25,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsify.common.initializers import InitializerRecipe
+from sparsify.common.names import check_names
 from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.entries import (
     DTYPES,
+    DeltaParts,
     NamedTensors,
     StrPath,
     TensorDelta,
@@ -38,7 +40,6 @@ from sparsify.delta.entries import (
 from sparsify.delta.metadata import (
     METADATA_KEY,
     PAYLOAD_KEY,
-    check_names,
     check_object,
     describe,
     parse,
@@ -53,14 +54,6 @@ MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
 
 _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
 _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
-
-
-class DeltaFile(NamedTuple):
-    """The contents of a file: changed entries by tensor name, dense tensors by name, and how they came about."""
-
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    config: dict[str, Any]
 
 
 def write(
@@ -88,7 +81,17 @@ def to_bytes(
     check_names(tensors, whole)
     document = describe(tensors, whole, config)
     document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)
-    data = _serialise(_payload(tensors, whole) | dict(more or {}), document)
+    payload = {f"{name}.whole": tensor for name, tensor in whole.items()} | dict(more or {})
+    for name, part in tensors.items():
+        payload |= {f"{name}.indices": encode_indices(part.indices), f"{name}.values": part.values}
+    # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
+    payload = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
+    try:
+        data = bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
+    except KeyError as error:
+        raise SparsifyError(
+            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
+        ) from error
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
         raise SparsifyError(
             f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
@@ -107,25 +110,6 @@ def fill_in(data: bytearray, placeholder: str, digest: str) -> None:
 
 def payload_digest(data: bytes | bytearray) -> str:
     return hashlib.sha256(memoryview(data)[header_end(data) :]).hexdigest()
-
-
-def _payload(tensors: TensorDeltas, whole: NamedTensors) -> dict[str, Tensor]:
-    """The stored tensors by key."""
-    payload = {f"{name}.whole": tensor for name, tensor in whole.items()}
-    for name, tensor in tensors.items():
-        payload[f"{name}.indices"] = encode_indices(tensor.indices)
-        payload[f"{name}.values"] = tensor.values
-    # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
-    return {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
-
-
-def _serialise(payload: dict[str, Tensor], document: Mapping[str, Any]) -> bytearray:
-    try:
-        return bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
-    except KeyError as error:
-        raise SparsifyError(
-            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
-        ) from error
 
 
 def header_end(data: bytes | bytearray) -> int:
@@ -149,7 +133,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
         os.replace(complete, path)
 
 
-def read(path: StrPath) -> DeltaFile:
+def read(path: StrPath) -> DeltaParts:
     """Reads a delta file, and checks everything about it that can be checked without the base.
 
     Returns:
@@ -166,7 +150,7 @@ def read(path: StrPath) -> DeltaFile:
 
 def read_contents(
     file: BinaryIO, header: Mapping[str, Any], document: Mapping[str, Any], optional: Set[str] = frozenset()
-) -> tuple[DeltaFile, dict[str, Tensor]]:
+) -> tuple[DeltaParts, dict[str, Tensor]]:
     """Reads and checks what comes after :func:`read_header`: the delta, and the ``optional`` tensors by key."""
     records, whole = document["tensors"], document["whole"]
     present = set(header) - {"__metadata__"}
@@ -185,7 +169,7 @@ def read_contents(
     for name, tensor in dense.items():
         if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
             dense[name] = tensor.view(torch.uint8) != 0
-    return DeltaFile(tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
+    return (tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
 
 
 def _stored(data: bytes) -> dict[str, Tensor]:

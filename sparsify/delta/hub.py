@@ -10,7 +10,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,24 +27,14 @@ _BRANCH = re.compile(r"(?!.*\.\.)[\w.+@#-]+(/[\w.+@#-]+)*")  # those of git's ru
 
 
 def is_repo_id(text: object) -> bool:
-    """Returns whether a text could be the id of a repository on the hub: ``"user/name"``, or a bare ``"name"``.
-
-    Example:
-        >>> is_repo_id("google-bert/bert-base-uncased"), is_repo_id("gpt2")
-        (True, True)
-        >>> is_repo_id("/models/bert"), is_repo_id("./bert"), is_repo_id("a/b/c")
-        (False, False, False)
-    """
+    """Returns whether a text could be the id of a repository on the hub: ``"user/name"``, or a bare ``"name"``."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in __all__
 
-    if not isinstance(text, str):
-        return False
-    try:
-        validate_repo_id(text)
-    except HFValidationError:
-        return False
-    return True
+    with suppress(HFValidationError):
+        validate_repo_id(text if isinstance(text, str) else "")
+        return True
+    return False
 
 
 def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> Path:
@@ -107,7 +97,7 @@ def push(
     token: str | bool | None,
     revision: str | None,
     create_pr: bool,
-    commit_message: str | None,
+    message: str | None,
 ) -> CommitInfo:
     """Commits a delta and its card to a repository; arguments as in ``SparseDelta.push_to_hub``."""
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -140,7 +130,7 @@ def push(
             return api.create_commit(
                 repo_id,
                 [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file) for file in sorted(folder.iterdir())],
-                commit_message=commit_message or "Upload a sparse delta",
+                commit_message=message or "Upload a sparse delta",
                 revision=revision,
                 create_pr=create_pr,
             )

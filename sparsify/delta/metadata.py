@@ -7,13 +7,13 @@ records of tensors. Nothing from a file reaches a message, a terminal or the res
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterable, Mapping, Set
+import sys
+from collections.abc import Mapping, Set
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+from sparsify.common.names import check_names
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDeltas
 from sparsify.errors import DeltaFormatError, SparsifyError
 
@@ -22,17 +22,15 @@ METADATA_KEY = "sparse_delta"
 PAYLOAD_KEY = "payload_sha256"
 PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: adapters that were added to the base
 ENTRIES_IN_WHOLE_KEY = "entries_in_whole"  # of the config: number of entries trained in tensors stored whole
-MAX_NAME_CHARACTERS = 1000
 MAX_DEPTH = 64  # of objects and lists in each other
 # A parsed object or list takes some 100 bytes, so their number bounds the memory. Tensors need 1 in 21 bytes or fewer.
 _FREE_OPENINGS = 4096
 _CHARACTERS_PER_OPENING = 16
 _CHARACTERS_PER_COLON = 10  # and so of a key: one takes some 200 bytes while its object is read
+_MOST_DIGITS = 310  # of an integer that a float holds, and its sign
 
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 _DEFAULT_KIND = "replace"
-# control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
-_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def describe(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,20 +85,6 @@ def parse(header: Any) -> dict[str, Any]:
     return dict(document)
 
 
-def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
-    """Raises unless the names of a delta's tensors are strings without control characters, none of them twice."""
-    seen: set[str] = set()
-    for name in [*tensors, *whole]:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS or _NOT_IN_NAMES.search(name):
-            raise SparsifyError(
-                f"a tensor's name is {name!r:.120}, expected a string of 1 to {MAX_NAME_CHARACTERS:,} characters, none "
-                "of them a control character: rename the module"
-            )
-        if name in seen:
-            raise SparsifyError(f"tensor `{name}` is there twice: it is either changed at entries or stored whole")
-        seen.add(name)
-
-
 def check_not_extended(config: Mapping[str, Any], what: str) -> None:
     """Raises where a delta is of a model with PEFT's or our adapters, and ``what`` needs the base's own tensors."""
     if extended := [key for key in (PEFT_KEY, ADAPTERS_KEY) if config.get(key)]:
@@ -132,22 +116,15 @@ def parse_json(text: str) -> Any:
         raise DeltaFormatError(f"{len(text):,} characters of JSON open more objects and lists than a reader accepts")
     if text.count(":") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_COLON:
         raise DeltaFormatError(f"{len(text):,} characters of JSON have more colons than a reader accepts")
-    value = json.loads(
-        text, parse_constant=_float, parse_int=_int, parse_float=_float, object_pairs_hook=_without_repeats
-    )
-    _check_tree([value])
+    value = json.loads(text, parse_int=_int, object_pairs_hook=_without_repeats)
+    _check_tree(value)
     return value
 
 
-def _float(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise DeltaFormatError(f"the number {digits:.40} is not finite as a float")
-    return number
-
-
 def _int(digits: str) -> int:
-    _float(digits)  # which a longer one is not, so that this takes little time
+    """An integer; one beyond floats is refused unconverted, which would take time that grows with its square."""
+    if len(digits) > _MOST_DIGITS:
+        raise DeltaFormatError(f"the number {digits:.40} is not finite as a float")
     return int(digits)
 
 
@@ -159,12 +136,18 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_tree(holder: dict[str, Any] | list[Any], depth: int = 0) -> None:
-    """Raises where objects and lists are too deep in each other, or a string in them is no Unicode text."""
-    if depth > MAX_DEPTH:
-        raise DeltaFormatError(f"objects and lists are more than {MAX_DEPTH} deep in each other")
-    for item in chain(holder, holder.values()) if isinstance(holder, dict) else holder:
-        if isinstance(item, str):
-            item.encode()  # fails for half of a surrogate pair
-        elif isinstance(item, (dict, list)):
-            _check_tree(item, depth + 1)
+def _check_tree(value: Any) -> None:
+    """Raises where objects and lists are too deep in each other, a number is beyond floats, or a text no Unicode."""
+    items, depth = [value], 0
+    while items:  # those of one depth
+        inner: list[Any] = []
+        for item in items:
+            if isinstance(item, str):
+                item.encode()  # fails for half of a surrogate pair
+            elif isinstance(item, (int, float)) and not abs(item) <= sys.float_info.max:  # nor is NaN
+                raise DeltaFormatError(f"the number {item!r:.40} is not finite as a float")
+            elif isinstance(item, (dict, list)):
+                inner += chain(item, item.values()) if isinstance(item, dict) else item
+                if depth == MAX_DEPTH:
+                    raise DeltaFormatError(f"objects and lists are more than {MAX_DEPTH} deep in each other")
+        items, depth = inner, depth + 1

@@ -1,6 +1,6 @@
 """Writes to a model's tensors that can be undone, all of them planned and checked before the first is carried out.
 
-In: a model and a delta's tensors. Out: a list of :class:`TensorPatch`, each with the values that it replaces.
+In: a model and a delta's tensors. Out: a list of :class:`PlannedWrite`, each with the values that it replaces.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import check_plain, named_tensors, near_names
+from sparsify.common.names import check_names, check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, send
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.metadata import check_names
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
+_PLAIN = (Tensor, nn.Parameter)  # types of tensors that are not quantized
 
 
-class TensorPatch(NamedTuple):
+class PlannedWrite(NamedTuple):
     """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
 
-    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning. A patch that is
+    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning. A write that is
     ``checked`` is carried out only on a tensor that holds ``old``; any other replaces what is there.
     """
 
@@ -38,12 +38,16 @@ class TensorPatch(NamedTuple):
     new: Tensor
     checked: bool = True
 
+    @property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices, old and new values (count,) of a write at entries."""
+        assert self.indices is not None
+        return self.indices, self.old, self.new
+
     def fits(self, target: Tensor) -> bool:
-        """Whether the tensor has the patch's shape and, where that is checked, holds ``old``, in its present dtype."""
-        if tuple(target.shape) != self.shape:
-            return False
-        if not self.checked:
-            return True
+        """Whether the tensor has the write's shape and, where that is checked, holds ``old``, in its present dtype."""
+        if tuple(target.shape) != self.shape or not self.checked:
+            return tuple(target.shape) == self.shape
         held = own_copy(target) if self.indices is None else take(target, self.indices)
         return torch.equal(as_bits(held), as_bits(self.old.to(target.dtype)))
 
@@ -51,20 +55,20 @@ class TensorPatch(NamedTuple):
         """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
         # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
         with torch.inference_mode():
-            new = send(self.new.to(target.dtype), target.device)
+            new = on_device(self.new.to(target.dtype), target.device)
             if self.indices is None:
                 target.copy_(new)
             elif isinstance(target, QuantizedDelta):
-                target.put(send(self.indices, target.device), new)
+                target.put(on_device(self.indices, target.device), new)
             else:
-                put(target, send(self.indices, target.device), new)
+                put(target, on_device(self.indices, target.device), new)
 
-    def inverse(self) -> TensorPatch:
-        """The patch that undoes this one."""
+    def inverse(self) -> PlannedWrite:
+        """The write that undoes this one."""
         return self._replace(old=self.new, new=self.old)
 
 
-PatchPlan: TypeAlias = list[TensorPatch]
+PatchPlan: TypeAlias = list[PlannedWrite]
 
 
 def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = ()) -> dict[str, Tensor]:
@@ -94,8 +98,8 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
                 f"`{first}` and `{name}` are one tensor in this model and two in the delta, so one would overwrite "
                 "the other: load the base with these weights untied, as it was in training."
             )
-    entries = {name: tensor for name, tensor in targets.items() if name not in dense}
-    return targets | with_quantized_deltas(entries, model)
+    special = {name: tensor for name, tensor in targets.items() if type(tensor) not in _PLAIN and name not in dense}
+    return targets | with_quantized_deltas(special, model) if special else targets
 
 
 def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module) -> PatchPlan:
@@ -106,25 +110,21 @@ def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module) -> 
     return plan + [plan_dense(name, tensor, targets[name]) for name, tensor in whole.items()]
 
 
-def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> TensorPatch:
+def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> PlannedWrite:
     """Plans the write of a tensor's entries; raises where the tensor is not the delta's base."""
-    check_entries(name, delta, target.shape, target.dtype)
+    check_fits(name, delta, target.shape, target.dtype)
     if delta.initializer is not None:
         return plan_dense(name, drawn_values(name, delta), target)
     old = take(target, delta.indices)
     new = new_values(name, delta, old, is_quantized=isinstance(target, QuantizedDelta))
-    return TensorPatch(name, delta.shape, delta.indices, old, new)
+    return PlannedWrite(name, delta.shape, delta.indices, old, new)
 
 
-def plan_dense(name: str, tensor: Tensor, target: Tensor, old: Tensor | None = None) -> TensorPatch:
-    """Plans the replacement of all values, which are ``old``, or are read.
-
-    Raises:
-        BaseMismatchError: when the model's tensor has another shape or sort of dtype.
-    """
-    check_dense(name, tensor, target.shape, target.dtype)
+def plan_dense(name: str, tensor: Tensor, target: Tensor, old: Tensor | None = None) -> PlannedWrite:
+    """Plans the replacement of all values, which are ``old``, or are read; raises as :func:`check_fits`."""
+    check_fits(name, tensor, target.shape, target.dtype)
     new = tensor.detach().cpu().to(target.dtype)
-    return TensorPatch(name, tuple(tensor.shape), None, own_copy(target) if old is None else old, new)
+    return PlannedWrite(name, tuple(tensor.shape), None, own_copy(target) if old is None else old, new)
 
 
 def drawn_values(name: str, delta: TensorDelta) -> Tensor:
@@ -216,31 +216,24 @@ def check_has_values(name: str, tensor: Tensor) -> None:
         raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
 
 
-def check_entries(
-    name: str, delta: TensorDelta, shape: Sequence[int], dtype: torch.dtype, place: str = "the model"
+def check_fits(
+    name: str, part: TensorDelta | Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model"
 ) -> None:
-    """Raises where a base's tensor has another shape than a delta's, or a dtype that cannot hold trained values."""
-    _check_shape(name, delta.shape, shape, "Give the base that the delta was trained on.", place)
-    if dtype not in DTYPES.values():
+    """Raises where a base's tensor has another shape than a delta's, or cannot hold its values."""
+    remedy = "Give the base that the delta was trained on."
+    if isinstance(part, Tensor):
+        remedy = "The delta stores it whole: build the model with that head or module as it was in training."
+    if tuple(shape) != tuple(part.shape):
         raise BaseMismatchError(
-            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {delta.dtype}: "
+            f"tensor `{name}` has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta. {remedy}"
+        )
+    if not isinstance(part, Tensor) and dtype not in DTYPES.values():
+        raise BaseMismatchError(
+            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {part.dtype}: "
             "load the base unquantized."
         )
-
-
-def check_dense(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model") -> None:
-    """Raises where a dense tensor cannot replace a base's one of some shape and dtype."""
-    remedy = "The delta stores it whole: build the model with that head or module as it was in training."
-    _check_shape(name, tuple(tensor.shape), shape, remedy, place)
-    if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
-        raise BaseMismatchError(f"tensor `{name}` is {dtype} in {place}, {tensor.dtype} in the delta. {remedy}")
-
-
-def _check_shape(name: str, shape: tuple[int, ...], base_shape: Sequence[int], remedy: str, place: str) -> None:
-    if tuple(base_shape) != shape:
-        raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(base_shape)} in {place}, {shape} in the delta. {remedy}"
-        )
+    if isinstance(part, Tensor) and dtype != part.dtype and not (dtype.is_floating_point and part.is_floating_point()):
+        raise BaseMismatchError(f"tensor `{name}` is {dtype} in {place}, {part.dtype} in the delta. {remedy}")
 
 
 def warn_of_casts(
@@ -296,10 +289,14 @@ def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    source, indices = tensor.detach(), send(indices, tensor.device)
+    source, indices = tensor.detach(), on_device(indices, tensor.device)
     if isinstance(source, Tensor) and source.is_contiguous():
         return source.view(-1).index_select(0, indices).cpu()  # faster than take
     return source.take(indices).cpu()
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if tensor.device == device else send(tensor, device)
 
 
 def own_copy(tensor: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsify.common.names import check_names
 from sparsify.delta.check import check_checkpoint, checked_values
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.metadata import check_names
 from sparsify.delta.patch_plan import check_not_drawn
 from sparsify.errors import SparsifyError
 

@@ -112,8 +112,6 @@ def has_quantized_delta(module: nn.Module) -> bool:
 
 def with_quantized_deltas(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Any]:
     """The tensors by name, each quantized one as a :class:`QuantizedDelta`."""
-    if not any(is_quantized(tensor) for tensor in tensors.values()):
-        return tensors
     owners = {id(module._parameters.get("weight")): module for module in model.modules()}
     return {
         name: QuantizedDelta(name, owners[id(tensor)]) if is_quantized(tensor) and id(tensor) in owners else tensor

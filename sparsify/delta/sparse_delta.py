@@ -25,12 +25,7 @@ from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, same_entries
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
-from sparsify.delta.patch_plan import (
-    PatchPlan,
-    counted,
-    plan_delta,
-    warn_of_casts,
-)
+from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta, warn_of_casts
 from sparsify.delta.patches import WeightPatch, make_patches
 from sparsify.delta.peft.reading import read_adapter
 from sparsify.errors import SparsifyError
@@ -213,7 +208,7 @@ class SparseDelta(Summable):
             SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
         """
         options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
-        return hub.push(self.tensors, self.whole, self.config, repo_id, commit_message=commit_message, **options)
+        return hub.push(self.tensors, self.whole, self.config, repo_id, message=commit_message, **options)
 
     def plan(self, model: nn.Module) -> PatchPlan:
         plan = plan_delta(self.tensors, self.whole, model)
@@ -233,12 +228,6 @@ class SparseDelta(Summable):
         Raises:
             BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when there is no checkpoint at the path, or the model is being trained sparsely.
-
-        Example:
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> delta = SparseDelta.diff(base, tuned, progress=False)
-            >>> print(delta.check(base))
-            3 entries in 2 tensors: the base holds the values that the delta was trained on.
         """
         check_not_extended(self.config, "check")
         return check_base(self.tensors, self.whole, base)
@@ -260,16 +249,6 @@ class SparseDelta(Summable):
             BaseMismatchError: when the checkpoint is not that of the delta's base.
             SparsifyError: when there is no checkpoint, ``out`` is not free, or transformers converts a tensor at load
                 in a way that entries cannot be followed through.
-
-        Example:
-            >>> import tempfile
-            >>> from safetensors.torch import load_file, save_file
-            >>> folder = Path(tempfile.mkdtemp())
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> save_file(base.state_dict(), folder / "model.safetensors")
-            >>> merged = SparseDelta.diff(base, tuned, progress=False).merge(folder, folder / "merged")
-            >>> load_file(merged / "model.safetensors")["weight"].equal(tuned.weight)
-            True
         """
         check_not_extended(self.config, "merge")
         return merge(self.tensors, self.whole, self.config, base, out)

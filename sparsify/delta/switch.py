@@ -113,11 +113,11 @@ class DeltaSwitch:
     def activated(self, name: str | None) -> Iterator[nn.Module]:
         """Activates a delta, or none, for the length of a ``with`` block; afterwards the one that was active before."""
         before = self.active
-        self.deactivate() if name is None else self.activate(name)
+        self._switch(name)
         try:
             yield self.model
         finally:
-            self.deactivate() if before is None else self.activate(before)
+            self._switch(before)
 
     def deactivated(self) -> AbstractContextManager[nn.Module]:
         """Makes the model the base for the length of a ``with`` block; afterwards activates what was active before."""
@@ -135,6 +135,8 @@ class DeltaSwitch:
 
     def _switch(self, name: str | None) -> None:
         before = self.active
+        if name is not None:
+            self._check_name(name)
         if name == before:
             return
         with uninterrupted():

@@ -30,7 +30,6 @@ from sparsify.api import extend, get_engine, summary
 from sparsify.core.strategy import Increment
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.delta.stream import DeltaPublisher, DeltaUpdate
 from sparsify.errors import SparsifyError
 from sparsify.integrations.checkpoints import (
     WEIGHTS,
@@ -41,6 +40,7 @@ from sparsify.integrations.checkpoints import (
     set_aside_incomplete,
     write_trained_state,
 )
+from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_steps import check_held

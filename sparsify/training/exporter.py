@@ -1,6 +1,6 @@
 """Exports a model in training again and again, for a stream of its versions.
 
-In: an engine. Out: a :class:`sparsify.delta.version.Version` of the state as it is now, to the bit what
+In: an engine. Out: a :class:`sparsify.stream.version.Version` of the state as it is now, to the bit what
 ``SparseDelta.from_model`` takes. Entries are copied to the host and merged into the sorted ones once, when they are
 new; each call takes the values anew, for all tensors of a dtype at once.
 """
@@ -21,8 +21,9 @@ from sparsify.core.devices import send
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import merge
 from sparsify.delta.patch_plan import own_copy
-from sparsify.delta.version import Entries, Version
 from sparsify.errors import SparsifyError
+from sparsify.stream.version import TrainedEntries as Entries
+from sparsify.stream.version import Version
 from sparsify.training.engine import Engine
 from sparsify.training.export import (
     as_of,

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -97,23 +96,6 @@ def test_a_sum_does_not_depend_on_the_default_device():
     expected = [total.on(base, kind) for kind in ("replace", "add")]
     with torch.device("meta"):
         assert [total.on(base, kind) for kind in ("replace", "add")] == expected
-
-
-def test_a_sum_is_applied_once_and_reverted_to_the_bit():
-    base = make_base()
-    before, total = bits(base), task(base, 1) + task(base, 2)
-    total.apply(base)
-    with pytest.raises(SparsifyError, match="already applied to this model"):
-        total.apply(base)
-    copies = [copy.deepcopy(total), copy.copy(total), pickle.loads(pickle.dumps(total))]
-    assert all(copied.on(make_base()) == total.on(make_base()) for copied in copies)
-    for copied in copies:
-        with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
-            copied.revert(base)
-    total.revert(base)
-    assert bits(base) == before
-    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
-        total.revert(base)
 
 
 def test_a_sum_is_swapped_for_a_delta_and_back():

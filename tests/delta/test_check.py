@@ -9,7 +9,7 @@ from requirements import fuses_at_load
 
 from sparsify.delta.check import CheckReport
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import BaseMismatchError
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -76,10 +76,3 @@ def test_two_tensors_that_a_checkpoint_ties_are_refused(tmp_path):
     message = r"`transformer.wte.weight` and `lm_head.weight` are one tensor in this checkpoint"
     with pytest.raises(BaseMismatchError, match=message):
         delta.check(save(model, tmp_path))
-
-
-def test_a_model_in_training_is_refused():
-    model = bert()
-    model._sparsify_engine = object()
-    with pytest.raises(SparsifyError, match="this model is sparsified"):
-        make_delta(bert()).check(model)

@@ -14,7 +14,7 @@ from fuzz_format import TARGETS, make_world, valid_files
 from fuzzing import examine, run_alone
 from limits import needs_limits
 
-from sparsify.delta.patch_plan import TensorPatch
+from sparsify.delta.patch_plan import PlannedWrite
 from sparsify.delta.sparse_delta import SparseDelta
 
 ROUND = 5 * len(ATTACKS)  # files until every target has seen every kind of attack, and the quick ones five times
@@ -62,7 +62,7 @@ def test_a_changed_model_and_a_delta_that_does_not_survive_saving_are_noticed(wo
     path, save = valid[0], SparseDelta.save
     assert examine(path, TARGETS, world, 400) == " ".join(TARGETS)
     with monkeypatch.context() as patched:
-        patched.setattr(TensorPatch, "inverse", lambda patch: patch)
+        patched.setattr(PlannedWrite, "inverse", lambda patch: patch)
         outcome = examine(path, {"apply": TARGETS["apply"]}, world)
     assert "BROKEN" in outcome
     assert "the model has changed" in outcome

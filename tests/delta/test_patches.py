@@ -5,32 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import MODELS, bert, bits, dinov2, make_delta, mixtral, save
+from checkpoints import MODELS, bert, bits, dinov2, make_delta, mixtral, patched, save
 from requirements import fuses_at_load
-from safetensors.torch import load_file, save_file
 
 from sparsify.common.initializers import InitializerRecipe
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patches import WeightPatch
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-
-
-def patched(folder, patches):
-    """Puts patches into the files of a checkpoint, as plainly as it can be done."""
-    patches = list(patches)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for patch in patches:
-            if patch.name in tensors:
-                tensor = tensors[patch.name]
-                assert (patch.shape, patch.dtype) == (tuple(tensor.shape), tensor.dtype)
-                if patch.indices is None:
-                    tensor.copy_(patch.values.view(patch.shape))
-                else:
-                    tensor.view(-1)[patch.indices] = patch.values
-        save_file(tensors, file, metadata={"format": "pt"})
-    return folder
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -4,6 +4,7 @@ import copy
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from sparsify.common.names import named_tensors
 from sparsify.common.raw_bits import digest
@@ -78,3 +79,20 @@ def bits(model):
 def files(folder):
     """Everything a folder holds, to the byte."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def patched(folder, patches):
+    """Puts patches into the files of a checkpoint, as plainly as it can be done."""
+    patches = list(patches)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for patch in patches:
+            if patch.name in tensors:
+                tensor = tensors[patch.name]
+                assert (patch.shape, patch.dtype) == (tuple(tensor.shape), tensor.dtype)
+                if patch.indices is None:
+                    tensor.copy_(patch.values.view(patch.shape))
+                else:
+                    tensor.view(-1)[patch.indices] = patch.values
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder

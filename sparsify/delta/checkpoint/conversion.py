@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from itertools import count
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 from sparsify.common.names import tied_names
@@ -66,15 +63,15 @@ class Conversion:
     def _prefixed(self, name: str) -> tuple[str, ...]:
         """The name with and without the prefix of the model under the head."""
         prefix = f"{self._prefix}."
-        if not self._prefix:
-            return (name,)
-        return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+        other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+        return (name, other) if self._prefix else (name,)
 
 
 def _model_without_weights(folder: Path, num_tensors: int) -> Any:
     """Builds the model of a folder's ``config.json`` on the meta device; runs no code from the folder.
 
-    The number of tensors in the checkpoint bounds the model. Raises where there is no config, or no model can be built.
+    The number of tensors in the checkpoint bounds that of layers. Raises where there is no config, or no model can be
+    built.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -82,14 +79,12 @@ def _model_without_weights(folder: Path, num_tensors: int) -> Any:
     import torch
     import transformers
 
-    most = 50_000 + 10 * num_tensors  # more modules than any model has: experts in one tensor may be modules each
-    damaged = f"for a checkpoint of {num_tensors:,} tensors: it is damaged"
     try:
-        _check_counts(json.loads(file.read_text(encoding="utf-8")), most, damaged)
+        _check_counts(json.loads(file.read_text(encoding="utf-8")), num_tensors)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = [name for name in config.architectures or () if isinstance(name, str)]
         classes: Any = [getattr(transformers, name, None) for name in names]
-        with torch.device("meta"), _at_most_modules(most, damaged):
+        with torch.device("meta"):
             for model_class in classes:
                 is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
                 # a class of another family would be built in its own default size
@@ -101,30 +96,13 @@ def _model_without_weights(folder: Path, num_tensors: int) -> Any:
         raise SparsifyError(f"transformers cannot build the model of `{file}` ({reason})") from error
 
 
-def _check_counts(config: object, most: int, damaged: str) -> None:
+def _check_counts(config: object, num_tensors: int) -> None:
     """Raises where a config counts far more layers, experts or labels than there are tensors."""
     for key, value in config.items() if isinstance(config, dict) else ():
-        if isinstance(value, int) and value > most and _COUNTED.search(key):
+        if isinstance(value, int) and value > 50_000 + 10 * num_tensors and _COUNTED.search(key):
+            damaged = f"for a checkpoint of {num_tensors:,} tensors: it is damaged"
             raise SparsifyError(f"`{brief(key, 100)}` is {brief(value, 30)} {damaged}")
-        _check_counts(value, most, damaged)
-
-
-@contextmanager
-def _at_most_modules(most: int, damaged: str) -> Iterator[None]:
-    """Within the block, making more modules is an error: a number in a config decides how long its model takes."""
-    from torch.nn.modules.module import register_module_module_registration_hook
-
-    built, thread = count(1), get_ident()
-
-    def check(module: Any, name: str, part: Any) -> None:
-        if get_ident() == thread and next(built) > most:
-            raise SparsifyError(f"the config asks for more than {most:,} modules, {damaged}")
-
-    handle = register_module_module_registration_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
+        _check_counts(value, num_tensors)
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | str]:

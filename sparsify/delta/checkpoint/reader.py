@@ -29,7 +29,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
 _MOST_JSON_BYTES = 2**26
-_PACKED = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
+_SUB_BYTE = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
 
 
 class Stored(NamedTuple):
@@ -86,12 +86,9 @@ class Checkpoint(Mapping[str, Tensor]):
                 self.stored[name] = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.stored:
-            return self.read(name)
-        layouts = self.converted(name)
-        if not layouts:
+        if name not in self:
             raise KeyError(name)
-        return layouts[0].assemble(self.read)
+        return self.layout(name).assemble(self.read)
 
     def __contains__(self, name: object) -> bool:
         return name in self.stored or (isinstance(name, str) and bool(self.converted(name)))
@@ -124,7 +121,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def read(self, name: str) -> Tensor:
         """A stored tensor, mapped from its file, by its name in the files; raises where numbers are packed in bytes."""
-        if self.stored[name].dtype.startswith(_PACKED):
+        if self.stored[name].dtype.startswith(_SUB_BYTE):
             raise SparsifyError(
                 f"`{name}` of `{self.path}` is stored in {self.stored[name].dtype}, several numbers to some bytes, of "
                 "which no single one can be changed: give the base unquantized."
@@ -136,8 +133,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """The places of a tensor's entries, by its name in the files or at run time; raises where it has none."""
         if name in self.stored:
             return Layout.stored(name, self.stored[name].shape)
-        layouts = self.converted(name)
-        if layouts:
+        if layouts := self.converted(name):
             return layouts[0]
         text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
         remedy = "Give the base that the delta was trained on"

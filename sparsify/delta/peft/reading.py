@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
-from sparsify.delta.entries import DTYPES, TensorDelta
-from sparsify.delta.format import DeltaFile
-from sparsify.delta.patch_plan import check_dense, counted
+from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta
+from sparsify.delta.patch_plan import check_fits, counted
 from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, held_dtype
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
 _PICKLE_NAME = "adapter_model.bin"
 
 
-def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> DeltaFile:
+def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> DeltaParts:
     """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
     folder, tensors = Path(folder), open_base(base)
     try:
@@ -52,7 +51,7 @@ def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.Path
         "base_model_revision": config.get("revision"),
         "converted_from": {key: config.get(key) for key in ("peft_type", "peft_version")},
     }
-    return DeltaFile({name: entry for name, entry in entries.items() if entry is not None}, whole, origin)
+    return {name: entry for name, entry in entries.items() if entry is not None}, whole, origin
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -152,6 +151,6 @@ def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[object], tensors: 
     """Raises unless every other tensor replaces one of the base's, or belongs to a module that was saved whole."""
     for name, tensor in whole.items():
         if name in tensors:
-            check_dense(name, tensor, tensors[name].shape, tensors[name].dtype)
+            check_fits(name, tensor, tensors[name].shape, tensors[name].dtype)
         elif not any(f".{module}." in f".{name}" for module in saved):
             raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")

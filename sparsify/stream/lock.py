@@ -12,7 +12,7 @@ from sparsify.errors import SparsifyError
 _POLL_SECONDS = 0.001
 
 
-class Turns:
+class ReadWriteLock:
     """Readers and writers take turns: a writer waits for the readings in progress, later readings wait for the writer.
 
     A thread may read within its own reading, also while a writer waits. Readings may overlap in one thread, and end in

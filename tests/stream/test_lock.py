@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from sparsify.common.turns import Turns
 from sparsify.errors import SparsifyError
+from sparsify.stream.lock import ReadWriteLock
 
 SECONDS = 20
 
@@ -26,10 +26,10 @@ def until(condition):
 
 
 def test_readers_share_it():
-    turns, both = Turns(), threading.Barrier(2)
+    lock, both = ReadWriteLock(), threading.Barrier(2)
 
     def read():
-        with turns.reading():
+        with lock.reading():
             both.wait(SECONDS)  # passes only if the other one is in at the same time
 
     threads = [started(read), started(read)]
@@ -39,23 +39,23 @@ def test_readers_share_it():
 
 
 def test_a_waiting_writer_comes_before_later_readers():
-    turns, order = Turns(), []
+    lock, order = ReadWriteLock(), []
 
     def write():
-        with turns.writing():
+        with lock.writing():
             order.append("writer")
 
     def read():
-        with turns.reading():
+        with lock.reading():
             order.append("reader")
 
-    with turns.reading():
+    with lock.reading():
         writer = started(write)
-        until(turns._door.locked)
+        until(lock._door.locked)
         reader = started(read)
         time.sleep(0.02)
         assert order == []
-        with turns.reading():  # a thread that reads already goes on
+        with lock.reading():  # a thread that reads already goes on
             order.append("nested")
     for thread in (writer, reader):
         thread.join(SECONDS)
@@ -63,28 +63,28 @@ def test_a_waiting_writer_comes_before_later_readers():
 
 
 def test_a_writer_in_a_reading_of_its_own_is_refused():
-    turns = Turns()
-    with turns.reading(), pytest.raises(SparsifyError, match="would wait for itself"), turns.writing():
+    lock = ReadWriteLock()
+    with lock.reading(), pytest.raises(SparsifyError, match="would wait for itself"), lock.writing():
         pass
-    with turns.writing():  # nothing is left behind
+    with lock.writing():  # nothing is left behind
         pass
 
 
-def held(turns):
-    with turns.reading():
+def held(lock):
+    with lock.reading():
         yield
 
 
 def test_readings_of_one_thread_may_end_in_any_order():
-    turns = Turns()
-    first, second = held(turns), held(turns)
+    lock = ReadWriteLock()
+    first, second = held(lock), held(lock)
     next(first), next(second)
     first.close()
-    with pytest.raises(SparsifyError, match="would wait for itself"), turns.writing():
+    with pytest.raises(SparsifyError, match="would wait for itself"), lock.writing():
         pass
     second.close()
-    with turns.writing():
-        reader = started(lambda: next(held(turns)))
+    with lock.writing():
+        reader = started(lambda: next(held(lock)))
         time.sleep(0.02)
         assert reader.is_alive()
     reader.join(SECONDS)
@@ -92,12 +92,12 @@ def test_readings_of_one_thread_may_end_in_any_order():
 
 
 def test_a_reading_may_end_in_another_thread():
-    turns, order = Turns(), []
-    reading = held(turns)
+    lock, order = ReadWriteLock(), []
+    reading = held(lock)
     started(lambda: next(reading)).join(SECONDS)
 
     def write():
-        with turns.writing():
+        with lock.writing():
             order.append("writer")
 
     writer = started(write)
@@ -110,45 +110,24 @@ def test_a_reading_may_end_in_another_thread():
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_errors_end_a_turn(error):
-    turns = Turns()
-    for turn in (turns.reading, turns.writing):
+    lock = ReadWriteLock()
+    for turn in (lock.reading, lock.writing):
         with pytest.raises(error), turn():
             raise error
-    with turns.writing():
+    with lock.writing():
         pass
 
 
 def test_a_writer_that_is_interrupted_while_it_waits_leaves_nothing_locked(monkeypatch):
-    turns = Turns()
-    reading = held(turns)
+    lock = ReadWriteLock()
+    reading = held(lock)
     started(lambda: next(reading)).join(SECONDS)
     with monkeypatch.context() as patched:
-        patched.setattr("sparsify.common.turns.time.sleep", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt), turns.writing():
+        patched.setattr("sparsify.stream.lock.time.sleep", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), lock.writing():
             pass
     reading.close()
-    with turns.reading():
+    with lock.reading():
         pass
-    with turns.writing():
+    with lock.writing():
         pass
-
-
-def test_what_is_written_is_never_seen_half():
-    turns, pair, seen, stop = Turns(), [0, 0], [], threading.Event()
-
-    def read():
-        while not stop.is_set():
-            with turns.reading():
-                seen.append((pair[0], time.sleep(0), pair[1]))
-
-    readers = [started(read) for _ in range(3)]
-    for number in range(1, 200):
-        with turns.writing():
-            pair[0] = number
-            time.sleep(0)
-            pair[1] = number
-    stop.set()
-    for reader in readers:
-        reader.join(SECONDS)
-    assert seen
-    assert all(first == second for first, _, second in seen)

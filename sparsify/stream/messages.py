@@ -17,11 +17,10 @@ from torch import Tensor
 
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta import format as delta_format
-from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices
-from sparsify.delta.format import DeltaFile, fill_in, header_end
+from sparsify.delta.entries import DTYPES, DeltaParts, decode_indices, encode_indices
 from sparsify.delta.metadata import PAYLOAD_KEY, check_object
-from sparsify.delta.version import Changes, KnownValues, Version
 from sparsify.errors import DeltaFormatError
+from sparsify.stream.version import Changes, KnownValues, Version
 
 STREAM_KEY = "stream"  # of the config
 STREAM_VERSION = 1
@@ -32,19 +31,17 @@ _OPTIONAL = {f"{dtype}.{role}" for dtype in DTYPES for role in ("known", "places
 
 
 class Message(NamedTuple):
-    """A message: which version it makes, and the new entries, dense tensors and values of known entries in it."""
+    """A message: which version it makes, and what it changes in the base (a snapshot) or in the version before."""
 
     chain: str
     version: int
-    snapshot: bool  # whether it makes the version from the base, not from the version before
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    known: dict[torch.dtype, KnownValues]
+    snapshot: bool
+    changes: Changes
 
 
 def write_snapshot(chain: str, number: int, version: Version) -> bytes:
     """The bytes of a whole version: a delta file that names its place in a stream."""
-    return _write(chain, number, True, DeltaFile(*version.delta_parts()), {})
+    return _write(chain, number, True, version.delta_parts(), {})
 
 
 def write_update(chain: str, number: int, changes: Changes) -> bytes:
@@ -54,15 +51,16 @@ def write_update(chain: str, number: int, changes: Changes) -> bytes:
         more[f"{names[dtype]}.known"] = values
         if places is not None:
             more[f"{names[dtype]}.places"] = encode_indices(places)
-    return _write(chain, number, False, DeltaFile(changes.tensors, changes.whole, {}), more)
+    return _write(chain, number, False, (changes.tensors, changes.whole, {}), more)
 
 
-def _write(chain: str, number: int, snapshot: bool, delta: DeltaFile, more: dict[str, Tensor]) -> bytes:
+def _write(chain: str, number: int, snapshot: bool, delta: DeltaParts, more: dict[str, Tensor]) -> bytes:
     placeholder = secrets.token_hex(32)
     place = {"chain": chain, "version": number, "snapshot": snapshot}
     stream = {"format_version": STREAM_VERSION, **place, _HASH_KEY: placeholder}
-    data, _ = delta_format.to_bytes(delta.tensors, delta.whole, delta.config | {STREAM_KEY: stream}, more)
-    fill_in(data, placeholder, _header_digest(data, placeholder))
+    tensors, whole, config = delta
+    data, _ = delta_format.to_bytes(tensors, whole, config | {STREAM_KEY: stream}, more)
+    delta_format.fill_in(data, placeholder, _header_digest(data, placeholder))
     return bytes(data)
 
 
@@ -79,11 +77,11 @@ def read_message(data: bytes) -> Message:
         if PAYLOAD_KEY not in document:
             raise DeltaFormatError(f"its metadata has no `{PAYLOAD_KEY}`, which every message has")
         optional = set() if stream["snapshot"] else _OPTIONAL
-        delta, more = delta_format.read_contents(file, header, document, optional)
-        if drawn := [name for name, part in delta.tensors.items() if part.initializer is not None]:
+        (tensors, whole, _), more = delta_format.read_contents(file, header, document, optional)
+        if drawn := [name for name, part in tensors.items() if part.initializer is not None]:
             raise DeltaFormatError(f"tensor `{drawn[0]}` is drawn from a seed, which a stream does not do")
         known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
-    return Message(stream["chain"], stream["version"], stream["snapshot"], delta.tensors, delta.whole, known)
+    return Message(stream["chain"], stream["version"], stream["snapshot"], Changes(tensors, whole, known))
 
 
 def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 def _header_digest(data: bytes | bytearray, stated: str) -> str:
     """SHA-256 of the header, with zeros for the hash in it."""
-    return hashlib.sha256(bytes(data[: header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
+    return hashlib.sha256(bytes(data[: delta_format.header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
 
 
 def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValues | None:

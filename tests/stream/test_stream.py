@@ -6,13 +6,12 @@ import time
 
 import pytest
 import torch
-from checkpoints import MODELS, save
+from checkpoints import MODELS, patched, save
 from deltas import bits
 from models import build, run_steps
 from peft import LoraConfig, get_peft_model
 from quantized_models import quantize
 from streams import BUDGET, STEPS, Run
-from test_patches import patched
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -30,7 +29,7 @@ from sparsify import (
     get_unmasker,
     sparsify,
 )
-from sparsify.delta.patch_plan import TensorPatch
+from sparsify.delta.patch_plan import PlannedWrite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,50 +124,36 @@ def test_a_follower_in_another_dtype_holds_what_a_delta_makes_of_it():
 # Bytes
 
 
-def test_a_steady_update_takes_two_bytes_an_entry():
-    torch.manual_seed(0)
-    base = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))).bfloat16()
-    model = sparsify(copy.deepcopy(base), 40_000, "random")
-    publisher = DeltaPublisher(model)
-    model.sparse_values.data.normal_()
-    publisher.update()
-    model.sparse_values.data.normal_()
-    assert 2 * 40_000 < len(bytes(publisher.update())) < 2 * 40_000 + 1_000
-
-
-def test_values_whose_bits_stay_are_not_sent():
+def test_a_steady_update_takes_two_bytes_an_entry_and_bits_that_stay_are_not_sent():
     torch.manual_seed(0)
     base = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))).bfloat16()
     model = sparsify(copy.deepcopy(base), 40_000, "random")
     publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
     follower.apply(bytes(publisher.snapshot()))
-    model.sparse_values.data[torch.randperm(40_000)[:1_000]] += 1
-    update = bytes(publisher.update())
-    assert len(update) < 4 * 1_000 + 1_000
-    follower.apply(update)
-    assert torch.equal(base[3].weight, model[3].weight)
-    same = bytes(publisher.update())
-    assert len(same) < 1_000
-    follower.apply(same)
-    assert torch.equal(base[3].weight, model[3].weight)
+    model.sparse_values.data.normal_()
+    sizes = []
+    for changed in (40_000, 1_000, 0):
+        model.sparse_values.data[torch.randperm(40_000)[:changed]] += 1
+        update = bytes(publisher.update())
+        sizes.append(len(update))
+        follower.apply(update)
+        assert torch.equal(base[3].weight, model[3].weight)
+    assert 2 * 40_000 < sizes[0] < 2 * 40_000 + 1_000
+    assert sizes[1] < 4 * 1_000 + 1_000
+    assert sizes[2] < 1_000
 
 
 def test_the_bytes_are_those_of_the_version_whenever_they_are_asked_for():
     run = Run("bert", modules_to_save=["classifier"])
-    follower = run.follower()
-    made = []
+    follower, made = run.follower(), []
     for _ in range(4):
+        last = run.publisher._last
         made.append((run.step().publisher.update(), run.expected()))
     for update, expected in made:
         follower.apply(update)
         assert bits(follower.model) == expected
-    assert repr(made[-1][0]) == "DeltaUpdate(version 4)"
+    assert repr(update) == "DeltaUpdate(version 4)"
     assert repr(run.publisher.snapshot()) == "DeltaUpdate(snapshot of version 4)"
-
-
-def test_a_message_is_the_same_bytes_whenever_it_is_made():
-    run = Run("bert", modules_to_save=["classifier"])
-    last, update = run.publisher._last, run.step().publisher.update()
     assert len({bytes(DeltaUpdate(update.chain, *run.publisher._last, last[1])) for _ in range(8)}) == 1
     assert len({run.snapshot() for _ in range(8)}) == 1
 
@@ -379,7 +364,7 @@ def test_a_write_that_fails_leaves_the_version_before(monkeypatch, message):
     follower.apply(run.updates(1)[0])
     (data,) = run.updates(1)
     data = data if message == "update" else run.snapshot()
-    write, left = TensorPatch.write, [3]
+    write, left = PlannedWrite.write, [3]
 
     def fail_at_the_third(patch, target):
         write(patch, target)
@@ -388,7 +373,7 @@ def test_a_write_that_fails_leaves_the_version_before(monkeypatch, message):
             raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TensorPatch, "write", fail_at_the_third)
+        patch.setattr(PlannedWrite, "write", fail_at_the_third)
         refused(follower, data, MemoryError, "out of memory")
     assert left[0] < 0
     follower.apply(data)

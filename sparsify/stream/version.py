@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.entries import TensorDelta, merge
+from sparsify.delta.entries import DeltaParts, TensorDelta, merge
 
 
-class Entries(NamedTuple):
+class TrainedEntries(NamedTuple):
     """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Entries(NamedTuple):
         is_early = self.slots < unmasked
         return is_early.nonzero().flatten(), is_early.logical_not().nonzero().flatten()
 
-    def keeps(self, before: Entries, unmasked: int) -> bool:
+    def keeps(self, before: TrainedEntries, unmasked: int) -> bool:
         """Whether those of the first ``unmasked`` entries of the model are the ones before, over the same base."""
         known, _ = self.split(unmasked)
         pairs = zip(self[4:7], before[4:7], strict=True)
@@ -71,13 +71,13 @@ class Version(NamedTuple):
             that were unmasked in between.
     """
 
-    tensors: dict[str, Entries]
+    tensors: dict[str, TrainedEntries]
     whole: dict[str, Tensor]
     config: dict[str, Any]
     unmasked: int
     generation: int
 
-    def delta_parts(self) -> tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]:
+    def delta_parts(self) -> DeltaParts:
         """The parts of the :class:`sparsify.SparseDelta` of this version."""
         return {name: entries.delta() for name, entries in self.tensors.items()}, self.whole, self.config
 
@@ -170,7 +170,7 @@ def spread(known: KnownValues, counts: Sequence[int]) -> Iterable[tuple[Tensor |
     return ((places[begin:end] - start, known.values[begin:end]) for begin, end, start in parts)
 
 
-def _after(before: Entries | None, after: Entries | None) -> Entries:
+def _after(before: TrainedEntries | None, after: TrainedEntries | None) -> TrainedEntries:
     """A tensor's entries of a later version, and those of an earlier one that have left, with the base's values."""
     if before is None:
         assert after is not None
@@ -181,7 +181,7 @@ def _after(before: Entries | None, after: Entries | None) -> Entries:
         return reverted
     left = torch.isin(before.indices, after.indices, invert=True)
     more = [part[left].to(own.dtype) for part, own in zip(reverted[4:], after[4:], strict=True)]
-    return Entries(*after[:4], *merge(after[4:], more))
+    return TrainedEntries(*after[:4], *merge(after[4:], more))
 
 
 def _changed(old: Tensor, new: Tensor) -> KnownValues:

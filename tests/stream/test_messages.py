@@ -13,8 +13,8 @@ from streams import Run
 
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import encode_indices
-from sparsify.delta.update_file import read_message
 from sparsify.errors import DeltaFormatError
+from sparsify.stream.messages import read_message
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,11 @@ def test_messages_are_as_the_format_says(run, few, all_values):
 
 def test_what_is_written_is_read(few, all_values):
     message = read_message(few)
-    values, places = message.known[torch.bfloat16]
+    values, places = message.changes.known[torch.bfloat16]
     assert torch.equal(values, load(few)["BF16.known"])
     assert torch.equal(encode_indices(places), load(few)["BF16.places"])
-    assert read_message(all_values).known[torch.bfloat16].places is None
-    assert read_message(rewritten(few)).known[torch.bfloat16].values.equal(values)
+    assert read_message(all_values).changes.known[torch.bfloat16].places is None
+    assert read_message(rewritten(few)).changes.known[torch.bfloat16].values.equal(values)
 
 
 CHANGES = {

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from sparsify.delta.entries import merge
-from sparsify.delta.version import Entries, Version, changed_entries, difference
+from sparsify.stream.version import TrainedEntries, Version, changed_entries, difference
 
 SIZE = 40  # of each tensor
 FIXED = (SIZE,), torch.bfloat16, "replace", None
@@ -27,7 +27,7 @@ def make_version(order, values, unmasked, generation=0):
         indices, by_position = torch.tensor([order[slot][1] for slot in slots]).sort()
         slots = slots[by_position]
         base = torch.zeros(len(slots), dtype=torch.bfloat16)
-        tensors[name] = Entries(*FIXED, indices, slots, base, torch.tensor(values).bfloat16()[slots])
+        tensors[name] = TrainedEntries(*FIXED, indices, slots, base, torch.tensor(values).bfloat16()[slots])
     return Version(tensors, {}, {}, unmasked, generation)
 
 

@@ -9,7 +9,7 @@ from fuzz_stream import attacked, follow, make_cases
 from fuzzing import examine, run_alone
 from limits import needs_limits
 
-from sparsify.delta.patch_plan import TensorPatch
+from sparsify.delta.patch_plan import PlannedWrite
 
 ROUND = 2 + len(ATTACKS)  # kinds of attack
 
@@ -45,7 +45,7 @@ def test_a_wrong_model_is_noticed(tmp_path, monkeypatch):
     assert outcome(case.message[:-1]) == "refused"
     assert "has changed the model" in outcome(case.message[:-1], before={})
     with monkeypatch.context() as patch:
-        patch.setattr(TensorPatch, "write", lambda patch, target: None)
+        patch.setattr(PlannedWrite, "write", lambda patch, target: None)
         assert "a damaged message was applied" in outcome(case.message)
 
 
