@@ -14,11 +14,10 @@ PACKAGE = Path(sparsify.__file__).parent
 # from the ground up: a package, or a module at the top, imports from itself and from those above it here
 FLOORS = [
     {"errors", "version"},
+    {"core"},
     {"common"},
-    {"strategies"},
-    {"kernels", "delta"},
-    {"stream"},
-    {"masked"},
+    {"kernels", "delta", "strategies"},
+    {"stream", "masked"},
     {"selection", "adapters"},
     {"training"},
     {"api", "loading"},
@@ -55,26 +54,16 @@ def floor(name):
 
 @cache
 def imported(name):
-    """The modules of this package that one of them imports, anywhere in it, functions included.
-
-    Imports for type checkers alone do not count within a package (``training``); between packages they do.
-    """
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    checked = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    for_types, found = {inner for node in checked for inner in ast.walk(node)}, set()
-    for node in ast.walk(tree):
+    """The modules of this package that one of them imports, anywhere in it: in functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} line {node.lineno}: imports here are absolute"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = {each if each in MODULES else node.module for each in full}
-        else:
-            continue
-        found |= {each for each in names & MODULES.keys() if node not in for_types or room(each) != room(name)}
-    return frozenset(found)
+            found |= {each if each in MODULES else node.module for each in full}
+    return frozenset(found & MODULES.keys())
 
 
 def reachable(name):
@@ -100,10 +89,39 @@ def test_no_module_imports_itself_through_others():
         assert all(name not in reachable(other) for other in imported(name) if other != name), name
 
 
+def imported_packages(path):
+    """The top-level names that a file imports, this package's modules in full."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_the_core_imports_torch_and_errors_alone():
+    for path in (PACKAGE / "core").glob("*.py"):
+        for name in imported_packages(path):
+            top = name.split(".")[0]
+            assert top in sys.stdlib_module_names | {"torch"} or name.startswith(
+                ("sparsify.core", "sparsify.errors")
+            ), path
+
+
+def test_the_core_can_be_read_in_an_hour():
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert sum(number for path, number in lines.items() if path.parent.name == "core") <= 1_600
+    assert sum(lines.values()) <= 14_000
+    assert max(lines.values()) <= 400
+
+
 @pytest.mark.parametrize("name", ["delta.sparse_delta", "stream.publisher", "stream.subscriber"])
 def test_deltas_and_streams_need_no_training_code(name):
-    rooms = {room(other) for other in reachable(f"sparsify.{name}")}
-    assert {"common", "delta", "errors"} <= rooms <= {"common", "delta", "errors", "version", room(f"sparsify.{name}")}
+    modules = reachable(f"sparsify.{name}")
+    own = {"common", "delta", "errors", "version", room(f"sparsify.{name}")}
+    assert {"common", "delta", "errors"} <= {room(other) for other in modules} <= own | {"core"}
+    assert {other for other in modules if room(other) == "core"} <= {
+        "sparsify.core", "sparsify.core.devices", "sparsify.core.interrupts",
+    }  # fmt: skip
 
 
 def test_every_public_name_is_there_and_they_are_sorted_out():

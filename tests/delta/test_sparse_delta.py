@@ -34,7 +34,7 @@ class FakeEngine:
     """What training leaves behind: a delta's parts."""
 
     def __init__(self, tensors, whole=None):
-        self.tensors, self.whole = tensors, whole or {}
+        self.tensors, self.whole, self.source = tensors, whole or {}, self
 
     def export(self, budget, model):
         return self.tensors, self.whole, {**CONFIG, "budget": budget}

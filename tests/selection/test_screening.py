@@ -30,7 +30,7 @@ def a_tensor(weight, unmasked=NOTHING):
     layer = nn.Linear(COLS, ROWS, bias=False)
     layer.weight.data = weight
     _, tensors = mask(layer)
-    tensor, number = tensors["weight"], unmasked.numel()
+    tensor = tensors["weight"]
     tensor.offset = 100
     unmask(tensor, unmasked, torch.zeros(number))
     return tensor
@@ -65,7 +65,7 @@ def test_screening_finds_the_winners_of_the_full_product(seed, importance, scale
     if shape == "equal":
         left, right = torch.full_like(left, scale), torch.ones_like(right)
     weight = torch.randn(ROWS, COLS, generator=generator)
-    unmasked = torch.randperm(ROWS * COLS, generator=generator)[:15]
+    unmasked = torch.randperm(ROWS * COLS, generator=generator)[:15].sort().values
     product = Product(left, right)
     gradient = product.dense()
     scores = importance.score(weight, gradient.values).flatten()
