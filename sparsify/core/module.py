@@ -16,8 +16,7 @@ from sparsify.errors import SparsifyError
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
 NOT_EXPORTED = (
     "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export): it trains by "
-    "autograd functions of its own. Export the plain model, with the trained weights in place: "
-    "desparsify(model)."
+    "autograd functions of its own. Export the plain model, with the trained weights in place: desparsify(model)."
 )
 NOT_TWICE = (
     "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
@@ -90,23 +89,23 @@ class MaskedModule(nn.Module):
     @property
     def indices(self) -> Tensor:
         """(k,) int64: flat, row-major positions of the unmasked entries of ``weight``, ascending."""
-        tensor = masked_tensors(self).get("weight")
-        return torch.empty(0, dtype=torch.int64, device=self.weight.device) if tensor is None else tensor.indices
+        return self._of_weight("indices", torch.int64)
 
     @property
     def base_values(self) -> Tensor:
         """(k,) the pretrained values of the unmasked entries, in the weight's dtype."""
-        tensor = masked_tensors(self).get("weight")
-        return self.weight.detach().new_empty(0) if tensor is None else tensor.base
+        return self._of_weight("base", self.weight.dtype)
 
     @property
     def delta(self) -> Tensor:
         """(k,) float32: trained minus pretrained value of the unmasked entries."""
-        tensor = masked_tensors(self).get("weight")
-        return torch.empty(0, device=self.weight.device) if tensor is None else tensor.delta
+        return self._of_weight("delta", torch.float32)
 
     @property
     def density(self) -> float:
         """Share of the weight's entries that are unmasked."""
+        return self.indices.numel() / max(1, self.weight.numel())
+
+    def _of_weight(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = masked_tensors(self).get("weight")
-        return 0.0 if tensor is None else tensor.count / tensor.numel
+        return torch.empty(0, dtype=dtype, device=self.weight.device) if tensor is None else getattr(tensor, name)

@@ -6,10 +6,9 @@
     commit           the root anchor's node, which autograd runs after all uses: the winners join the entries, and the
                      flat gradient, theirs included, becomes that of ``sparse_values``
     optimizer step   any optimizer moves ``sparse_values``; a hook counts the step and writes base + delta
-                     (``optimizer.py``)
 
-All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together. The
-methods from ``begin_pass`` to ``write`` are what a run on several ranks, devices or shards replaces.
+All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together. What a
+run on several devices, ranks or shards replaces is at the end of :class:`TrainingStep`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from torch import Tensor
 
 from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.interrupts import uninterrupted
 from sparsify.core.module import first_order, without_autocast
 from sparsify.core.policy import Policy
 from sparsify.core.selector import Selector
-from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import Collector, MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
@@ -45,62 +42,44 @@ COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # sections of a backw
 class Pass:
     """One backward pass: the flat gradient as it fills up, and the selector of the entries to unmask, if any."""
 
-    def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
-        self.graph, self.selector = graph, selector  # autograd's id of the pass
-        self.unmasked = unmasked  # entries, when it began
+    def __init__(self, values: Tensor, selector: Selector | None, unmasked: int) -> None:
+        self.selector, self.unmasked = selector, unmasked  # entries, when it began
         self.thread = threading.get_ident()
         self.grad = torch.zeros_like(values)  # (capacity,)
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
-        self._settled: set[MaskedTensor] = set()
-        self._small: dict[torch.device, SmallGradients] = {}
-        self._keeps_small = selector is None or selector.batches_small
+        self.settled: set[MaskedTensor] = set()
 
     def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Adds the gradient of a tensor's use to those of the others, and settles the sum if no other is to come."""
-        with without_autocast(gradient.device):  # which may be on in backward
-            if tensor in self.held:
-                gradient = self.held.pop(tensor).add(gradient)
-            if tensor.waiting:
-                self.held[tensor] = gradient.held()
-            else:
-                self.settle(tensor, gradient)
+        if tensor in self.held:
+            gradient = self.held.pop(tensor).add(gradient)
+        if tensor.waiting:
+            self.held[tensor] = gradient.held()
+        else:
+            self.settle(tensor, gradient)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
-        if not gradient.numel:
-            if self.selector is not None:
-                self.selector.skip(tensor)
-            return
-        again = tensor in self._settled  # a graph without saved tensors runs again, though it was not kept
-        self._settled.add(tensor)
-        if tensor.is_small and self._keeps_small and not again:
-            self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
-        elif self.selector is None or again:
-            self._add(tensor, gradient.take(tensor.indices) if tensor.count else None)
+        again = tensor in self.settled  # a graph without saved tensors runs again, though it was not kept
+        self.settled.add(tensor)
+        if self.selector is None or again:
+            taken = gradient.take(tensor.indices) if tensor.count else None
         else:
-            self._add(tensor, self.selector.offer(tensor, gradient))
-
-    def settle_rest(self) -> None:
-        """Settles the sums that are still held, and then the small tensors, all at once."""
-        while self.held:
-            self.settle(*self.held.popitem())
-        for small in self._small.values():
-            slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
-            self.grad[slots] += small.take().to(self.grad)
-            if self.selector is not None:
-                self.selector.offer_small(small)
-
-    def _add(self, tensor: MaskedTensor, taken: Tensor | None) -> None:
+            taken = self.selector.offer(tensor, gradient)
         if tensor.count and taken is not None:
             self.grad[tensor.slots.to(self.grad.device)] += taken.to(self.grad)
+
+    def settle_rest(self) -> None:
+        """Settles the sums that are still held."""
+        while self.held:
+            self.settle(*self.held.popitem())
 
 
 class Root:
     """The root anchor over a flat delta."""
 
     def __init__(self, values: Tensor, step: TrainingStep) -> None:
-        self.values = values
-        self._made_of = _kind(values)
+        self.values, self._made_of = values, _kind(values)
         with torch.inference_mode(False), torch.enable_grad():
             self.output: Tensor = _RootNode.apply(values, weakref.ref(step))
 
@@ -123,9 +102,7 @@ class _RootNode(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        step = ctx.step()
-        assert step is not None  # a use of the model has handed it a gradient
-        return step.commit(), None
+        return ctx.step().commit(), None
 
 
 def is_reached(root: Tensor) -> bool:
@@ -142,6 +119,8 @@ class TrainingStep(Collector):
         policy: which ones to unmask.
     """
 
+    pass_kind: type[Pass] = Pass
+
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
         self.tensors, self.entries, self.policy = tensors, entries, policy
         self.selected = False  # whether the entries of the optimizer step in progress have been selected
@@ -156,16 +135,18 @@ class TrainingStep(Collector):
             tensor.collector = self
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_lock": None, "current_root": None, "_passes": {}, "_dropped": set(), "passes": 0}
-        return {**self.__dict__, **left_out, "paused": False}
+        left_out: dict[str, Any] = {
+            "_lock": None,
+            "current_root": None,
+            "_passes": {},
+            "_dropped": set(),
+            "passes": 0,
+            "paused": False,
+        }
+        return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
-
-    @property
-    def trained(self) -> int:
-        """Number of entries that the step in progress trains."""
-        return self.entries.count if self.policy.active is None else int(self.policy.active.sum())
 
     # -------------------------------------------------------------------------------- forward
 
@@ -202,23 +183,13 @@ class TrainingStep(Collector):
         if self.reached is not None:
             self.reached.add(tensor)
         with self._lock:
-            graph = torch._C._current_graph_task_id()
-            current = self._passes.get(graph)
-            if current is None:
-                current = self._passes[graph] = self._begin(graph)
-            return tensor.count > 0 or (current.selector is not None and current.selector.wants(tensor))
-
-    def _begin(self, graph: int) -> Pass:
-        self.begin_pass()
-        self._drop_failed(graph)
-        values = self.entries.values.detach()
-        with self.section(None, values.device):
-            selector = None if self.selected else self.policy.selector()
-            return Pass(graph, values, selector, self.entries.count)
+            selector = self._running().selector
+            return tensor.count > 0 or (selector is not None and selector.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        with self._lock, self.section(COLLECT, gradient.device):
-            self._passes[torch._C._current_graph_task_id()].hold(tensor, gradient)
+        device = gradient.device
+        with self._lock, self.section(COLLECT, device), without_autocast(device):  # which may be on in backward
+            self._running().hold(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
@@ -231,30 +202,17 @@ class TrainingStep(Collector):
         self.end_pass()
         return grad
 
-    def finish(self, current: Pass) -> Tensor:
-        """Unmasks what a pass has found, and returns its flat gradient."""
-        grad, selector = current.grad, current.selector
-        if self.entries.count != current.unmasked:
-            raise SparsifyError(OVERLAPPING)
-        if selector is not None:
-            winners, finite = self.winners(selector), selector.finite() & grad.isfinite().all()
-            counts, is_finite = self.agree(winners, finite)
-            if not is_finite:
-                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
-            with uninterrupted():
-                self._unmask(winners.first(sum(counts)), counts, grad)
-                self.selected = True
-        if self.policy.active is not None:
-            grad.masked_fill_(~self.policy.active, 0)
-        return grad
-
-    def _unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
-        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
-        first, new = self.entries.count, self.policy.unmask(winners)
-        grad[first : first + new.ids.numel()] = new.grads
-        if new is not winners:
-            counts = count_by_tensor(new.ids, self.entries.ends).tolist()
-        self.append(new.ids, counts, new.weights)
+    def _running(self) -> Pass:
+        """The backward pass of the node that calls; its first node begins it."""
+        graph = torch._C._current_graph_task_id()
+        if graph not in self._passes:
+            self.begin_pass()
+            self._drop_failed(graph)
+            values = self.entries.values.detach()
+            with self.section(None, values.device):
+                selector = None if self.selected else self.policy.selector()
+                self._passes[graph] = self.pass_kind(values, selector, self.entries.count)
+        return self._passes[graph]
 
     def _drop_failed(self, graph: int) -> None:
         """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
@@ -266,14 +224,29 @@ class TrainingStep(Collector):
             del self._passes[key]
         self._dropped.update(failed)
 
-    # -------------------------------------------------------------------------------- from step to step
+    def finish(self, current: Pass) -> Tensor:
+        """Unmasks what a pass has found, and returns its flat gradient."""
+        grad, selector = current.grad, current.selector
+        if self.entries.count != current.unmasked:
+            raise SparsifyError(OVERLAPPING)
+        if selector is not None:
+            winners = selector.winners()
+            counts, is_finite = self.agree(winners, selector.finite() & grad.isfinite().all())
+            if not is_finite:
+                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
+            self.unmask(winners.first(sum(counts)), counts, grad)
+        if self.policy.active is not None:
+            grad.masked_fill_(~self.policy.active, 0)
+        return grad
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Counts an optimizer step and writes the new deltas into the weights."""
-        with uninterrupted():
-            self.entries.stepped(self.trained)
-            self.selected, self.passes, self.reached = False, 0, None
-            self.write()
+    def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
+        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
+        first, new = self.entries.count, self.policy.unmask(winners)
+        grad[first : first + new.ids.numel()] = new.grads
+        if new is not winners:
+            counts = count_by_tensor(new.ids, self.entries.ends).tolist()
+        self.append(new.ids, counts, new.weights)
+        self.selected = True
 
     # -------------------------------------------------------------------------------- what a larger run replaces
 
@@ -287,10 +260,6 @@ class TrainingStep(Collector):
         """A context for work of a backward pass on a device."""
         return nullcontext()
 
-    def winners(self, selector: Selector) -> Winners:
-        """What a selector found, once all gradients are there."""
-        return selector.winners()
-
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""
         counts = count_by_tensor(winners.ids, self.entries.ends)
@@ -301,12 +270,17 @@ class TrainingStep(Collector):
         """Adds entries (n,), with the values that the weights hold there as their base."""
         self.entries.append(ids, read_weights(self.tensors, ids, self.entries.values) if base is None else base, counts)
 
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Counts an optimizer step and writes the new deltas into the weights."""
+        self.entries.stepped(self.entries.count if self.policy.active is None else int(self.policy.active.sum()))
+        self.selected, self.passes, self.reached = False, 0, None
+        self.write()
+
     def write(self) -> None:
         """Writes base + delta into the weights."""
-        effective = self.entries.effective
-        for tensor in self.tensors:
+        for tensor, values in zip(self.tensors, self.entries.effective(), strict=True):
             if tensor.count:
-                tensor.write(effective.index_select(0, tensor.slots.to(effective.device)))
+                tensor.write(values)
 
 
 def read_weights(tensors: Sequence[MaskedTensor], ids: Tensor, like: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ REENTRANT = (
     "entries that are selected over the whole model. Use the non-reentrant form: "
     'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
 )
-LARGEST_SMALL = 1 << 14  # entries of a small tensor
 _NUMBERS = itertools.count()
 
 
@@ -84,8 +83,8 @@ class Use:
         self.collector.collect(self.tensor, gradient)
 
     def end(self) -> None:
-        """Takes its number back."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
+        """Takes its number back, unless its graph is kept and may run again."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.tensor.waiting.discard(self._number)
 
     def __del__(self) -> None:
@@ -104,7 +103,7 @@ class MaskedTensor:
     frozen_row: int | None = None  # a row that is no candidate (an embedding's padding row)
     collector: Collector = field(default_factory=Collector)  # takes the gradients
 
-    is_quantized = False  # whether the parameter is packed, so that no trained value can be written into it
+    is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
     scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
@@ -122,7 +121,6 @@ class MaskedTensor:
 
     @property
     def shape_now(self) -> torch.Size:
-        """The parameter's present shape."""
         return self.parameter.shape
 
     @property
@@ -130,18 +128,13 @@ class MaskedTensor:
         return self.parameter.dtype
 
     @property
-    def weight(self) -> Tensor:
-        """The effective values, detached."""
-        return self.parameter.detach()
-
-    @property
     def numel(self) -> int:
         return self.shape.numel()
 
     @property
-    def is_small(self) -> bool:
-        """Whether its gradient is batched with those of other small tensors."""
-        return self.numel <= LARGEST_SMALL
+    def weight(self) -> Tensor:
+        """The effective values, detached."""
+        return self.parameter.detach()
 
     @property
     def matrix(self) -> Tensor:
@@ -150,7 +143,7 @@ class MaskedTensor:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of :attr:`matrix`."""
+        """The shape of :attr:`matrix`, without reading it."""
         cols = self.shape[-1] if self.shape else 1
         return self.numel // max(1, cols), cols
 
@@ -162,14 +155,14 @@ class MaskedTensor:
         return self.collector.entries.counts[self.number]
 
     @property
-    def indices(self) -> Tensor:
-        """(k,) int64: flat, row-major positions of the unmasked entries, ascending."""
-        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
+    def slots(self) -> Tensor:
+        """(k,) int64: positions of the unmasked entries in the flat delta, which are in order of unmasking."""
+        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
 
     @property
-    def slots(self) -> Tensor:
-        """(k,) int64: their positions in the flat delta, which are in order of unmasking."""
-        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
+    def indices(self) -> Tensor:
+        """(k,) int64: their flat, row-major positions in the parameter, ascending."""
+        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
 
     @property
     def base(self) -> Tensor:
@@ -182,16 +175,6 @@ class MaskedTensor:
         """(k,) trained minus pretrained value, in the flat delta's dtype."""
         entries = self.collector.entries
         return entries.values.detach().index_select(0, entries.of(self.number)[0]).to(self.parameter.device)
-
-    @property
-    def effective(self) -> Tensor:
-        """(k,) the current values at the unmasked entries."""
-        return self.take(self.indices)
-
-    @property
-    def own_effective(self) -> Tensor:
-        """(k,) :attr:`effective`, as far as this process holds it."""
-        return self.effective
 
     @property
     def num_candidates(self) -> int:
@@ -219,14 +202,6 @@ class MaskedTensor:
     def write(self, values: Tensor) -> None:
         """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""
         put(self.parameter.detach(), self.indices, values.to(self.parameter.device, self.dtype))
-
-    def write_without_version_bump(self, values: Tensor) -> None:
-        """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
-        put(self.parameter.data, self.indices, values.to(self.parameter.device, self.dtype))
-
-    def write_base(self) -> None:
-        """Writes the pretrained values as :meth:`write_without_version_bump` does."""
-        self.write_without_version_bump(self.base)
 
     def check_shape(self) -> None:
         """Raises ``SparsifyError`` if the parameter has another shape than at sparsify()."""

@@ -23,6 +23,7 @@ from sparsify.core.step import Root, TrainingStep, is_reached
 from sparsify.core.tensor import REENTRANT, Use
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
+from sparsify.selection.small import is_small
 
 
 class CompiledGraphs:
@@ -130,7 +131,7 @@ class CompiledGraphs:
             return
         own = gradient()
         with without_autocast(own.device):
-            if len(tensor.waiting) > 1 or tensor.is_small:  # it is held, and a compiled graph uses its buffers again
+            if len(tensor.waiting) > 1 or is_small(tensor):  # it is held, and a compiled graph uses its buffers again
                 own = own.dense().own()
         use.collect(own)
 

@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import listed
 from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
-from sparsify.core.entries import Entries, SparseValues, count_by_tensor
-from sparsify.core.interrupts import uninterrupted
+from sparsify.core.entries import SparseValues, count_by_tensor
 from sparsify.core.policy import Policy
 from sparsify.core.schedule import Schedule
-from sparsify.core.selector import Selector
 from sparsify.core.step import Pass, TrainingStep, read_weights
-from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
+from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.context import Work
 from sparsify.selection.policies import POLICIES, SelectorFactory
+from sparsify.selection.small import BatchingPass
 from sparsify.training.compiled import CompiledGraphs
+from sparsify.training.entries import ModelEntries
 from sparsify.training.optimizer_steps import (
     forget_uncounted_steps,
     has_uncounted_step,
@@ -58,16 +59,19 @@ class Engine(TrainingStep):
     """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_engine`."""
 
     recompute: Any = staticmethod(recomputable)
+    pass_kind = BatchingPass
 
     def __init__(self, plan: Plan) -> None:
         self.root, self.strategy, self.seed = plan.model, plan.strategy, plan.seed
         self.ranks = Ranks()
         self._select = SelectorFactory(self.ranks, plan.seed)
-        entries = Entries(plan.model, [tensor.numel for tensor in plan.tensors])
+        self.entries: ModelEntries
+        entries = ModelEntries(plan.model, [tensor.numel for tensor in plan.tensors])
         policy = POLICIES.get(type(plan.strategy.selection), Policy)
         importance = plan.strategy.importance
+        self.tensors: Sequence[ModelTensor]
         super().__init__(
-            list(plan.tensors), entries,
+            plan.tensors, entries,
             policy(importance, plan.schedule, plan.tensors, entries, plan.budget, plan.steps, self._select),
         )  # fmt: skip
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
@@ -77,7 +81,7 @@ class Engine(TrainingStep):
         self.new_names, self.buffer_digests = plan.new_names, plan.buffer_digests
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
-        self.weights, self.streams = EffectiveWeights(self), Streams()
+        self.weights, self.streams = EffectiveWeights(self, plan.tensors), Streams()
         self.compiled = CompiledGraphs(self, self.refresh)
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
@@ -86,7 +90,7 @@ class Engine(TrainingStep):
         self.source: Any = None  # exports the model's delta
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that is loaded: tensors without entries, prefix, all names of a trained state
-        self.loading: tuple[set[MaskedTensor], str, set[str] | None] = (set(), "", None)
+        self.loading: tuple[set[ModelTensor], str, set[str] | None] = (set(), "", None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_forward": None}
@@ -209,10 +213,11 @@ class Engine(TrainingStep):
         both.enter_context(joined)
         return both
 
-    def winners(self, selector: Selector) -> Winners:
-        if num_ranks() > 1:  # all ranks have to have come to the end of their backward passes
-            self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
-        return selector.winners()
+    def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
+        if not winners.ids.numel():
+            self._select.warn_of_none(self.policy)
+        with uninterrupted():
+            super().unmask(winners, counts, grad)
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         if num_ranks() == 1:
@@ -224,6 +229,8 @@ class Engine(TrainingStep):
         return sizes, bool(is_finite)
 
     def finish(self, current: Pass) -> Tensor:
+        if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
+            self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
         grad = super().finish(current)
         return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
 
@@ -237,7 +244,7 @@ class Engine(TrainingStep):
         first = self.unmasked
         if self.sharded:
             self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
-            read: Callable[[], None] = partial(read_base, self, self.ranks, first)
+            read: Callable[[], None] = partial(read_base, self.tensors, self.entries, self.ranks, first)
             torch.autograd.Variable._execution_engine.queue_callback(read)
         else:
             self.entries.append(ids, read_weights(self.tensors, ids, self.values) if base is None else base, counts)
@@ -293,7 +300,7 @@ class Engine(TrainingStep):
         self.streams.use(self.values.device)
 
     @torch.no_grad()
-    def state_loaded(self, plain: set[MaskedTensor]) -> None:
+    def state_loaded(self, plain: set[ModelTensor]) -> None:
         """Brings everything in step after a state dict was loaded.
 
         The weights of ``plain`` tensors came without entries, as from a merged checkpoint. They are the values that
@@ -323,7 +330,7 @@ class Engine(TrainingStep):
 
     def _find_dormant(self) -> None:
         for tensor in self.tensors if self.policy.static else ():
-            tensor.dormant = not tensor.count  # type: ignore[attr-defined]
+            tensor.dormant = not tensor.count
 
     def _warn_of_unreached(self) -> None:
         if self.reached is None:

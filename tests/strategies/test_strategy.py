@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from sparsify import sparsify, summary
-from sparsify.core.importance import D3, SNIP, Magnitude, Random, register_importance
-from sparsify.core.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
+from sparsify.core.importance import D3
 from sparsify.errors import SparsifyError
+from sparsify.strategies.importance import SNIP, Magnitude, Random, register_importance
+from sparsify.strategies.presets import PRESETS, Prune, resolve_strategy
+from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
 
 @pytest.mark.parametrize(
