@@ -89,12 +89,12 @@ class Entries:
     @property
     def ids(self) -> Tensor:
         """(count,) int64: global ids, by slot."""
-        return self.buffer(IDS)[: self.count]
+        return self.root._buffers[IDS][: self.count]  # type: ignore[index]
 
     @property
     def base(self) -> Tensor:
         """(count,) pretrained values, by slot."""
-        return self.buffer(BASE)[: self.count]
+        return self.root._buffers[BASE][: self.count]  # type: ignore[index]
 
     def buffer(self, name: str) -> Tensor:
         """One of the buffers, at its full length."""
@@ -104,23 +104,19 @@ class Entries:
 
     def by_tensor(self) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index."""
-        if self._sorted[0].device != self.buffer(IDS).device:  # the model was moved
-            self._sort()
         return self._sorted
 
     def of(self, number: int) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (k,) of the entries of one tensor, by ascending index."""
-        parts = self.by_tensor()
         if self._view is None:
-            slots, indices = (part.split(self.counts) for part in parts)
-            self._view = slots, indices
+            self._view = self._sorted[0].split(self.counts), self._sorted[1].split(self.counts)
         return self._view[0][number], self._view[1][number]
 
     def effective(self) -> tuple[Tensor, ...]:
         """Base + delta of each tensor's entries (k,), by ascending index."""
         base, values = self.base, self.values.detach()[: self.count]
         total = base.to(torch.promote_types(base.dtype, values.dtype)) + values.to(base.device)
-        return total.index_select(0, self.by_tensor()[0]).split(self.counts)
+        return total.index_select(0, self._sorted[0]).split(self.counts)
 
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         """Adds entries (n,): global ids in order of unmasking, pretrained values, and how many each tensor has."""

@@ -31,25 +31,24 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     return tensors
 
 
-def count_use(module: nn.Module, attribute: str) -> Use | None:
-    """Counts a use of a parameter in the module's forward; ``None`` where no gradient will be collected."""
-    tensor = masked_tensors(module).get(attribute)
-    if tensor is None:
-        return None
+def count_uses(module: nn.Module) -> dict[str, Use | None]:
+    """Counts a use of each masked parameter in the module's forward; ``None`` where no gradient will be collected."""
+    tensors = module.__dict__[TENSORS]
     check_not_exported()
-    return tensor.collector.use(tensor)
+    first: MaskedTensor = next(iter(tensors.values()))
+    return dict(zip(tensors, first.collector.uses(tensors.values()), strict=True))
 
 
-def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
+def frozen(module: nn.Module, attribute: str) -> Any:
     """Returns a parameter, detached if it is masked: PEFT, for one, sets ``requires_grad`` again."""
-    parameter, tensor = module._parameters.get(attribute), masked_tensors(module).get(attribute)
-    if tensor is None:
+    parameter, tensor = module._parameters.get(attribute), module.__dict__[TENSORS].get(attribute)
+    if tensor is None or parameter is None:
+        if tensor is not None:
+            raise SparsifyError(
+                f"`{tensor.name}` was taken from its module ({type(module).__name__}) after sparsify(), as by a "
+                "parametrization, weight_norm() or pruning; call these before sparsify()."
+            )
         return parameter
-    if parameter is None:
-        raise SparsifyError(
-            f"`{tensor.name}` was taken from its module ({type(module).__name__}) after sparsify(), as by a "
-            "parametrization, weight_norm() or pruning; call these before sparsify()."
-        )
     return parameter.detach()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,16 +34,16 @@ def listening() -> list[TrainingStep]:
     return [step for step in list(_LISTENING) if VALUES in step.entries.root.__dict__.get("_parameters", ())]
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters that an optimizer trains."""
     groups = getattr(optimizer, "param_groups", ())  # one whose __init__ has failed has none
-    return (parameter for group in groups for parameter in group["params"])
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LISTENING:
         return
-    held = {id(parameter) for parameter in parameters_of(optimizer)}
+    held = set(map(id, parameters_of(optimizer)))
     errors = []
     for step in listening():
         values = step.entries.values

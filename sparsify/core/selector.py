@@ -17,8 +17,8 @@ class Selector:
         """Whether it has to see this tensor's gradient."""
         return True
 
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor | None:
-        """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,), if there are any.
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,).
 
         The gradient may be written to and is not used afterwards.
         """
@@ -39,7 +39,7 @@ class DenseSelector(Selector):
     def __init__(self, topk: TopK, importance: Importance) -> None:
         self._topk, self._importance = topk, importance
 
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor | None:
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         dense = gradient.dense()
         unmasked = dense.take(tensor.indices)
         dense.clear(tensor.not_candidates)  # an entry whose gradient is zero is never offered

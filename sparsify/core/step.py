@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsify.core.entries import Entries, count_by_tensor
+from sparsify.core.entries import VALUES, Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.module import first_order, without_autocast
+from sparsify.core.module import first_order
 from sparsify.core.policy import Policy
 from sparsify.core.selector import Selector
 from sparsify.core.tensor import Collector, MaskedTensor, Use
@@ -36,7 +35,6 @@ OVERLAPPING = (
     "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
     "passes one after the other (with a lock around backward()); forward passes may overlap."
 )
-COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # sections of a backward pass
 
 
 class Pass:
@@ -63,10 +61,10 @@ class Pass:
         again = tensor in self.settled  # a graph without saved tensors runs again, though it was not kept
         self.settled.add(tensor)
         if self.selector is None or again:
-            taken = gradient.take(tensor.indices) if tensor.count else None
+            taken = gradient.take(tensor.indices)
         else:
             taken = self.selector.offer(tensor, gradient)
-        if tensor.count and taken is not None:
+        if taken.numel():
             self.grad[tensor.slots.to(self.grad.device)] += taken.to(self.grad)
 
     def settle_rest(self) -> None:
@@ -79,17 +77,14 @@ class Root:
     """The root anchor over a flat delta."""
 
     def __init__(self, values: Tensor, step: TrainingStep) -> None:
-        self.values, self._made_of = values, _kind(values)
+        self.values = values
+        self.made_of = values.device, values.dtype, values.requires_grad
         with torch.inference_mode(False), torch.enable_grad():
             self.output: Tensor = _RootNode.apply(values, weakref.ref(step))
 
     def serves(self, values: Tensor) -> bool:
         """Whether this is the root anchor of a flat delta as it is now."""
-        return self.values is values and self._made_of == _kind(values)
-
-
-def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
-    return values.device, values.dtype, values.requires_grad
+        return self.values is values and self.made_of == (values.device, values.dtype, values.requires_grad)
 
 
 class _RootNode(torch.autograd.Function):
@@ -150,15 +145,21 @@ class TrainingStep(Collector):
 
     # -------------------------------------------------------------------------------- forward
 
-    def use(self, tensor: MaskedTensor) -> Use | None:
-        values = self.entries.values
-        if self.paused or not (torch.is_grad_enabled() and values.requires_grad):
-            return None
-        if not (tensor.count or self.policy.growing() or self._may_be_recomputed()):
-            return None
-        tensor.check_shape()
+    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
+        if self.paused or not torch.is_grad_enabled() or not self.entries.values.requires_grad:
+            return [None for _ in tensors]
+        root, counts = self.root_anchor(), self.entries.counts
+        all_count = self.policy.growing() or self._may_be_recomputed()
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
-        return Use(self, tensor, self.root_anchor(), recomputed=torch._C._current_graph_task_id() != -1)
+        recomputed = torch._C._current_graph_task_id() != -1
+        uses: list[Use | None] = []
+        for tensor in tensors:
+            is_used = all_count or counts[tensor.number] > 0
+            parameter = tensor.owner._parameters.get(tensor.attribute)
+            if is_used and (parameter is None or parameter.shape != tensor.shape):
+                tensor.check_shape()
+            uses.append(Use(self, tensor, root, recomputed=recomputed) if is_used else None)
+        return uses
 
     def _may_be_recomputed(self) -> bool:
         """Whether a checkpoint may be recomputed after the budget is spent, so that any tensor counts as used."""
@@ -166,35 +167,39 @@ class TrainingStep(Collector):
 
     def root_anchor(self) -> Tensor:
         """(1,) the root anchor of the flat delta as it is now, an input of every use."""
-        values, root = self.entries.values, self.current_root
-        if root is None or not root.serves(values):
+        values, root = self.entries.root._parameters[VALUES], self.current_root
+        assert values is not None
+        made_of = values.device, values.dtype, values.requires_grad
+        if root is None or root.values is not values or root.made_of != made_of:
             with self._lock:  # one root for the forward passes of all threads
                 root = self.current_root
                 if root is None or not root.serves(values):
                     self.current_root = None  # releases autograd's accumulator of a flat delta that was cast since
-                    root = self.current_root = Root(values, self)
+                    root = self.current_root = Root(self.entries.values, self)
         return root.output
 
     # -------------------------------------------------------------------------------- backward
 
     def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
-        if not is_reached(root):
-            return False
-        if self.reached is not None:
-            self.reached.add(tensor)
         with self._lock:
-            selector = self._running().selector
-            return tensor.count > 0 or (selector is not None and selector.wants(tensor))
+            graph = torch._C._current_graph_task_id()
+            current = self._passes.get(graph)
+            if current is None:
+                if not is_reached(root):
+                    return False
+                current = self._passes[graph] = self.start_pass(graph)
+            if self.reached is not None:
+                self.reached.add(tensor)
+            selector = current.selector
+            return self.entries.counts[tensor.number] > 0 or (selector is not None and selector.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        device = gradient.device
-        with self._lock, self.section(COLLECT, device), without_autocast(device):  # which may be on in backward
-            self._running().hold(tensor, gradient)
+        with self._lock:
+            self._passes[torch._C._current_graph_task_id()].hold(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        device = self.entries.values.device
-        with self._lock, self.section(COMMIT, device), without_autocast(device):
+        with self._lock:
             current = self._passes.pop(torch._C._current_graph_task_id())
             current.settle_rest()
             grad = self.finish(current)
@@ -202,17 +207,11 @@ class TrainingStep(Collector):
         self.end_pass()
         return grad
 
-    def _running(self) -> Pass:
-        """The backward pass of the node that calls; its first node begins it."""
-        graph = torch._C._current_graph_task_id()
-        if graph not in self._passes:
-            self.begin_pass()
-            self._drop_failed(graph)
-            values = self.entries.values.detach()
-            with self.section(None, values.device):
-                selector = None if self.selected else self.policy.selector()
-                self._passes[graph] = self.pass_kind(values, selector, self.entries.count)
-        return self._passes[graph]
+    def start_pass(self, graph: int) -> Pass:
+        """Begins a backward pass, by autograd's id of it."""
+        self._drop_failed(graph)
+        selector = None if self.selected else self.policy.selector()
+        return self.pass_kind(self.entries.values.detach(), selector, self.entries.count)
 
     def _drop_failed(self, graph: int) -> None:
         """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
@@ -250,15 +249,8 @@ class TrainingStep(Collector):
 
     # -------------------------------------------------------------------------------- what a larger run replaces
 
-    def begin_pass(self) -> None:
-        """A backward pass begins."""
-
     def end_pass(self) -> None:
         """A backward pass has ended."""
-
-    def section(self, name: str | None, device: torch.device) -> AbstractContextManager[object]:
-        """A context for work of a backward pass on a device."""
-        return nullcontext()
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""

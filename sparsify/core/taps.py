@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
-from sparsify.core.module import count_use, first_order, frozen_if_masked, masked_tensors
+from sparsify.core.module import count_uses, first_order, frozen, masked_tensors
 from sparsify.core.tensor import MaskedTensor, Use
 
 
@@ -62,7 +62,7 @@ class ReadParameters(dict[str, Any]):
                 return taps[attribute]
         if not tensor.collector.in_forward:
             return parameter
-        use = tensor.collector.use(tensor)
+        (use,) = tensor.collector.uses([tensor])
         if use is not None:
             return _Tap.apply(parameter, use, use.root)
         return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it again
@@ -81,9 +81,9 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # every read makes a tap of its own: checkpointed parts of a graph may not change a module
     taps: dict[str, Any] = {}
-    for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
-        use, frozen = count_use(module, attribute), frozen_if_masked(module, attribute)
-        taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use, use.root)
+    for attribute, use in count_uses(module).items() if torch.is_grad_enabled() else ():
+        plain = frozen(module, attribute)
+        taps[attribute] = plain if use is None else _Tap.apply(module._parameters.get(attribute), use, use.root)
     forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
     parameters: Any = module._parameters  # ReadParameters
     calls = parameters.taps.setdefault(threading.get_ident(), [])

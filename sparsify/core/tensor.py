@@ -12,6 +12,7 @@ of its tensors wait for the end of each backward pass: complete all the same, in
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,8 +41,9 @@ class Collector:
     in_forward = False  # whether the model runs forward now, so that reading a weight is a use of it
     forward_pass = 0  # number of this thread's current, or last, forward pass of the model
 
-    def use(self, tensor: MaskedTensor) -> Use | None:
-        """Counts a use in a forward pass; ``None`` where no gradient will be collected."""
+    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
+        """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
+        raise NotImplementedError
 
     def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
         """Begins a use's backward, and with the first one the backward pass; whether its gradient is wanted."""
@@ -69,23 +71,16 @@ class Use:
             tensor.waiting.add(self._number)
 
     def begin(self) -> bool:
-        """Begins the backward of the use; whether its gradient is wanted. Where it is not, the use is over."""
+        """Begins the backward of the use, and so ends it; whether its gradient is wanted."""
         if self._recomputed:
             raise SparsifyError(REENTRANT.format(name=self.tensor.name))
-        wanted = self.collector.begin(self.tensor, self.root)
-        if not wanted:
-            self.end()
-        return wanted
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
+            self.tensor.waiting.discard(self._number)
+        return self.collector.begin(self.tensor, self.root)
 
     def collect(self, gradient: Gradient) -> None:
         """Hands the gradient over."""
-        self.end()
         self.collector.collect(self.tensor, gradient)
-
-    def end(self) -> None:
-        """Takes its number back, unless its graph is kept and may run again."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.tensor.waiting.discard(self._number)
 
     def __del__(self) -> None:
         self.tensor.waiting.discard(self._number)
@@ -107,7 +102,7 @@ class MaskedTensor:
     scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
-        self.shape = self.shape_now  # at sparsify()
+        self.shape, self.numel = self.shape_now, self.shape_now.numel()  # at sparsify()
         self.waiting: set[int] = set()  # numbers of the uses that have not run backward; sets need no lock
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,10 +121,6 @@ class MaskedTensor:
     @property
     def dtype(self) -> torch.dtype:
         return self.parameter.dtype
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
 
     @property
     def weight(self) -> Tensor:

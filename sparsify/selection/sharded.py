@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, padded_unique
+from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, as_matrix, padded_unique
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
@@ -79,7 +79,7 @@ class ShardedSelector(BatchingSelector):
             self._offer_mean(tensor, DenseGradient(values, nothing))
 
     def offer_small(self, small: SmallGradients) -> None:
-        self._small.update(small.pairs)
+        self._small.update(zip(small.tensors, map(DenseGradient, map(as_matrix, small.values)), strict=True))
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""

@@ -66,19 +66,12 @@ class BatchingPass(Pass):
 
 
 class SmallGradients:
-    """Whole gradients of small tensors on one device; ``pairs`` has each tensor with its own, as they came in."""
+    """Whole gradients of small tensors on one device, as they came in."""
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[MaskedTensor, DenseGradient]] = []
-
-    @property
-    def tensors(self) -> list[MaskedTensor]:
-        return [tensor for tensor, _ in self.pairs]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of entries of each tensor."""
-        return [gradient.numel for _, gradient in self.pairs]
+        self.tensors: list[MaskedTensor] = []
+        self.values: list[Tensor] = []  # of their gradients
+        self.sizes: list[int] = []  # number of entries of each
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
@@ -86,7 +79,9 @@ class SmallGradients:
         if gradient.rows is not None:
             cols = gradient.values.shape[1]
             gradient = DenseGradient(gradient.values.new_zeros(tensor.numel // cols, cols)).add(gradient)
-        self.pairs.append((tensor, gradient.own()))
+        self.tensors.append(tensor)
+        self.values.append(gradient.own().values.reshape(-1))
+        self.sizes.append(gradient.numel)
 
     def take(self) -> Tensor:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
@@ -104,7 +99,7 @@ class SmallGradients:
 
     def _joined(self) -> Tensor:
         """All gradients (n,) in one new vector."""
-        return torch.cat([gradient.values.reshape(-1) for _, gradient in self.pairs])
+        return torch.cat(self.values)
 
     def _starts(self) -> list[int]:
         """Where each tensor's gradient begins in that vector."""

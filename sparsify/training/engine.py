@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,11 @@ from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
 from sparsify.core.entries import SparseValues, count_by_tensor
+from sparsify.core.gradients import Gradient
 from sparsify.core.policy import Policy
 from sparsify.core.schedule import Schedule
 from sparsify.core.step import Pass, TrainingStep, read_weights
+from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
@@ -46,6 +48,9 @@ from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import check_agreement, check_ranks_alike, compare_ends
 from sparsify.training.sharding import read_base
 from sparsify.training.weights import EffectiveWeights
+
+COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
+_NOTHING = nullcontext()
 
 
 class _Forward(threading.local):
@@ -191,27 +196,41 @@ class Engine(TrainingStep):
 
     # -------------------------------------------------------------------------------- backward
 
-    def begin_pass(self) -> None:
+    def start_pass(self, graph: int) -> Pass:
         self.weights.check_trained("backward()")
         self.catch_up()
         note_values(self)
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
             self.compare_ranks()  # in the second step, too: then it shows whether gradients are averaged
             self._compared.add(self.step)
+        with self.streams.joined(self.values.device):
+            return super().start_pass(graph)
 
     def compare_ranks(self) -> None:
         """Raises ``SparsifyError`` on all ranks when they differ."""
         settings = self.strategy.to_dict(), self.schedule, self.steps, self.budget, self.values.numel(), self.seed
         check_ranks_alike(self, self.ranks, settings)
 
-    def section(self, name: str | None, device: torch.device) -> AbstractContextManager[object]:
-        joined = self.streams.joined(device)
-        if name is None or not torch._C._autograd._profiler_enabled():  # a range takes longer than a small gradient
-            return joined
-        both = ExitStack()
-        both.enter_context(record_function(name))
-        both.enter_context(joined)
-        return both
+    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        with self._section(COLLECT, gradient.device):
+            super().collect(tensor, gradient)
+
+    def commit(self) -> Tensor:
+        with self._section(COMMIT, self.values.device):
+            grad = super().commit()
+        self.streams.forget()
+        return grad
+
+    def _section(self, name: str, device: torch.device) -> AbstractContextManager[object]:
+        """A context for work of a backward pass: without autocast, in order with other streams, named to profilers."""
+        profiled, autocast = torch._C._autograd._profiler_enabled(), torch.is_autocast_enabled(device.type)
+        if not (profiled or autocast or device.type == "cuda" or self.streams.seen):
+            return _NOTHING  # a context takes longer than a small gradient
+        section = ExitStack()
+        section.enter_context(record_function(name) if profiled else _NOTHING)
+        section.enter_context(torch.autocast(device.type, enabled=False))
+        section.enter_context(self.streams.joined(device))
+        return section
 
     def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
         if not winners.ids.numel():
@@ -237,7 +256,6 @@ class Engine(TrainingStep):
     def end_pass(self) -> None:
         self.compiled.pass_done()
         release_memory()
-        self.streams.forget()
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written

@@ -33,7 +33,8 @@ class ModelEntries(Entries):
 
     def remember(self) -> None:
         """Notes that what is in the buffers is known."""
-        self._seen = [(name, self.buffer(name), self.buffer(name)._version) for name in BUFFERS]
+        buffers: dict[str, Any] = self.root._buffers
+        self._seen = [(name, buffers[name], buffers[name]._version) for name in BUFFERS]
 
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         super().append(ids, base, counts)
@@ -53,12 +54,17 @@ class ModelEntries(Entries):
 
         Waits for the device only where the buffers were written or moved.
         """
-        if all(self.buffer(name) is seen and seen._version == version for name, seen, version in self._seen):
-            return False
+        for name, seen, version in self._seen:
+            if self.root._buffers[name] is not seen or seen._version != version:
+                return self._have_changed()
+        return False
+
+    def _have_changed(self) -> bool:
         step, updates, count, _ = self.buffer(POSITION).tolist()
         if count != self.count or not torch.equal(self._known_ids(), self.ids.cpu()):
             return True
         self.step, self.updates = step, updates
+        self._sort()  # on another device, perhaps
         self.remember()
         return False
 

@@ -173,7 +173,7 @@ class EffectiveWeights:
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
         for tensor in self._tensors:
-            parameter = tensor.parameter
+            parameter: Any = tensor.owner._parameters.get(tensor.attribute)
             if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
             if parameter.requires_grad and parameter.is_leaf:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsify import SparsifyError, get_unmasker
 from sparsify.cli.demo import Example
-from sparsify.core.step import COLLECT, COMMIT
+from sparsify.training.engine import COLLECT, COMMIT
 
 BUDGET = 2_000
 SMALL = {  # of each family

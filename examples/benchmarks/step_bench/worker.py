@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from sparsify import get_unmasker, trained_state
-from sparsify.core.step import COLLECT, COMMIT
+from sparsify.training.engine import COLLECT, COMMIT
 
 from .methods import METHODS
 from .models import SHAPES, build, make_batches
