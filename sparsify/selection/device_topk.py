@@ -23,7 +23,7 @@ FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
-class Entries(NamedTuple):
+class ScoredEntries(NamedTuple):
     """Some entries; those with a score of 0 are none, and their other attributes mean nothing."""
 
     ids: Tensor  # (n,) int64, global
@@ -31,10 +31,10 @@ class Entries(NamedTuple):
     grads: Tensor  # (n,)
     weights: Tensor  # (n,)
 
-    def best(self, number: int) -> Entries:
+    def best(self, number: int) -> ScoredEntries:
         """Returns the best of them, highest score first, equal scores by ascending id."""
         order = best_first(self.ids, self.scores)[:number]
-        return Entries(*(array[order] for array in self))
+        return ScoredEntries(*(array[order] for array in self))
 
     def winners(self) -> Winners:
         return Winners(self.ids.where(self.scores > 0, -1), self.grads, self.weights)
@@ -74,12 +74,12 @@ class _Held:
         cut(self.candidates, limit)
         self._most, self._is_cut = min(self._most, limit), True
 
-    def best(self) -> Entries:
+    def best(self) -> ScoredEntries:
         """Returns the best (size,), in no order."""
         size = self.candidates.size
         self._cut(size)
         ids, scores, grads, weights = (array[:size] for array in self.candidates.arrays)
-        return Entries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
+        return ScoredEntries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
 
 
 class DeviceTopK:
@@ -93,7 +93,7 @@ class DeviceTopK:
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size, self._settings = size, (size, total, dtype)
+        self.size, self.dtype, self._settings = size, dtype, (size, total, dtype)
         self._held = {device: _Held(*self._settings, device)}  # that of the winners first
 
     @property
@@ -116,10 +116,12 @@ class DeviceTopK:
             self._held[device] = _Held(*self._settings, device)
         return self._held[device]
 
-    def candidates(self) -> Entries:
+    def candidates(self) -> ScoredEntries:
         """Returns the entries (n,) that may be the best, at least ``size``, in no order; scores are 0 where none is."""
         best = [held.best() for held in self._held.values()]
-        return Entries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True)))
+        return ScoredEntries(
+            *(torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True))
+        )
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""

@@ -17,10 +17,10 @@ from sparsify.core.policy import IncrementPolicy, Policy
 from sparsify.core.selector import Selector
 from sparsify.core.strategy import Increment, Repeat
 from sparsify.core.topk import TopK, Winners
-from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector
-from sparsify.selection.selectors import RankedSelector, StreamingSelector
+from sparsify.selection.ranked import RankedSelector
+from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.sharded import ShardedSelector
 from sparsify.selection.static import rank_by_weight
 
@@ -47,17 +47,16 @@ class SelectorFactory:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, values)
         self.work = Work()
-        topk: TopK | DeviceTopK
-        if runs_ahead(values.device):
-            topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
-        else:
-            topk = TopK(number, values.dtype, values.device)
-        context = SelectionContext(topk, policy.importance, self.work, policy.masked_only)
+        ahead = runs_ahead(values.device)
+        topk: Any = (
+            DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
+            if ahead
+            else TopK(number, values.dtype, values.device)
+        )
         if num_ranks() == 1:
-            return StreamingSelector(context)
-        if isinstance(topk, DeviceTopK):
-            return ShardedSelector(context, self._ranks, policy.tensors, values.dtype)
-        return DistributedSelector(context, self._ranks, policy.tensors)
+            return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
+        kind = ShardedSelector if ahead else DistributedSelector
+        return kind(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
 
     def _rank(self, policy: Policy, number: int) -> Tensor:
         """Global ids (number,) of the entries that come next by the weights alone."""

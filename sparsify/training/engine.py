@@ -31,8 +31,8 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
-from sparsify.selection.context import Work
 from sparsify.selection.policies import POLICIES, SelectorFactory
+from sparsify.selection.screening import Work
 from sparsify.training.compiled import CompiledGraphs
 from sparsify.training.optimizer_steps import (
     forget_uncounted_steps,

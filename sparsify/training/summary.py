@@ -13,7 +13,7 @@ from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.core.entries import VALUES
 from sparsify.core.strategy import PRESETS, Given, Repeat, Strategy
-from sparsify.selection.context import Work
+from sparsify.selection.screening import Work
 from sparsify.training.engine import Engine
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification

@@ -11,7 +11,7 @@ from torch import nn
 from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, print_trainable_parameters, sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.core.strategy import PRESETS, Increment, Strategy
-from sparsify.selection.context import Work
+from sparsify.selection.screening import Work
 from sparsify.training.summary import Summary, strategy_name
 
 STEPS, BUDGET = 4, 20
