@@ -99,29 +99,22 @@ class DeviceTopK:
     @property
     def finite(self) -> Tensor:
         """Bool scalar: whether all gradients so far were finite."""
-        first, *others = (held.candidates.finite[0] for held in self._held.values())
-        for other in others:
-            first = first & other.to(first.device)
-        return first
+        finite = [held.candidates.finite for held in self._held.values()]
+        return torch.cat([each.to(finite[0].device) for each in finite]).all()
 
     def offer(
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Offers the entries of one tensor; see :meth:`sparsify.core.topk.TopK.offer`."""
-        self._on(grad.device).offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
-
-    def _on(self, device: torch.device) -> _Held:
-        if device not in self._held:
-            self._held[device] = _Held(*self._settings, device)
-        return self._held[device]
+        if grad.device not in self._held:
+            self._held[grad.device] = _Held(*self._settings, grad.device)
+        self._held[grad.device].offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
 
     def candidates(self) -> ScoredEntries:
         """Returns the entries (n,) that may be the best, at least ``size``, in no order; scores are 0 where none is."""
-        best = [held.best() for held in self._held.values()]
-        return ScoredEntries(
-            *(torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True))
-        )
+        best = zip(*(held.best() for held in self._held.values()), strict=True)
+        return ScoredEntries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in best))
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""

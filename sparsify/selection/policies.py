@@ -22,7 +22,7 @@ from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.ranked import RankedSelector
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.sharded import ShardedSelector
-from sparsify.selection.static import rank_by_weight
+from sparsify.selection.static import rank_by_scores
 
 
 class SelectorFactory:
@@ -63,10 +63,10 @@ class SelectorFactory:
         values, unmasked = policy.entries.values, policy.entries.count
         if isinstance(policy, RepeatPolicy):
             topk = TopK(number, values.dtype, values.device)
-            return rank_by_weight(policy.tensors, policy.importance, topk, f"{self._seed}:{policy.entries.step}")
+            return rank_by_scores(policy.tensors, policy.importance, topk, f"{self._seed}:{policy.entries.step}")
         if self._ranking is None:  # masked entries never change, so one ranking serves all steps
             topk = TopK(policy.budget - unmasked, values.dtype, values.device)
-            ranking = rank_by_weight(policy.tensors, policy.importance, topk, str(self._seed), masked_only=True)
+            ranking = rank_by_scores(policy.tensors, policy.importance, topk, str(self._seed), masked_only=True)
             self._ranking = unmasked, ranking
         first, ranking = self._ranking
         return ranking[unmasked - first :][:number]

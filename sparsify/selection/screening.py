@@ -73,6 +73,8 @@ class StreamingSelector(DenseSelector):
         masked_only: whether unmasked entries are no candidates.
     """
 
+    _topk: Any
+
     def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool = True) -> None:
         super().__init__(topk, importance, masked_only=masked_only)
         self._work = work

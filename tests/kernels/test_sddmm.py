@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors, seeded
 
+from sparsify.core import gradients
 from sparsify.kernels import has_triton
 from sparsify.kernels.sddmm import plain_sddmm
-from sparsify.core import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

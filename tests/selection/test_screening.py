@@ -12,7 +12,6 @@ from models import descend
 from oracle import unmasked_sets
 from products import FREE
 from recorder import mask, unmask
-from sparsify.selection.screening import StreamingSelector, Work
 from torch import nn
 from twins import Twins, sgd
 
@@ -20,6 +19,7 @@ from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_unmask
 from sparsify.core.gradients import DenseGradient, Product, TiedGradient
 from sparsify.core.topk import TopK
 from sparsify.selection import screening
+from sparsify.selection.screening import StreamingSelector, Work
 
 ROWS, COLS, TOKENS = 48, 40, 24
 NOTHING = torch.empty(0, dtype=torch.int64)

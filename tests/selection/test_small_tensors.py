@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import seeded
 from recorder import mask, unmask
-from sparsify.selection.screening import StreamingSelector, Work
 from torch import nn
 
 from sparsify import D3
@@ -14,6 +13,7 @@ from sparsify.core.gradients import DenseGradient
 from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import LARGEST_SMALL
 from sparsify.core.topk import TopK
+from sparsify.selection.screening import StreamingSelector, Work
 
 pytestmark = pytest.mark.usefixtures("device")
 IMPORTANCE = D3(exp=1)

@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsify.core.importance import D3
 from sparsify.kernels.candidates import Candidates, Part
 
 BLOCK = 1024  # entries that a program scores at once
@@ -26,51 +25,40 @@ CUT_BLOCK, CUT_WARPS = 2048, 16  # entries that the one program which cuts looks
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
 
-def select_d3(candidates: Candidates, importance: D3, part: Part, overflows: bool) -> None:
+def select_d3(candidates: Candidates, importance: Any, part: Part, overflows: bool) -> None:
     """See :func:`sparsify.kernels.select.select`."""
     weight, grad, rows, offset, ids, start, stop = part
     entries = (
         *(weight.contiguous(), grad.contiguous(), grad if rows is None else rows.contiguous()),
         *(grad if ids is None else ids, start, stop, offset, grad.shape[1], importance.eps, float(importance.exp)),
     )
-    form: dict[str, Any] = {
-        "exact_exp": exact_exponent(importance),
-        "has_rows": rows is not None,
-        "has_ids": ids is not None,
-    }
+    exact_exp = int(importance.exp) if importance.exp in EXACT_EXPONENTS else -1
+    form: dict[str, Any] = {"exact_exp": exact_exp, "has_rows": rows is not None, "has_ids": ids is not None}
+    arrays = (*candidates.arrays, candidates.count, candidates.threshold)
     with torch.cuda.device_of(grad):
         finite = candidates.finite.view(torch.int8)
         _select[(triton.cdiv(stop - start, BLOCK),)](
-            *entries, *arrays(candidates), finite, candidates.capacity, **form, block=BLOCK
+            *entries, *arrays, finite, candidates.capacity, **form, block=BLOCK
         )
         if overflows:
             free = candidates.capacity - candidates.size
-            block = min(BLOCK, 1 << free.bit_length() - 1)  # finds room after a cut
-            _select_again[(1,)](
-                *(*entries, *arrays(candidates), *sizes(candidates, candidates.limit)),
-                **(form | {"block": block, "num_warps": AGAIN_WARPS}),
-            )
+            form |= {
+                "block": min(BLOCK, 1 << free.bit_length() - 1),
+                "num_warps": AGAIN_WARPS,
+            }  # finds room after a cut
+            _select_again[(1,)](*entries, *arrays, *_sizes(candidates, candidates.limit), **form)
 
 
 def cut(candidates: Candidates, limit: int) -> None:
     """See :func:`sparsify.kernels.select.cut`."""
+    arrays = (*candidates.arrays, candidates.count, candidates.threshold)
     with torch.cuda.device_of(candidates.ids):
-        _cut[(1,)](*arrays(candidates), *sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
+        _cut[(1,)](*arrays, *_sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
 
 
-def arrays(candidates: Candidates) -> tuple[torch.Tensor, ...]:
-    """The candidates' memory, as the kernels take it."""
-    return *candidates.arrays, candidates.count, candidates.threshold
-
-
-def sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
+def _sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
     """Sizes as kernels that cut take them: candidates to keep, the limit, the capacity, and the bits of an id."""
     return candidates.size, limit, candidates.capacity, candidates.total.bit_length()
-
-
-def exact_exponent(importance: D3) -> int:
-    """The exponent where it is one of ``EXACT_EXPONENTS``, else -1."""
-    return int(importance.exp) if importance.exp in EXACT_EXPONENTS else -1
 
 
 @triton.jit
@@ -192,7 +180,7 @@ def _cut(ids, scores, grads, weights, count, threshold, size, limit, capacity, i
         worst, last = worst_of_best(ids, scores, number, size, id_bits, block)
         number = keep_best(ids, scores, grads, weights, number, worst, last, block)
         tl.store(threshold, worst)
-        tl.store(count, number)
+    tl.store(count, number)
     tl.store(count + 2, number)
 
 
