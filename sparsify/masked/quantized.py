@@ -92,11 +92,10 @@ class QuantizedTensor(ModelTensor):
 
 
 class MaskedQuantizedLinear(MaskedModule):
-    """A linear layer over a quantized weight.
+    """A linear layer over a quantized weight, which is dequantized within forward, and again within backward.
 
-    The weight is dequantized within forward, and again within backward; the node computes in the dtype that the plain
-    layer computes in. In evaluation too the masked forms compute with the dequantized weight: bitsandbytes' own forward
-    would repack a 4-bit weight, with rounded scales (on some CPUs), and round an 8-bit layer's input.
+    It is in evaluation too: bitsandbytes' own forward would repack a 4-bit weight, with rounded scales (on some CPUs),
+    and round an 8-bit layer's input.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import note_epsilon
 
-# full name of another library's class, which need not be imported -> whether a module of it cannot be trained at some
-# of its entries, and what the error says of it
+# full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peft.tuners.adalora.layer.AdaLoraLayer": (
         lambda module: True,

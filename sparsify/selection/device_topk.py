@@ -2,8 +2,7 @@
 
 Only the device knows how many entries reach the threshold, and the host counts as if all of them did. Where by its
 count the candidates could be too many, it launches a cut, which the device carries out if its own count calls for one.
-A step's first parts are small: the sooner there is a threshold, the fewer entries join. No candidate can be lost, and
-the winners are those of :class:`sparsify.core.topk.TopK`.
+A step's first parts are small: the sooner there is a threshold, the fewer entries join.
 """
 
 from __future__ import annotations
@@ -83,13 +82,9 @@ class _Held:
 
 
 class DeviceTopK:
-    """The best ``size`` of all entries offered so far, kept on the devices that they came from.
+    """The best ``size`` of all entries of a model, of which there are ``total``, kept on the devices they came from.
 
-    Args:
-        size: how many entries to keep, at least 1.
-        total: number of entries of the model.
-        dtype: of the scores.
-        device: of the winners.
+    The scores have a ``dtype``, and the winners are those of :class:`sparsify.core.topk.TopK`, on a ``device``.
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:

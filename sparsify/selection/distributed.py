@@ -30,16 +30,7 @@ ALL_ROWS = -1
 
 
 class RanksSelector(StreamingSelector):
-    """The common part of the selectors of several ranks.
-
-    Args:
-        topk: keeps the best.
-        importance: scores them.
-        work: counts the entries that this rank scans.
-        masked_only: whether unmasked entries are no candidates.
-        ranks: the other ranks.
-        tensors: all masked tensors, by number.
-    """
+    """The common part of the selectors of several ``ranks``, of all masked ``tensors``, by number."""
 
     def __init__(
         self, topk: Any, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,

@@ -1,8 +1,4 @@
-"""Makes each step's selector, and repeat-S.
-
-increment-S and static-S are in ``core/policy.py``. By importance, device and ranks a step's entries are found by their
-gradients (on the CPU, on a GPU, over several ranks), or are known before it.
-"""
+"""Makes each step's selector, by importance, device and ranks, and repeat-S; other policies are in the core."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from sparsify.core.selector import Selector
 from sparsify.core.strategy import Increment, Repeat
 from sparsify.core.topk import TopK, Winners
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import DistributedSelector
+from sparsify.selection.distributed import DistributedSelector, RanksSelector
 from sparsify.selection.ranked import RankedSelector
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.sharded import ShardedSelector
@@ -26,14 +22,11 @@ from sparsify.selection.static import rank_by_scores
 
 
 class SelectorFactory:
-    """Makes the selector of a policy's step.
+    """Makes the selector of a policy's step; ``work`` has the entries that the last one looked at.
 
     Args:
         ranks: the other ranks.
         seed: of a random importance.
-
-    Attributes:
-        work: entries that the last selection looked at, by the way it took.
     """
 
     def __init__(self, ranks: Ranks, seed: int) -> None:
@@ -47,15 +40,12 @@ class SelectorFactory:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, values)
         self.work = Work()
-        ahead = runs_ahead(values.device)
-        topk: Any = (
-            DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
-            if ahead
-            else TopK(number, values.dtype, values.device)
-        )
+        kind: type[RanksSelector] = DistributedSelector
+        topk: Any = TopK(number, values.dtype, values.device)
+        if runs_ahead(values.device):
+            topk, kind = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device), ShardedSelector
         if num_ranks() == 1:
             return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
-        kind = ShardedSelector if ahead else DistributedSelector
         return kind(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
 
     def _rank(self, policy: Policy, number: int) -> Tensor:

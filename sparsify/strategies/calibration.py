@@ -1,7 +1,6 @@
 """Calibration: gradients summed over a few backward passes before training, for static strategies that need them.
 
-In: the model and data. Out: for every candidate a tensor of its shape: the sum of the gradients, or of their squares
-(Fisher). The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
+The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ def calibrate(
     calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:
-    """Runs the backward passes and sums up what the importance needs.
+    """Runs the backward passes and sums the gradients, or for :class:`Fisher` their squares.
 
     Args:
         model: runs in evaluation mode.
         parameters: the candidates.
-        importance: for :class:`Fisher` squared gradients of single examples are summed, up to ``num_samples``; for any
-            other the gradients of whole batches are summed.
+        importance: for :class:`Fisher` single examples are run, up to ``num_samples``; for any other whole batches.
         calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
             once for each example or batch.
         loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
@@ -48,29 +46,29 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    loss_of, devices = loss_fn or _loss_of_model, [parameter.device for parameter in model.parameters()]
-
-    def losses(batches: Any) -> Iterator[Tensor]:
-        number, unit = None, "batch"
-        if isinstance(importance, Fisher):
-            number, unit = importance.num_samples, "example"
-            batches = islice((example for batch in batches for example in _examples(batch)), number)
-        for batch in tqdm(batches, total=number, unit=unit, desc="calibrating", leave=False):
-            yield loss_of(model, _to(batch, devices))
-
     squared = isinstance(importance, Fisher)
     with _left_unchanged(model), torch.enable_grad(), _summed(parameters, squared=squared) as totals:
         if callable(calibration):
             calibration(model)
         else:
-            for loss in losses(calibration):
-                loss.backward()
+            devices = [parameter.device for parameter in model.parameters()]
+            for batch in _batches(calibration, importance):
+                (loss_fn or _loss_of_model)(model, _to(batch, devices)).backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
             "or a function of the model that calls backward()."
         )
     return totals
+
+
+def _batches(calibration: Iterable[Any], importance: Importance) -> Iterator[Any]:
+    """The batches to run, or for Fisher single examples, with a progress bar."""
+    number, unit = None, "batch"
+    if isinstance(importance, Fisher):
+        number, unit = importance.num_samples, "example"
+        calibration = islice((example for batch in calibration for example in _examples(batch)), number)
+    return iter(tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False))
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
