@@ -102,7 +102,7 @@ def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
-    """Makes the root anchor while a graph is compiled, or refuses to: untraced, the error reaches the caller unchanged."""
+    """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
     check_not_exported()
     tensor_of(handle).collector.compiled.make_root()
     return True

@@ -1,7 +1,6 @@
-"""A masked tensor over a quantized weight, trained at some of the entries that the weight stands for.
+"""Masked tensors and linear layers over a quantized weight, trained at some of the entries that it stands for.
 
-The packed weight is never written and never quantized again: the values at the unmasked entries are kept separately.
-The dequantized weight, base + delta at the unmasked entries, lives within a node only.
+The packed weight is never written: the values at the unmasked entries are kept separately.
 """
 
 from __future__ import annotations

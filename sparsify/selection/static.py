@@ -1,7 +1,6 @@
 """Entries selected without a training step: by the weights, by a calibration's gradients, or given by the user.
 
-In: the masked tensors. Out: global ids, best first: by score, then the tensor's position, then the flat index. For
-:class:`sparsify.Prune`, the entries that were not selected are set to zero.
+For :class:`sparsify.Prune`, the entries that were not selected are set to zero.
 """
 
 from __future__ import annotations
@@ -25,24 +24,14 @@ from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 
 
 def select_static(
-    model: nn.Module,
-    tensors: Sequence[MaskedTensor],
-    strategy: Strategy,
-    budget: int,
-    dtype: torch.dtype,
-    seed: int,
-    calibration: Calibration | None = None,
-    loss_fn: LossFunction | None = None,
-) -> Tensor:
+    model: nn.Module, tensors: Sequence[MaskedTensor], strategy: Strategy, budget: int, dtype: torch.dtype, seed: int,
+    calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
+) -> Tensor:  # fmt: skip
     """Selects the entries that ``Static`` or ``Prune`` trains, among the candidates of a model that is still plain.
 
     Returns:
         (budget,) int64 global ids, best first. The tensors that ``Prune`` leaves whole come before all others. With an
         allocation by tensor, any first part of the ids is shared out among the tensors as the whole is.
-
-    Raises:
-        SparsifyError: when the budget leaves nothing to the matrices, or the importance or the calibration does not
-            give enough scores.
     """
     importance: Any = strategy.importance
     selection: Any = strategy.selection  # Static, or Prune

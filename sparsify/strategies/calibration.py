@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,12 +23,9 @@ Calibration = Iterable[Any] | Callable[[nn.Module], object]
 
 
 def calibrate(
-    model: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    importance: Importance,
-    calibration: Calibration,
+    model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Runs the backward passes and sums the gradients, or for :class:`Fisher` their squares.
 
     Args:
@@ -123,10 +121,10 @@ def _examples(batch: Any) -> list[Any]:
 
 def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
     """Moves tensors to the first device, unless they are on another one of a model that is on several."""
-    if isinstance(batch, Mapping):
-        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-        return {**batch, **{key: t.to(devices[0]) for key, t in tensors.items() if t.device not in devices}}
-    return batch
+    if not isinstance(batch, Mapping):
+        return batch
+    away = {key: t for key, t in batch.items() if isinstance(t, Tensor) and t.device not in devices}
+    return {**batch, **{key: tensor.to(devices[0]) for key, tensor in away.items()}}
 
 
 @contextmanager
@@ -134,16 +132,13 @@ def _summed(parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[li
     """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed."""
     totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
-    def add(total: Tensor, parameter: Tensor) -> None:
+    def add(total: Tensor, parameter: Any) -> None:
         grad, parameter.grad = parameter.grad, None
-        assert grad is not None
         grad = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
         total += grad.square() if squared else grad
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p, total=total: add(total, p))
-        for parameter, total in zip(parameters, totals, strict=True)
-    ]
+    pairs = zip(parameters, totals, strict=True)
+    hooks = [parameter.register_post_accumulate_grad_hook(partial(add, total)) for parameter, total in pairs]
     try:
         yield totals
     finally:
@@ -157,8 +152,7 @@ def _left_unchanged(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     model.eval()
-    for parameter in grads:
-        parameter.grad = None
+    model.zero_grad()
     try:
         yield
     finally:

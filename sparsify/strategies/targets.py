@@ -40,11 +40,9 @@ class Targets:
 
 
 def find_targets(
-    model: nn.Module,
-    target_modules: Pattern = None,
-    exclude_modules: Pattern = None,
+    model: nn.Module, target_modules: Pattern = None, exclude_modules: Pattern = None,
     modules_to_save: list[str] | None = None,
-) -> Targets:
+) -> Targets:  # fmt: skip
     """Sorts the parameters that require grad into candidates, dense ones and those to freeze.
 
     A quantized weight cannot require grad. It is a candidate where ``target_modules`` names its module, but never in a
@@ -190,14 +188,10 @@ def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
             'target_modules, such as "all-linear".'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        return (
-            "no parameter of the model requires grad, so there is nothing to train; "
-            "call model.requires_grad_(True), or set it on the parameters that may be trained, before sparsify()."
-        )
+        return "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify()."
     return (
         f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
-        "matches only modules without parameters of their own that require grad; "
-        "name modules that own weights, such as the linear layers."
+        "matches no module with parameters that require grad; name modules that own weights, such as the linear layers."
     )
 
 
@@ -221,8 +215,7 @@ def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """Warns of quantized weights that stay frozen in a model that is not frozen otherwise."""
     quantized = [name for name, module in modules.items() if is_quantized(module._parameters.get("weight"))]
     others = (p for name, p in model.named_parameters() if name.rpartition(".")[0] not in quantized)
-    frozen = any(not parameter.requires_grad for parameter in others)
-    if quantized and not frozen and not _is_peft(modules):
+    if quantized and all(parameter.requires_grad for parameter in others) and not _is_peft(modules):
         warnings.warn(
             f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
             'train entries of them too, name their layers with target_modules, such as "all-linear".',

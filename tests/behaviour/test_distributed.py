@@ -41,9 +41,8 @@ from sparsify.core.topk import TopK
 from sparsify.integrations.distributed import check_ranks
 from sparsify.selection import screening
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import DistributedSelector
+from sparsify.selection.distributed import DistributedSelector, ShardedSelector
 from sparsify.selection.screening import Work
-from sparsify.selection.sharded import ShardedSelector
 
 
 def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, steps=STEPS, **options):

@@ -80,15 +80,6 @@ def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
     assert taken[number:].isfinite().all()
 
 
-@pytest.mark.parametrize("number", [5, 200])
-def test_the_same_bits_come_twice_from_any_number_of_threads(threads, number):
-    left, right = factors("random", 300, 40, 30)
-    indices = torch.randint(1200, (number,), generator=seeded(0))
-    for number_of_threads in (1, 2, 5):
-        threads(number_of_threads)
-        assert torch.equal(plain_sddmm(left, right, indices), plain_sddmm(left, right, indices))
-
-
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))

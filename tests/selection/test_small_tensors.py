@@ -11,7 +11,6 @@ from torch import nn
 from sparsify import D3
 from sparsify.core.gradients import DenseGradient
 from sparsify.core.small import SmallGradients
-from sparsify.core.tensor import LARGEST_SMALL
 from sparsify.core.topk import TopK
 from sparsify.selection.screening import StreamingSelector, Work
 
@@ -96,11 +95,6 @@ def test_a_number_that_is_not_finite_is_noticed():
     topk = topk_of(3)
     offer(kept(tensors, grads), topk)
     assert not topk.finite
-
-
-def test_a_tensor_with_few_entries_is_small():
-    widths = [LARGEST_SMALL // 2, LARGEST_SMALL // 2 + 1]
-    assert [mask(nn.Linear(width, 2), "weight")[1]["weight"].is_small for width in widths] == [True, False]
 
 
 def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
