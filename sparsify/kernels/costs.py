@@ -43,11 +43,11 @@ class Costs(NamedTuple):
     norms: float = math.inf  # of screening, before the first entry
     tile: float = 1  # of an entry that screening multiplies
 
-    def samples(self, number: int) -> bool:
+    def prefers_sampling(self, number: int) -> bool:
         """Whether sampling so many entries costs no more than the dense product."""
         return min(self.base + number * self.entry, number * self.direct) <= self.dense
 
-    def most_screened(self, sampled: int = 0) -> int:
+    def screening_limit(self, sampled: int = 0) -> int:
         """Number of entries that screening may multiply at the cost of the dense product, which it samples from too."""
         left = self.dense - self.norms - sampled * self.entry
         return int(left / self.tile) if left > 0 else 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, ro
 from sparsify.core.layers import autocast_dtype, linear
 from sparsify.core.module import check_not_exported, frozen_if_masked, masked_tensors
 from sparsify.masked.tensor import ModelTensor, tensor_of
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SERIALS = itertools.count()
 _LIBRARY = torch.library.Library("sparsify", "DEF")
@@ -122,10 +120,10 @@ def _serial() -> int:
 # -------------------------------------------------------------------------------- operators
 
 
-def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], Function]:
+def _operator(schema: str, fake: Callable[..., Tensor]) -> Any:
     """Defines an operator that runs the decorated function; ``fake`` gives its output's shape to the compiler."""
 
-    def define(run: Function) -> Function:
+    def define(run: Any) -> Any:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=_TAGS)
         _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")

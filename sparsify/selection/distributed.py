@@ -126,17 +126,12 @@ class DistributedSelector(RanksSelector):
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
         if isinstance(gradient, (Product, TiedGradient)):
             self._work.dense += gradient.numel
-        gradient = gradient.dense()
+        gradient, rows, number = gradient.dense(), None, tensor.matrix_shape[0]
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-        rows, values = None, gradient.values.to(self._topk.threshold.dtype)
-        if (lengths == ALL_ROWS).any():
-            if gradient.rows is not None:
-                values = values.new_zeros(tensor.matrix_shape).index_add_(0, gradient.rows, values)
-        else:
-            assert gradient.rows is not None
+        if gradient.rows is not None and not (lengths == ALL_ROWS).any():
             rows = self._ranks.union(gradient.rows, int(lengths.max()), tensor.numel)
-            at = torch.searchsorted(rows, gradient.rows)
-            values = values.new_zeros(rows.numel(), values.shape[1]).index_add_(0, at, values)
+            number, gradient = rows.numel(), DenseGradient(gradient.values, torch.searchsorted(rows, gradient.rows))
+        values = gradient.some_rows(0, number).to(self._topk.threshold.dtype)
         self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
         self._topk.cut()  # a higher threshold means fewer proposals
 

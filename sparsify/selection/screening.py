@@ -54,7 +54,7 @@ class Work:
 
 def sampled(product: Product, indices: Tensor) -> Tensor | None:
     """Entries (k,) of a product, each as a dot product over the tokens; ``None`` where the whole product is faster."""
-    if not costs_of(product.left, product.right).samples(indices.numel()):
+    if not costs_of(product.left, product.right).prefers_sampling(indices.numel()):
         return None
     return sddmm(product.left, product.right, indices)
 
@@ -112,9 +112,7 @@ class StreamingSelector(DenseSelector):
             dense.clear(excluded)  # an entry whose gradient is zero is never offered
         return unmasked, dense
 
-    def _scan_blocks(
-        self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor
-    ) -> Tensor | None:  # fmt: skip
+    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor) -> Tensor | None:
         """Offers the entries of a large product in blocks of rows; ``None`` for a small one."""
         if gradient.numel <= MOST_MULTIPLIED:
             return None
@@ -137,7 +135,7 @@ class StreamingSelector(DenseSelector):
         looked_up = gradient.looked_up if isinstance(gradient, TiedGradient) else None
         product = gradient.product if isinstance(gradient, TiedGradient) else gradient
         left, right, skipped = product.left, product.right, product.numel
-        most = costs_of(left, right).most_screened(tensor.count) if self._can_screen(product) else 0
+        most = costs_of(left, right).screening_limit(tensor.count) if self._can_screen(product) else 0
         if not most:
             return None
         least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)
@@ -148,11 +146,7 @@ class StreamingSelector(DenseSelector):
             return None
         self._work.screened += size_of(steps)
         self._work.skipped += skipped - size_of(steps)
-        if steps:
-            right_part = right.index_select(1, steps[0][1]).float()
-        for rows, columns in steps:
-            grads = left.index_select(1, rows).float().t() @ right_part[:, : columns.numel()]
-            self._offer_step(tensor, grads, least, rows, columns, excluded)
+        self._offer_steps(tensor, product, steps, least, excluded)
         unmasked = sddmm(left, right, tensor.indices)
         if looked_up is None:
             return unmasked
@@ -170,17 +164,25 @@ class StreamingSelector(DenseSelector):
             and self._topk.has_threshold
         )
 
-    def _offer_step(
-        self, tensor: MaskedTensor, grads: Tensor, least: Tensor, rows: Tensor, columns: Tensor, excluded: Tensor
+    def _offer_steps(
+        self,
+        tensor: MaskedTensor,
+        product: Product,
+        steps: list[tuple[Tensor, Tensor]],
+        least: Tensor,
+        excluded: Tensor,
     ) -> None:
-        """Offers the entries of a gradient (r, c) at some rows (r,) and columns (c,) that reach their row's bound."""
-        row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
-        indices = rows[row] * tensor.matrix_shape[1] + columns[column]
-        kept = torch.isin(indices, excluded, invert=True)
-        indices = indices[kept]
-        if indices.numel():
-            weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
-            self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
+        """Offers the entries at the steps' rows (r,) and columns (c,) that reach their row's bound, one of (rows,)."""
+        right = product.right.index_select(1, steps[0][1]).float() if steps else product.right
+        for rows, columns in steps:  # the columns are a beginning of the first step's
+            grads = product.left.index_select(1, rows).float().t() @ right[:, : columns.numel()]
+            row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
+            indices = rows[row] * tensor.matrix_shape[1] + columns[column]
+            kept = torch.isin(indices, excluded, invert=True)
+            indices = indices[kept]
+            if indices.numel():
+                weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
+                self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
 
 
 class RowBlocks:
