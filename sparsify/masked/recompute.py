@@ -118,7 +118,10 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     if make is None or (make is _layer_norm and _EPS not in node.metadata):
         return None
     try:
-        if any(_is_packed(getattr(node, f"_raw{name}")) or getattr(node, name) is None for name in inputs):
+        raw = [getattr(node, f"_raw{name}") for name in inputs]
+        # whether hooks have packed a saved tensor; assumed where an older torch does not tell
+        packed = any(getattr(saved, "unpack_hook", "unknown") is not None for saved in raw)
+        if packed or any(getattr(node, name) is None for name in inputs):
             return None
     except RuntimeError:  # a backward pass through x is over, and has freed its node's tensors
         return None
@@ -134,8 +137,3 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         return made[1]
 
     return again
-
-
-def _is_packed(saved: Any) -> bool:
-    """Whether hooks have packed a saved tensor; assumed where an older torch does not tell."""
-    return getattr(saved, "unpack_hook", "unknown") is not None

@@ -7,6 +7,7 @@ A step's first parts are small: the sooner there is a threshold, the fewer entri
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -94,8 +95,8 @@ class DeviceTopK:
     @property
     def finite(self) -> Tensor:
         """Bool scalar: whether all gradients so far were finite."""
-        finite = [held.candidates.finite for held in self._held.values()]
-        return torch.cat([each.to(finite[0].device) for each in finite]).all()
+        finite = (held.candidates.finite[0] for held in self._held.values())
+        return reduce(lambda one, other: one & other.to(one.device), finite)
 
     def offer(
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,

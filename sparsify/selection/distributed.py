@@ -34,7 +34,7 @@ class RanksSelector(StreamingSelector):
         tensors: Sequence[MaskedTensor],
     ) -> None:  # fmt: skip
         super().__init__(topk, importance, work, masked_only)
-        self._ranks, self._tensors = ranks, tensors
+        self._ranks, self._tensors, self._names = ranks, tensors, [tensor.name for tensor in tensors]
 
     def skip(self, tensor: MaskedTensor) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
@@ -43,8 +43,7 @@ class RanksSelector(StreamingSelector):
     def _headers(self, tensor: MaskedTensor, gradient: Gradient, *numbers: int) -> tuple[Tensor, ...]:
         """How many rows each rank's gradient has (ranks,), ``ALL_ROWS`` where it has all; and each rank's numbers."""
         rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
-        names = [tensor.name for tensor in self._tensors]
-        return self._ranks.headers(tensor.number, (rows, *numbers), names).unbind(1)
+        return self._ranks.headers(tensor.number, (rows, *numbers), self._names).unbind(1)
 
 
 class DistributedSelector(RanksSelector):

@@ -79,7 +79,8 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     except Exception as error:
         if not _is_row(batch):
             raise
-        values = ", ".join(f"`{name}` is {_kind_of(value)}" for name, value in batch.items())
+        kinds = {n: f"Tensor {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for n, v in batch.items()}
+        values = ", ".join(f"`{name}` is a {kind}" for name, kind in kinds.items())
         raise SparsifyError(
             f"calibration= got single rows of a dataset, and expects batches of tensors: {values}. Pass a DataLoader, "
             "such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
@@ -98,10 +99,6 @@ def _is_row(batch: Mapping[str, Any]) -> bool:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     tokens, labels = tensors.get("input_ids"), tensors.get("labels", tensors.get("label"))
     return not tensors or (tokens is not None and tokens.dim() < 2) or (labels is not None and not labels.dim())
-
-
-def _kind_of(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _examples(batch: Any) -> list[Any]:

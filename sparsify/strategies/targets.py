@@ -130,8 +130,10 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
     """
     if pattern is None:
         return set()
-    if pattern == ALL_LINEAR:
-        return _linear_names(model)
+    if pattern == ALL_LINEAR:  # as PEFT's
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+        return {name for name, module in linear if module is not head}
     first_names = {module: name for name, module in model.named_modules()}
     names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
     if isinstance(pattern, str):
@@ -153,13 +155,6 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
 
 def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
     return {first for name, first in names.items() if f".{name}".endswith(f".{suffix}")}
-
-
-def _linear_names(model: nn.Module) -> set[str]:
-    """Linear layers except the output head, as PEFT's "all-linear"."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    return {name for name, module in linear if module is not head}
 
 
 def _inside(name: str, parents: Iterable[str]) -> bool:
