@@ -41,9 +41,9 @@ def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tup
     """
     rows, cols = left.shape[1], right.shape[1]
     of_left, of_right = _token_norms(left), _token_norms(right)
-    some, other = slice(None, None, rows // SAMPLE or 1), slice(None, None, cols // SAMPLE or 1)
-    row_norm, column_norm = _norms(left[:, some], right[:, other], of_left, of_right)
-    share = (row_norm[:, None] * column_norm >= least[some, None]).float().mean()
+    every, other = rows // SAMPLE or 1, cols // SAMPLE or 1
+    row_norm, column_norm = _norms(left[:, ::every], right[:, ::other], of_left, of_right)
+    share = (row_norm[:, None] * column_norm >= least[::every, None]).float().mean()
     if float(share) * rows * cols > most:
         return None
     row_norm, column_norm = _norms(left, right, of_left, of_right)

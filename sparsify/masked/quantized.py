@@ -60,10 +60,6 @@ class QuantizedTensor(ModelTensor):
                 "cast a quantized model before sparsify()."
             )
 
-    @property
-    def own_effective(self) -> Tensor:
-        return self.effective
-
     def dequantizer(self) -> Callable[[], Tensor]:
         """Returns a function that makes the effective weight as it is now, even after later steps."""
         stored, shown = self.stored, self._shown

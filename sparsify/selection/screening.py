@@ -1,8 +1,8 @@
 """Selects by gradients that are computed only as far as their entries could be among the best.
 
-On a CPU the norms of the factors left and right rule out most of a product left^T right (``kernels/norm_bound.py``).
-The rest is multiplied, and the entries that reach the top-k's threshold are offered to it: the top-k sees what the full
-product would have shown it, summed in float32. On a GPU a large product is multiplied out in blocks of rows.
+On a CPU the norms of a product's factors rule out most of it (``kernels/norm_bound.py``). The rest is multiplied, and
+offered to the top-k, which sees what the full product would have shown it. On a GPU a large product is multiplied out
+in blocks of rows.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def sampled(product: Product, indices: Tensor) -> Tensor | None:
 
 
 Product.sampler = staticmethod(sampled)
+
+
+def _parts(gradient: Product | TiedGradient) -> tuple[Product, DenseGradient | None]:
+    """The product, and for a tied table the rows that were looked up."""
+    return (gradient, None) if isinstance(gradient, Product) else (gradient.product, gradient.looked_up)
 
 
 class StreamingSelector(DenseSelector):
@@ -132,8 +137,7 @@ class StreamingSelector(DenseSelector):
             The gradient of the unmasked entries (k,); ``None`` where the full product cannot be screened or costs less,
             or where not everything might be finite: nothing was offered then.
         """
-        looked_up = gradient.looked_up if isinstance(gradient, TiedGradient) else None
-        product = gradient.product if isinstance(gradient, TiedGradient) else gradient
+        product, looked_up = _parts(gradient)
         left, right, skipped = product.left, product.right, product.numel
         most = costs_of(left, right).screening_limit(tensor.count) if self._can_screen(product) else 0
         if not most:
@@ -190,16 +194,12 @@ class RowBlocks:
 
     Args:
         gradient: what is multiplied out.
-        unmasked: (k,) int64, flat indices of entries whose gradient is wanted.
+        unmasked: (k,) int64, flat indices of entries whose gradient is wanted: ``taken`` (k,), in the rows so far.
         excluded: (e,) int64, flat indices of entries that are set to zero.
-
-    Attributes:
-        taken: (k,) the gradient of the unmasked entries in the rows so far.
     """
 
     def __init__(self, gradient: Product | TiedGradient, unmasked: Tensor, excluded: Tensor) -> None:
-        self._product = gradient.product if isinstance(gradient, TiedGradient) else gradient
-        self._looked_up = gradient.looked_up if isinstance(gradient, TiedGradient) else None
+        self._product, self._looked_up = _parts(gradient)
         self._unmasked, self._excluded = unmasked, excluded
         self._dtype = self._product.left.dtype
         if self._looked_up is not None:
