@@ -89,8 +89,8 @@ class QuantizedTensor(ModelTensor):
 class MaskedQuantizedLinear(MaskedModule):
     """A linear layer over a quantized weight, which is dequantized within forward, and again within backward.
 
-    It is in evaluation too: bitsandbytes' own forward would repack a 4-bit weight, with rounded scales (on some CPUs),
-    and round an 8-bit layer's input.
+    In evaluation too: bitsandbytes' own forward would repack a 4-bit weight, with rounded scales (on some CPUs), and
+    round an 8-bit layer's input.
     """
 
     def forward(self, x: Tensor) -> Tensor:

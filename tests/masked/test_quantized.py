@@ -196,6 +196,14 @@ def test_the_output_has_the_plain_layers_dtype_under_autocast(scheme):
     torch.testing.assert_close(layer(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
+def test_gradient_checkpointing_changes_nothing():
+    expected, (model, batches) = sparse_llama("nf4", trained=4)[0], sparse_llama("nf4")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    train(model, batches[:4])
+    assert unmasked_sets(model) == unmasked_sets(expected)
+    assert torch.equal(model.sparse_values, expected.sparse_values)
+
+
 def test_a_graph_from_before_some_steps_runs_backward_over_the_weights_that_it_was_built_with():
     model, batches = sparse_llama("nf4", steps=8, trained=3)
     tensors = [tensor for tensor in masked_quantized(model) if tensor.count]

@@ -135,6 +135,16 @@ def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gp
     assert get_unmasker(model).unmasked == 0
 
 
+def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
+    models, (batch, *_) = [build("mlp")[0] for _ in range(2)], build("mlp")[1]
+    for model in models:
+        sparsify(model, BUDGET, "id3", steps=STEPS)
+        step = optimizer_of(model).step
+        loss_of(model, batch).backward()
+        (torch.compile(step, backend="aot_eager") if model is models[0] else step)()
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+
+
 @pytest.mark.parametrize("write", [lambda values: values.data.mul_(3), lambda values: values.detach().mul_(3)])
 def test_a_forward_follows_a_flat_delta_that_was_written_to(write, like_a_gpu):
     model, (first, second, *_) = build("mlp")
