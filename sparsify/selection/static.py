@@ -196,7 +196,7 @@ def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -
     if entries.dtype == torch.bool and entries.shape == tensor.shape:
         entries = entries.flatten().nonzero().squeeze(1)
     if entries.dtype == torch.bool:
-        problem = f"a mask of shape {tuple(entries.shape)} for `{name}`, expected {tuple(tensor.shape)}"
+        problem = f"a mask for `{name}` of shape {tuple(entries.shape)}, expected {tuple(tensor.shape)}"
     elif entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
         problem = f"{entries.dtype} for `{name}`; expected a bool mask or flat indices"
     elif ((entries < 0) | (entries >= tensor.numel)).any():
