@@ -1,10 +1,4 @@
-"""The hot loops: the plain torch form of each is its specification, and is in the file that chooses the form.
-
-    costs       which way the entries of a product are computed
-    norm_bound  parts of a product that could reach a threshold, by the norms of its factors
-    scatter     values into many weights at once                            triton/scatter.py
-    sddmm       single entries of a product, as dot products                triton/sddmm.py
-    select      scores, compares and keeps candidates, on a GPU             triton/select.py
+"""The hot loops: the plain torch form of each is its specification; ``triton/`` has forms of three of them for GPUs.
 
 Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported when a loop first
 runs on a GPU; without it, and in float64, the plain form runs.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.core.topk import best_first
-
 
 class Candidates:
     """Entries that may be among the best, in arrays of a fixed size; their number is read on their device only.
@@ -29,6 +27,7 @@ class Candidates:
         # (capacity + 1,) each; the last place is where entries that are not kept are written
         self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)  # global
         self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))
+        self.arrays = self.ids, self.scores, self.grads, self.weights
         # the number of candidates; for the Triton forms also the number of places that were left when entries found too
         # few of them, and the number of candidates after the last cut
         self.count = torch.zeros(3, dtype=torch.int64, device=device)
@@ -37,18 +36,9 @@ class Candidates:
         self.finite = torch.ones(1, dtype=torch.bool, device=device)  # whether all gradients so far were finite
 
     @property
-    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What there is of each candidate: ids, scores, gradients and weights."""
-        return self.ids, self.scores, self.grads, self.weights
-
-    @property
     def held(self) -> Tensor:
         """(capacity + 1,) bool: which places have a candidate."""
         return torch.arange(self.capacity + 1, device=self.count.device) < self.count[0]
-
-    def order(self) -> Tensor:
-        """Returns the places (capacity + 1,), that of the best candidate first, those without a candidate last."""
-        return best_first(self.ids, self.scores.where(self.held, -torch.inf))
 
 
 class Part(NamedTuple):

@@ -5,9 +5,9 @@
     screened   reads both factors for the norms that bound the entries, and multiplies what these do not rule out; on
                CPUs only
 
-Costs are counted in entries of the dense product, which has rows x cols. Nothing is timed at run time. A CPU's numbers
-below are ratios that were measured once, with 1024 tokens; they deliberately overestimate the cost of screening. A
-GPU's follow from the bytes that the loops of ``kernels/triton`` move, and from a data sheet: none has been measured.
+Costs are counted in entries of the dense product, which has rows x cols. Nothing is timed at run time. A CPU's were
+measured once, with 1024 tokens, and overestimate the cost of screening. A GPU's follow from the bytes that the loops of
+``kernels/triton`` move, and from a data sheet: none has been measured.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Costs(NamedTuple):
     norms: float = math.inf  # of screening, before the first entry
     tile: float = 1  # of an entry that screening multiplies
 
-    def samples(self, number: int) -> bool:
+    def prefers_sampling(self, number: int) -> bool:
         """Whether sampling so many entries costs no more than the dense product."""
         return min(self.base + number * self.entry, number * self.direct) <= self.dense
 
-    def most_screened(self, sampled: int = 0) -> int:
+    def screening_limit(self, sampled: int = 0) -> int:
         """Number of entries that screening may multiply at the cost of the dense product, which it samples from too."""
         left = self.dense - self.norms - sampled * self.entry
         return int(left / self.tile) if left > 0 else 0
@@ -58,9 +58,9 @@ def costs_of(left: Tensor, right: Tensor) -> Costs:
     rows, cols = left.shape[1], right.shape[1]
     if runs_ahead(left.device):
         return _costs_on_gpu(left, rows, cols)
-    factor = SCREENED.get(left.dtype)
-    if factor is None:
+    if left.dtype not in SCREENED:
         return Costs(rows * cols, ENTRY)
+    factor = SCREENED[left.dtype]
     return Costs(rows * cols, ENTRY * factor, norms=NORMS * factor * (rows + cols), tile=TILE * factor)
 
 

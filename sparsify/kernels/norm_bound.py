@@ -4,17 +4,13 @@ Any scales s > 0 of the tokens bound an entry (Cauchy-Schwarz):
 
     |sum_t l_ti r_tj| <= sum_t |l_ti s_t| |r_tj / s_t| <= L_i R_j       with the norms L_i = |l_i s|, R_j = |r_j / s|
 
-and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows. So a few tokens
-with large gradients, such as those that a classifier reads, do not count for all others. With rows and columns in the
-order of their norms, the entries that could reach the threshold form a staircase in one corner.
+and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows: a few tokens with
+large gradients do not count for all others. With rows and columns in the order of their norms, the entries that could
+reach the threshold form a staircase in one corner.
 
-The size of the staircase is first estimated by the norms of some rows and columns. Where too much would be left, as in
-a language model, where every token has a gradient, this takes about a hundredth of the product's time, and nothing
-else is computed. The estimate depends on the factors alone and not on earlier steps, so that a resumed run takes the
-same ways and repeats its bits.
-
-A norm is a sum of squares in float32, in which the square of a number below 2^-63 is lost: so each norm is taken to be
-sqrt(n) 2^-63 larger.
+The size of the staircase is first estimated by the norms of some rows and columns. Where too much would be left, this
+takes about a hundredth of the product's time, and nothing else is computed. The estimate depends on the factors alone
+and not on earlier steps, so that a resumed run repeats its bits.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SQUARES_UNDERFLOW = 2.0**-63  # of numbers below it
+SQUARES_UNDERFLOW = 2.0**-63  # the square of a smaller number is lost: a norm is taken to be sqrt(n) times this larger
 LARGEST_SCALE = 2.0**40  # of a token; its square and that of its inverse are far from overflow and underflow
 NUMBERS_AT_ONCE = 1 << 18  # of a factor, cast, scaled and squared together: they stay in a cache
 SAMPLE = 32  # rows, and columns, by which the staircase is estimated
@@ -45,8 +41,9 @@ def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tup
     """
     rows, cols = left.shape[1], right.shape[1]
     of_left, of_right = _token_norms(left), _token_norms(right)
-    row_norm, column_norm = _norms(left[:, :: rows // SAMPLE or 1], right[:, :: cols // SAMPLE or 1], of_left, of_right)
-    share = (row_norm[:, None] * column_norm >= least[:: rows // SAMPLE or 1, None]).float().mean()
+    every, other = rows // SAMPLE or 1, cols // SAMPLE or 1
+    row_norm, column_norm = _norms(left[:, ::every], right[:, ::other], of_left, of_right)
+    share = (row_norm[:, None] * column_norm >= least[::every, None]).float().mean()
     if float(share) * rows * cols > most:
         return None
     row_norm, column_norm = _norms(left, right, of_left, of_right)
@@ -77,7 +74,7 @@ def _norms(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> tu
 def _token_norms(factor: Tensor) -> Tensor:
     """The norms (n,) of a factor's tokens, above 0."""
     norms = [torch.linalg.vector_norm(some, dim=1, dtype=torch.float32) for some in factor.split(_at_once(factor))]
-    return torch.cat(norms) + _underflow(factor.shape[1])
+    return torch.cat(norms) + max(1, factor.shape[1]) ** 0.5 * SQUARES_UNDERFLOW
 
 
 def _scaled_norms(factor: Tensor, scales: Tensor) -> Tensor:
@@ -85,14 +82,9 @@ def _scaled_norms(factor: Tensor, scales: Tensor) -> Tensor:
     total = torch.zeros(factor.shape[1], dtype=torch.float32, device=factor.device)
     for tokens, some in zip(factor.split(_at_once(factor)), scales.split(_at_once(factor)), strict=True):
         total += (tokens * some[:, None]).square_().sum(0)
-    return total.sqrt_() + _underflow(factor.shape[0])
+    return total.sqrt_() + max(1, factor.shape[0]) ** 0.5 * SQUARES_UNDERFLOW
 
 
 def _at_once(factor: Tensor) -> int:
     """Number of a factor's tokens that are read together."""
     return max(1, NUMBERS_AT_ONCE // max(1, factor.shape[1]))
-
-
-def _underflow(number: int) -> float:
-    """Largest amount that the norm of so many numbers lacks."""
-    return max(1, number) ** 0.5 * SQUARES_UNDERFLOW

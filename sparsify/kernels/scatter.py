@@ -14,13 +14,13 @@ from sparsify.kernels import has_triton
 def scatter(
     weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
 ) -> None:
-    """Writes values into weights, each at its own entries, cast to its dtype.
+    """Writes values (k,) into contiguous weights, each at its own entries, cast to its dtype.
 
     Args:
-        weights: contiguous; on devices that Triton runs on, if the values are.
+        weights: on devices that Triton runs on, if the values are.
         counts: number of values for each weight.
         indices: (k,) int64, flat in their weight and distinct there; the weights' entries one after the other.
-        values: (k,), in the same order.
+        values: in the same order.
         seen: whether autograd's version counters see it.
     """
     if has_triton(values.device):

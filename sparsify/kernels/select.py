@@ -3,10 +3,8 @@
     select   adds the entries of a part of a tensor that reach the threshold
     cut      keeps the best candidates, where there are many, and raises the threshold
 
-The best are those with the highest score and, among equal ones, the lowest id, in whatever order they came:
-:class:`sparsify.core.topk.TopK`'s order. ``select`` needs free places for all entries that it is given: the caller
-counts as if each of them joined, and cuts in time. The Triton form can do with fewer: where they run out it cuts, and
-goes on, on the device.
+The order of the best is :class:`sparsify.core.topk.TopK`'s. ``select`` needs free places for all entries that it is
+given: the caller counts as if each of them joined, and cuts in time. The Triton form can do with fewer.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from sparsify.core.importance import D3, Importance
-from sparsify.core.topk import at_least_float32
+from sparsify.core.topk import at_least_float32, best_first
 from sparsify.kernels import has_triton
 from sparsify.kernels.candidates import Candidates, Part
 from sparsify.kernels.sddmm import SHORT
@@ -37,7 +35,7 @@ def select(candidates: Candidates, importance: Importance, part: Part, *, overfl
         overflows: whether places may run out (:func:`may_overflow`). The call before was a :func:`cut`, or of this
             kind; afterwards there are at most ``limit`` candidates, as after a cut.
     """
-    if isinstance(importance, D3) and _has_fused_select(candidates, importance, part):
+    if _has_fused_select(candidates, importance, part):
         from sparsify.kernels.triton.select import select_d3
 
         select_d3(candidates, importance, part, overflows)
@@ -78,7 +76,7 @@ def plain_cut(candidates: Candidates, limit: int) -> None:
     """The plain torch form of :func:`cut`."""
     size, count = candidates.size, candidates.count[0]
     due = count > limit
-    order = candidates.order()
+    order = best_first(candidates.ids, candidates.scores.where(candidates.held, -torch.inf))
     worst = candidates.scores[order[size - 1 : size]]  # (1,): a scalar index would wait for the device
     order = torch.where(due, order, torch.arange(candidates.capacity + 1, device=order.device))
     for kept in candidates.arrays:

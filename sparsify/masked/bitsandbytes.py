@@ -1,7 +1,4 @@
-"""The masked forms of bitsandbytes' linear layers.
-
-Imported only where a model has such a layer, since it needs bitsandbytes.
-"""
+"""The masked forms of bitsandbytes' linear layers, imported only where a model has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The masked layers under ``torch.compile``: operators that it does not trace into.
+"""The masked layers under ``torch.compile``: operators that it does not trace into; imported while it compiles.
 
     forward    y = use(x, W, b, root, handles)         the plain layer's arithmetic; announces the use
     backward   grad_x = grad_y W                       left to the compiler
@@ -6,19 +6,15 @@
                grad_root = s                           empty: it keeps ``collect`` in the graph, before the commit
 
 No Python object can travel from a compiled forward to its backward, so a tensor is known by its *handle*, and the
-collector counts the uses that were announced. ``root`` is the root anchor, an input of every use: through it autograd
-reaches the flat delta after the last of them. A ``serial`` number, another for every use in a graph, keeps the compiler
+collector counts the uses that were announced. A ``serial`` number, another for every use in a graph, keeps the compiler
 from merging two uses on the same numbers.
-
-Imported only while something is compiled.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,34 +25,30 @@ from sparsify.core.layers import autocast_dtype, linear
 from sparsify.core.module import check_not_exported, frozen, masked_tensors
 from sparsify.masked.tensor import ModelTensor, tensor_of
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 _SERIALS = itertools.count()
 _LIBRARY = torch.library.Library("sparsify", "DEF")
 _OPS: Any = torch.ops.sparsify
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # they run Python
 
 
-class _Layer(NamedTuple):
-    """What a kind of layer does with its weight."""
+def _compute(kind: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes the output of a layer of one kind: "linear", "transposed", "embedding" or "tap"."""
+    if kind == "tap":
+        return weight.clone()
+    if kind == "embedding":
+        return F.embedding(x, weight)
+    return linear(x, weight, bias, kind == "transposed")
 
-    compute: Callable[[Any, Tensor, Tensor | None], Tensor]  # the output, of x, weight and bias
-    gradient: Callable[[Any, Tensor, torch.Size], Gradient]  # the weight's, of x, the output's gradient, and its shape
 
-
-def _linear_gradient(x: Tensor, grad_y: Tensor, _: torch.Size, *, transposed: bool) -> Gradient:
+def _gradient(kind: str, x: Any, grad_y: Tensor, shape: torch.Size) -> Gradient:
+    """Computes the gradient of its weight."""
+    if kind == "tap":
+        return tap_gradient(grad_y)
+    if kind == "embedding":
+        return row_gradient(x, grad_y, shape[0])
     # to x's dtype: autocast around backward() reaches into the graph before this
-    return linear_gradient(x, grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype), transposed)
+    return linear_gradient(x, grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype), kind == "transposed")
 
-
-_LAYERS = {
-    "linear": _Layer(partial(linear, transposed=False), partial(_linear_gradient, transposed=False)),
-    "transposed": _Layer(partial(linear, transposed=True), partial(_linear_gradient, transposed=True)),
-    "embedding": _Layer(
-        lambda ids, table, _: F.embedding(ids, table), lambda ids, grad, shape: row_gradient(ids, grad, shape[0])
-    ),
-    "tap": _Layer(lambda _, parameter, __: parameter.clone(), lambda _, grad, __: tap_gradient(grad)),
-}
 
 # -------------------------------------------------------------------------------- called while a graph is traced
 
@@ -88,14 +80,14 @@ def compiled_tap(tensor: ModelTensor, parameter: Tensor) -> Tensor:
 
 def _use(
     kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None,
-    of_weight: ModelTensor | None, of_bias: ModelTensor | None,
+    of_weight: ModelTensor | None, of_bias: ModelTensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes a layer's output, in an operator where a gradient may be collected for its weight or bias."""
     tensors = [t if t is not None and t.collector.compiled.trains(t) else None for t in (of_weight, of_bias)]
-    trained = [tensor for tensor in tensors if tensor is not None]
-    if not trained:
-        return _LAYERS[kind].compute(x, weight, bias)
-    root = trained[0].collector.compiled.root_anchor
+    trained = next((tensor for tensor in tensors if tensor is not None), None)
+    if trained is None:
+        return _compute(kind, x, weight, bias)
+    root = trained.collector.compiled.root_anchor
     handles = [None if tensor is None else tensor.handle for tensor in tensors]
     training = torch.is_grad_enabled() and root.requires_grad
     return _OPS.use(kind, x, weight, bias, root, *handles, training, _serial())
@@ -108,12 +100,7 @@ def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
-    """Makes the root anchor while a graph is compiled.
-
-    Raises:
-        SparsifyError: when the graph is one of ``torch.export``. The compiler does not trace this function, so that the
-            error reaches the caller unchanged.
-    """
+    """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
     check_not_exported()
     tensor_of(handle).collector.compiled.make_root()
     return True
@@ -133,10 +120,10 @@ def _serial() -> int:
 # -------------------------------------------------------------------------------- operators
 
 
-def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], Function]:
+def _operator(schema: str, fake: Callable[..., Tensor]) -> Any:
     """Defines an operator that runs the decorated function; ``fake`` gives its output's shape to the compiler."""
 
-    def define(run: Function) -> Function:
+    def define(run: Any) -> Any:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema, tags=_TAGS)
         _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
@@ -149,7 +136,7 @@ def _operator(schema: str, fake: Callable[..., Tensor]) -> Callable[[Function], 
 @_operator(
     "use(str kind, Tensor? x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, "
     "bool training, int serial) -> Tensor",
-    lambda kind, x, weight, bias, *_: torch.empty_like(_LAYERS[kind].compute(x, weight, bias)),
+    lambda kind, x, weight, bias, *_: torch.empty_like(_compute(kind, x, weight, bias)),
 )
 def _run_use(
     kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, root: Tensor, of_weight: Tensor | None,
@@ -159,7 +146,7 @@ def _run_use(
         if handle is not None:
             tensor = tensor_of(handle)
             tensor.collector.compiled.count_use(tensor)
-    return _LAYERS[kind].compute(x, weight, bias)
+    return _compute(kind, x, weight, bias)
 
 
 @_operator(
@@ -172,16 +159,13 @@ def _run_collect(
     serial: int,
 ) -> Tensor:  # fmt: skip
     if of_bias is not None:
-        _collect(of_bias, lambda: DenseGradient(grad_y.reshape(-1, grad_y.shape[-1]).sum(0, keepdim=True)))
+        bias = tensor_of(of_bias)
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
+        bias.collector.compiled.collect(bias, lambda: DenseGradient(rows.sum(0, keepdim=True)))
     if of_weight is not None:
-        _collect(of_weight, lambda: _LAYERS[kind].gradient(x, grad_y, tensor_of(of_weight).shape))
+        weight = tensor_of(of_weight)
+        weight.collector.compiled.collect(weight, lambda: _gradient(kind, x, grad_y, weight.shape))
     return torch.zeros_like(root)
-
-
-def _collect(handle: Tensor, gradient: Callable[[], Gradient]) -> None:
-    """Ends a use, and hands over its gradient where it is wanted."""
-    tensor = tensor_of(handle)
-    tensor.collector.compiled.collect(tensor, gradient)
 
 
 @_operator("refresh(Tensor root, Tensor handle) -> Tensor", lambda root, _: torch.empty_like(root))
@@ -202,8 +186,8 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:  # a linear layer's, as all that follows
         grad_x = grad_y @ (weight.t() if ctx.kind == "transposed" else weight)
     if ctx.needs_input_grad[2]:  # a weight trained densely, its bias masked
-        left, right = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_weight = right.t() @ left if ctx.kind == "transposed" else left.t() @ right
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
+        grad_weight = linear_gradient(x, rows, ctx.kind == "transposed").dense().values
     if ctx.needs_input_grad[3]:
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
     x = None if of_weight is None else x

@@ -1,7 +1,4 @@
-"""GPT-2's linear layer: transformers' Conv1D, with its weight transposed, (in, out).
-
-Imported only where a model has such a layer, since it needs transformers.
-"""
+"""GPT-2's linear layer, transformers' Conv1D, with its weight (in, out); imported only where a model has one."""
 
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D

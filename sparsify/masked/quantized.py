@@ -1,7 +1,6 @@
-"""A masked tensor over a quantized weight, trained at some of the entries that the weight stands for.
+"""Masked tensors and linear layers over a quantized weight, trained at some of the entries that it stands for.
 
-The packed weight is never written and never quantized again: the values at the unmasked entries are kept separately.
-The dequantized weight, base + delta at the unmasked entries, lives within a node only.
+The packed weight is never written: the values at the unmasked entries are kept separately.
 """
 
 from __future__ import annotations
@@ -61,10 +60,6 @@ class QuantizedTensor(ModelTensor):
                 "cast a quantized model before sparsify()."
             )
 
-    @property
-    def own_effective(self) -> Tensor:
-        return self.effective
-
     def dequantizer(self) -> Callable[[], Tensor]:
         """Returns a function that makes the effective weight as it is now, even after later steps."""
         stored, shown = self.stored, self._shown
@@ -92,11 +87,10 @@ class QuantizedTensor(ModelTensor):
 
 
 class MaskedQuantizedLinear(MaskedModule):
-    """A linear layer over a quantized weight.
+    """A linear layer over a quantized weight, which is dequantized within forward, and again within backward.
 
-    The weight is dequantized within forward, and again within backward; the node computes in the dtype that the plain
-    layer computes in. In evaluation too the masked forms compute with the dequantized weight: bitsandbytes' own forward
-    would repack a 4-bit weight, with rounded scales (on some CPUs), and round an 8-bit layer's input.
+    In evaluation too: bitsandbytes' own forward would repack a 4-bit weight, with rounded scales (on some CPUs), and
+    round an 8-bit layer's input.
     """
 
     def forward(self, x: Tensor) -> Tensor:

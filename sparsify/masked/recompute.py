@@ -1,11 +1,9 @@
 """Recomputes a layer's input in backward, instead of saving it.
 
-    h --> activation --> x --> linear layer
+    h --> activation, or layer norm --> x --> linear layer
 
 The layer's weight gradient needs x, the activation's own gradient needs h. Autograd keeps h as long as x could be
-needed, so x is computed a second time in backward, by the same operation on the same numbers, and never saved. The same
-is done behind a layer norm. A transformer's block then saves next to nothing for its weights' gradients, as when its
-layers are frozen.
+needed, so x is computed a second time in backward, by the same operation on the same numbers, and never saved.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from sparsify.common.shards import is_fully_sharded
 from sparsify.core.module import masked_tensors
 
 _ATEN = torch.ops.aten
-Maker = Callable[[Callable[[], Tensor]], Tensor]  # recomputes a tensor, optionally into the buffer that it is given
 _EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not save it
 _MARK = "sparsify_mark"  # in the metadata of any node: identifies it without keeping its graph alive
 
@@ -86,10 +83,7 @@ def _memory(device: torch.device) -> _Memory:
 
 
 def release_memory() -> None:
-    """Frees the memory of the running backward pass, in all its threads.
-
-    A thread that turns to another pass meanwhile keeps its tensors and allocates again the next time.
-    """
+    """Frees the memory of the running backward pass, in all its threads."""
     graph = torch._C._current_graph_task_id()
     for memory in list(_MEMORIES.values()):
         if memory.owner[0] == graph:
@@ -120,13 +114,17 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if node is None or x._version or not x.is_contiguous() or hooks is not None:
         return None
+    inputs, make = _OPERATIONS.get(node.name(), ((), None))
+    if make is None or (make is _layer_norm and _EPS not in node.metadata):
+        return None
     try:
-        make = _operation(node)
+        raw = [getattr(node, f"_raw{name}") for name in inputs]
+        # whether hooks have packed a saved tensor; assumed where an older torch does not tell
+        packed = any(getattr(saved, "unpack_hook", "unknown") is not None for saved in raw)
+        if packed or any(getattr(node, name) is None for name in inputs):
+            return None
     except RuntimeError:  # a backward pass through x is over, and has freed its node's tensors
         return None
-    if make is None:
-        return None
-
     shape, dtype, device, mark = x.shape, x.dtype, x.device, node.metadata.setdefault(_MARK, object())
 
     def again() -> Tensor:
@@ -135,22 +133,7 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
         if made is None or made[0] is not mark:
             memory.made = None
             with torch.no_grad():
-                made = memory.made = mark, make(lambda: memory.empty(shape, dtype, device))
+                made = memory.made = mark, make(node, lambda: memory.empty(shape, dtype, device))
         return made[1]
 
     return again
-
-
-def _operation(node: Any) -> Maker | None:
-    """Recomputes an operation from the inputs that its node saves."""
-    inputs, operation = _OPERATIONS.get(node.name(), ((), None))
-    if operation is None or any(_is_packed(getattr(node, f"_raw{n}")) or getattr(node, n) is None for n in inputs):
-        return None
-    if operation is _layer_norm and _EPS not in node.metadata:
-        return None
-    return lambda empty: operation(node, empty)
-
-
-def _is_packed(saved: Any) -> bool:
-    """Whether hooks have packed a saved tensor; assumed where an older torch does not tell."""
-    return getattr(saved, "unpack_hook", "unknown") is not None

@@ -18,8 +18,7 @@ from sparsify.masked.lists import MaskedParameterList
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import note_epsilon
 
-# full name of another library's class, which need not be imported -> whether a module of it cannot be trained at some
-# of its entries, and what the error says of it
+# full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peft.tuners.adalora.layer.AdaLoraLayer": (
         lambda module: True,
@@ -44,9 +43,9 @@ _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterable[nn.Module] = ()) -> None:
     """Raises ``SparsifyError`` if a parameter of a module, within those ``around``, cannot be masked."""
-    kind, parameter = type(module).__name__, module._parameters[attribute]
-    assert parameter is not None
-    foreign = next((problem for each in (module, *around) if (problem := _foreign_problem(each)) is not None), None)
+    kind = type(module).__name__
+    parameter: Any = module._parameters[attribute]
+    foreign = next((problem for each in (module, *around) if (problem := _foreign_problem(each))), None)
     if is_lazy(parameter):
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
     elif parameter.is_meta:
@@ -64,9 +63,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         problem = f"({kind}) renormalises its table in forward (max_norm={module.max_norm})"
-    elif is_quantized(module._parameters[attribute]) and (objection := _quantized_problem(module, attribute)):
-        problem = objection
-    else:
+    elif not is_quantized(parameter) or (problem := _quantized_problem(module, attribute)) is None:
         return
     remedy = "" if "before sparsify" in problem else "; leave it out with exclude_modules, or freeze it first"
     raise SparsifyError(f"`{name or '(root)'}.{attribute}` cannot be masked: the module {problem}{remedy}.")

@@ -30,11 +30,7 @@ class ModelTensor(MaskedTensor):
         self.handle = self._new_handle()
 
     def _new_handle(self) -> Tensor:
-        """Makes the tensor's number () int64 in compiled graphs.
-
-        Layers with one code share one graph, whatever their handles, and a graph that another process has stored finds
-        this process's tensors.
-        """
+        """Makes the tensor's number () int64, an input of compiled graphs: layers with one code share one graph."""
         number = next(_HANDLES)
         _BY_HANDLE[number] = self
         return torch.tensor(number, device="cpu")

@@ -2,12 +2,12 @@
 
 Only the device knows how many entries reach the threshold, and the host counts as if all of them did. Where by its
 count the candidates could be too many, it launches a cut, which the device carries out if its own count calls for one.
-A step's first parts are small: the sooner there is a threshold, the fewer entries join. No candidate can be lost, and
-the winners are those of :class:`sparsify.core.topk.TopK`.
+A step's first parts are small: the sooner there is a threshold, the fewer entries join.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
 MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
-class Entries(NamedTuple):
+class ScoredEntries(NamedTuple):
     """Some entries; those with a score of 0 are none, and their other attributes mean nothing."""
 
     ids: Tensor  # (n,) int64, global
@@ -31,10 +31,10 @@ class Entries(NamedTuple):
     grads: Tensor  # (n,)
     weights: Tensor  # (n,)
 
-    def best(self, number: int) -> Entries:
+    def best(self, number: int) -> ScoredEntries:
         """Returns the best of them, highest score first, equal scores by ascending id."""
         order = best_first(self.ids, self.scores)[:number]
-        return Entries(*(array[order] for array in self))
+        return ScoredEntries(*(array[order] for array in self))
 
     def winners(self) -> Winners:
         return Winners(self.ids.where(self.scores > 0, -1), self.grads, self.weights)
@@ -74,52 +74,43 @@ class _Held:
         cut(self.candidates, limit)
         self._most, self._is_cut = min(self._most, limit), True
 
-    def best(self) -> Entries:
+    def best(self) -> ScoredEntries:
         """Returns the best (size,), in no order."""
         size = self.candidates.size
         self._cut(size)
         ids, scores, grads, weights = (array[:size] for array in self.candidates.arrays)
-        return Entries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
+        return ScoredEntries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
 
 
 class DeviceTopK:
-    """The best ``size`` of all entries offered so far, kept on the devices that they came from.
+    """The best ``size`` of all entries of a model, of which there are ``total``, kept on the devices they came from.
 
-    Args:
-        size: how many entries to keep, at least 1.
-        total: number of entries of the model.
-        dtype: of the scores.
-        device: of the winners.
+    The scores have a ``dtype``, and the winners are those of :class:`sparsify.core.topk.TopK`, on a ``device``.
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size, self._settings = size, (size, total, dtype)
+        self.size, self.dtype, self._settings = size, dtype, (size, total, dtype)
         self._held = {device: _Held(*self._settings, device)}  # that of the winners first
 
     @property
     def finite(self) -> Tensor:
         """Bool scalar: whether all gradients so far were finite."""
-        first, *others = (held.candidates.finite[0] for held in self._held.values())
-        for other in others:
-            first = first & other.to(first.device)
-        return first
+        finite = (held.candidates.finite[0] for held in self._held.values())
+        return reduce(lambda one, other: one & other.to(one.device), finite)
 
     def offer(
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Offers the entries of one tensor; see :meth:`sparsify.core.topk.TopK.offer`."""
-        self._on(grad.device).offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
+        if grad.device not in self._held:
+            self._held[grad.device] = _Held(*self._settings, grad.device)
+        self._held[grad.device].offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
 
-    def _on(self, device: torch.device) -> _Held:
-        if device not in self._held:
-            self._held[device] = _Held(*self._settings, device)
-        return self._held[device]
-
-    def candidates(self) -> Entries:
+    def candidates(self) -> ScoredEntries:
         """Returns the entries (n,) that may be the best, at least ``size``, in no order; scores are 0 where none is."""
-        best = [held.best() for held in self._held.values()]
-        return Entries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in zip(*best, strict=True)))
+        best = zip(*(held.best() for held in self._held.values()), strict=True)
+        return ScoredEntries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in best))
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""

@@ -1,94 +1,84 @@
-"""A streaming selector for several ranks on CPUs, all of which select the same: the best entries of the mean gradient.
-
-    each rank        proposes the entries that could be among the best by its own gradient
-    all ranks        gather the proposals, average the gradient at their union, score it, and offer it to the top-k
-
-The top-k of each rank holds the same entries at all times, so that thresholds, counts and decisions are the same too.
-That takes few bytes, and the ranks wait for each other's proposals; a device would wait too (``sharded.py``).
-
-Why that is exact: the mean of the ranks' gradients is no larger than the largest of them. So an entry whose mean
-reaches the threshold reaches it on one rank at least, as long as the importance grows with abs(grad), and that rank
-proposes it. Where the proposals would take more bytes than the gradient itself, the ranks exchange their best first,
-which raises the threshold, and propose again; if that does not help, the whole gradient is averaged.
-"""
+"""Streaming selectors for several ranks, all of which select the same: the best entries of the mean gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
-from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient
-from sparsify.core.importance import ROUNDING_SLACK
+from sparsify.common.shards import is_fully_sharded
+from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, as_matrix, padded_unique
+from sparsify.core.importance import ROUNDING_SLACK, Importance
 from sparsify.core.tensor import MaskedTensor
-from sparsify.core.topk import TopK
-from sparsify.selection.context import SelectionContext
-from sparsify.selection.screening import scan
-from sparsify.selection.selectors import StreamingSelector
+from sparsify.core.topk import TopK, Winners
+from sparsify.selection.device_topk import ScoredEntries
+from sparsify.selection.screening import RowBlocks, StreamingSelector, Work
+from sparsify.selection.small import SmallGradients, is_small
 
+MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
 MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
 RAISING = 4  # entries of a rank that are exchanged for that, per entry to be selected
 ALL_ROWS = -1
 
 
-class Header(NamedTuple):
-    """What the ranks tell each other about a tensor; each attribute is (ranks,)."""
+class RanksSelector(StreamingSelector):
+    """The common part of the selectors of several ``ranks``, of all masked ``tensors``, by number."""
 
-    number: Tensor  # entries that the rank proposes
-    complete: Tensor  # whether these are all that reach the threshold
-    rows: Tensor  # number of rows that its gradient has; ALL_ROWS where it has all
+    def __init__(
+        self, topk: Any, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,
+        tensors: Sequence[MaskedTensor],
+    ) -> None:  # fmt: skip
+        super().__init__(topk, importance, work, masked_only)
+        self._ranks, self._tensors, self._names = ranks, tensors, [tensor.name for tensor in tensors]
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
+        self.offer(tensor, DenseGradient(torch.zeros(0, tensor.matrix_shape[1], device=nothing.device), nothing))
+
+    def _headers(self, tensor: MaskedTensor, gradient: Gradient, *numbers: int) -> tuple[Tensor, ...]:
+        """How many rows each rank's gradient has (ranks,), ``ALL_ROWS`` where it has all; and each rank's numbers."""
+        rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
+        return self._ranks.headers(tensor.number, (rows, *numbers), self._names).unbind(1)
 
 
-class DistributedSelector(StreamingSelector):
-    """Selects the best entries by the mean of all ranks' gradients.
+class DistributedSelector(RanksSelector):
+    """Selects the best entries on CPUs, where waiting for the other ranks at each tensor costs little.
 
-    Args:
-        context: its top-k has the size that is wanted; the work is this rank's.
-        ranks: the other ranks.
-        tensors: all masked tensors, by number.
+    Each rank proposes the entries that could be among the best by its own gradient; the ranks gather the proposals,
+    average the gradient at their union, and offer it to the top-k, which holds the same entries on all ranks at all
+    times. The mean of the ranks' gradients is no larger than the largest of them: as long as the importance grows with
+    abs(grad), an entry whose mean reaches the threshold reaches it on one rank at least. Where proposals would take
+    more bytes than the gradient, the ranks exchange their best first, which raises the threshold; if that does not
+    help, the whole gradient is averaged.
     """
 
-    def __init__(self, context: SelectionContext, ranks: Ranks, tensors: Sequence[MaskedTensor]) -> None:
-        super().__init__(context)
-        assert isinstance(context.topk, TopK)
-        self.batches_small = False  # the ranks meet at each tensor, and one of them may have to skip it
-        self._topk, self._importance = context.topk, context.importance
-        self._ranks = ranks
-        self._names = [tensor.name for tensor in tensors]
-        self._few = context.topk.size * RAISING
-        # rounding keeps no entry out: of a sum of so many float32 terms, and of its quotient, which may be squared
-        self._slack = ROUNDING_SLACK * (1 + num_ranks() * 2.0**-22) ** 2
+    batches_small = False  # one of the ranks may have to skip a tensor
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        unmasked, excluded = None, self._context.excluded(tensor)
-        for round_number in range(MOST_ROUNDS + 1):
+        unmasked, excluded, few = None, self._excluded(tensor), self._topk.size * RAISING
+        for rounds_left in reversed(range(MOST_ROUNDS + 1)):
             proposed, complete, taken, gradient = self._propose(tensor, gradient, excluded)
             unmasked = taken if unmasked is None else unmasked
-            header = self._exchange_headers(tensor, gradient, proposed, complete)
-            last = self._pays(tensor, header) and bool(header.complete.all())
+            rows, numbers, all_complete = self._headers(tensor, gradient, proposed.numel(), int(complete))
+            last = self._pays(tensor, rows, numbers) and bool(all_complete.all())
             if not last:  # raise the threshold by the best
-                header = header._replace(number=header.number.clamp(max=self._few))
-                if round_number == MOST_ROUNDS or not self._pays(tensor, header):
-                    self._offer_whole_mean(tensor, gradient, excluded, header)
+                proposed, numbers = proposed[:few], numbers.clamp(max=few)
+                if not rounds_left or not self._pays(tensor, rows, numbers):
+                    self._offer_whole_mean(tensor, gradient, excluded, rows)
                     break
-            if header.number.any():
-                union = self._ranks.union(
-                    proposed if last else proposed[: self._few], int(header.number.max()), tensor.numel
-                )
+            if numbers.any():
+                union = self._ranks.union(proposed, int(numbers.max()), tensor.numel)
                 self._offer_mean(tensor, gradient, union)
                 excluded = torch.cat([excluded, union.to(excluded.device)])
             if last:
                 break
         assert unmasked is not None
         return unmasked
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        nothing = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-        self.offer(tensor, DenseGradient(torch.zeros(0, tensor.matrix_shape[1], device=nothing.device), nothing))
 
     def _propose(
         self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
@@ -99,33 +89,30 @@ class DistributedSelector(StreamingSelector):
             Their flat indices (n,), best first; whether these are all; the gradient of the unmasked entries (k,); and
             the whole gradient in the form that was scanned.
         """
-        shared = self._topk
+        threshold = self._topk.threshold
         if not self._importance.monotone:
-            self._context.work.dense += gradient.numel
+            self._work.dense += gradient.numel
             gradient = gradient.dense()
-            return excluded[:0].to(shared.threshold.device), False, gradient.take(tensor.indices), gradient
+            return excluded[:0].to(threshold.device), False, gradient.take(tensor.indices), gradient
         # more proposals would take more bytes than the gradient
-        most = max(self._few, 2 * gradient.numel // (3 * num_ranks())) + 1
-        own = TopK(most, shared.threshold.dtype, shared.threshold.device, shared.threshold / self._slack)
-        taken, gradient = scan(replace(self._context, topk=own), tensor, gradient, excluded)
-        shared.finite &= own.finite
+        most = max(self._topk.size * RAISING, 2 * gradient.numel // (3 * num_ranks())) + 1
+        # rounding keeps no entry out: of a sum of so many float32 terms, and of its quotient, which may be squared
+        slack = ROUNDING_SLACK * (1 + num_ranks() * 2.0**-22) ** 2
+        own = TopK(most, threshold.dtype, threshold.device, threshold / slack)
+        taken, gradient = StreamingSelector(own, self._importance, self._work).scan(tensor, gradient, excluded)
+        self._topk.finite &= own.finite
         ids = own.winners().ids
         return ids - tensor.offset, ids.numel() < most, taken, gradient
 
-    def _exchange_headers(self, tensor: MaskedTensor, gradient: Gradient, proposed: Tensor, complete: bool) -> Header:
-        rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
-        numbers = (proposed.numel(), int(complete), rows)
-        return Header(*self._ranks.headers(tensor.number, numbers, self._names).unbind(1))
-
-    def _pays(self, tensor: MaskedTensor, header: Header) -> bool:
-        """Whether exchanging the proposals takes no more bytes than averaging the whole gradient."""
+    def _pays(self, tensor: MaskedTensor, rows: Tensor, numbers: Tensor) -> bool:
+        """Whether exchanging so many proposals (ranks,) takes no more bytes than averaging the whole gradient."""
         if not self._importance.monotone:
             return False
         whole = tensor.numel
-        if not (header.rows == ALL_ROWS).any():
-            whole = min(whole, int(header.rows.sum()) * tensor.matrix_shape[1])
+        if not (rows == ALL_ROWS).any():
+            whole = min(whole, int(rows.sum()) * tensor.matrix_shape[1])
         # each rank's indices, as many as the longest list has, then the gradient at their union, twice on its way
-        return 4 * int(header.number.max()) * header.number.numel() + 8 * int(header.number.sum()) <= 8 * whole
+        return 4 * int(numbers.max()) * numbers.numel() + 8 * int(numbers.sum()) <= 8 * whole
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: Gradient, union: Tensor) -> None:
         """Offers the entries (k,) with the mean of their gradients."""
@@ -134,20 +121,116 @@ class DistributedSelector(StreamingSelector):
         self._topk.offer_entries(self._importance, union + tensor.offset, tensor.take(indices).to(grads), grads)
         self._topk.cut()
 
-    def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, header: Header) -> None:
+    def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, lengths: Tensor) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
         if isinstance(gradient, (Product, TiedGradient)):
-            self._context.work.dense += gradient.numel
-        gradient = gradient.dense()
+            self._work.dense += gradient.numel
+        gradient, rows, number = gradient.dense(), None, tensor.matrix_shape[0]
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
-        rows, values = None, gradient.values.to(self._topk.threshold.dtype)
-        if (header.rows == ALL_ROWS).any():
-            if gradient.rows is not None:
-                values = values.new_zeros(tensor.matrix_shape).index_add_(0, gradient.rows, values)
-        else:
-            assert gradient.rows is not None
-            rows = self._ranks.union(gradient.rows, int(header.rows.max()), tensor.numel)
-            at = torch.searchsorted(rows, gradient.rows)
-            values = values.new_zeros(rows.numel(), values.shape[1]).index_add_(0, at, values)
+        if gradient.rows is not None and not (lengths == ALL_ROWS).any():
+            rows = self._ranks.union(gradient.rows, int(lengths.max()), tensor.numel)
+            number, gradient = rows.numel(), DenseGradient(gradient.values, torch.searchsorted(rows, gradient.rows))
+        values = gradient.some_rows(0, number).to(self._topk.threshold.dtype)
         self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
         self._topk.cut()  # a higher threshold means fewer proposals
+
+
+class ShardedSelector(RanksSelector):
+    """Selects the best entries on devices that the host runs ahead of: each rank from a share, with a ``DeviceTopK``.
+
+    Each tensor's gradient is averaged over the ranks, each of which offers its share of the entries to a top-k of its
+    own; the small tensors come last, all at once. Then the ranks gather their best entries, and take the same best of
+    these. The host never waits for a device: the ranks decide on lengths, which they exchange on the CPU. A table of
+    which the ranks looked up few rows is averaged over the rows that any of them did. The mean is of gradients in the
+    flat delta's dtype, as DDP averages them: a sum in bfloat16 would be rounded once for each rank.
+    """
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        # FSDP2 has each weight whole in its own backward only
+        self.batches_small = not is_fully_sharded(self._tensors[0].collector.entries.root)
+        small = [tensor for tensor in self._tensors if is_small(tensor) and self.batches_small]
+        self._small: dict[MaskedTensor, Gradient | None] = dict.fromkeys(small)  # gradients, as far as there are any
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        lengths, *_ = self._headers(tensor, gradient)
+        if isinstance(gradient, (Product, TiedGradient)) and gradient.numel > MOST_AT_ONCE:
+            self._work.dense += gradient.numel
+            blocks = RowBlocks(gradient, tensor.indices, self._excluded(tensor))
+            self._offer_rows(tensor, tensor.matrix_shape[0], blocks.rows)
+            return blocks.taken
+        unmasked, dense = self._compute(tensor, gradient, self._excluded(tensor))
+        self._offer_mean(tensor, dense, lengths)
+        return unmasked  # this rank's: DDP averages the flat gradient
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        if tensor not in self._small:
+            super().skip(tensor)
+
+    def offer_small(self, small: SmallGradients) -> None:
+        self._small.update(zip(small.tensors, map(DenseGradient, map(as_matrix, small.values)), strict=True))
+
+    def winners(self) -> Winners:
+        """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
+        self._offer_mean_of_small()
+        best = self._topk.candidates().best(self._topk.size)
+        gathered = self._ranks.gather(torch.cat([array.view(torch.uint8) for array in best]))
+        parts = gathered.split([array.nbytes for array in best], dim=1)
+        everyone = ScoredEntries(*(part.reshape(-1).view(array.dtype) for part, array in zip(parts, best, strict=True)))
+        return everyone.best(self._topk.size).winners()
+
+    def _offer_mean(self, tensor: MaskedTensor, gradient: DenseGradient, lengths: Tensor) -> None:
+        """Offers this rank's share of a tensor's mean gradient, given how many rows each rank has (ranks,)."""
+        ranks, number, covered = num_ranks(), tensor.matrix_shape[0], None
+        least, most = int(lengths.min()), int(lengths.max())
+        if gradient.rows is not None and least != ALL_ROWS and most * ranks < number:
+            if not most:
+                return
+            missing = most - gradient.rows.numel()  # filled up by some more of the first row, with zeros
+            covered, _ = padded_unique(self._ranks.gather(pad(gradient.rows, (0, missing))).view(-1))
+            number, gradient = most * ranks, DenseGradient(gradient.values, torch.searchsorted(covered, gradient.rows))
+        self._offer_rows(tensor, number, gradient.some_rows, covered)
+
+    def _offer_rows(
+        self, tensor: MaskedTensor, number: int, rows_of: Callable[[int, int], Tensor], covered: Tensor | None = None
+    ) -> None:
+        """Averages a gradient some rows at a time and offers this rank's shares.
+
+        Args:
+            tensor: whose gradient it is.
+            number: of its rows.
+            rows_of: computes the rows (stop - start, cols) of this rank's gradient, from ``start`` and ``stop``.
+            covered: (number,) int64, the weight's rows that these are; ``None`` for all of them in order.
+        """
+        ranks, weight = num_ranks(), tensor.matrix
+        entries, cols = weight.reshape(-1), weight.shape[1]
+        at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
+        for start in range(0, number, at_once):
+            rows = rows_of(start, min(start + at_once, number)).to(self._topk.dtype)
+            mean = self._ranks.mean_share(rows.view(-1))
+            first = start * cols + dist.get_rank() * mean.numel()  # of a row, unless all rows are averaged
+            if covered is None:
+                self._offer(entries[first:], mean, tensor.offset + first)
+            else:
+                places = covered[first // cols :][: mean.numel() // cols]
+                self._topk.offer(self._importance, weight, mean.view(-1, cols), places, tensor.offset)
+
+    def _offer_mean_of_small(self) -> None:
+        """Offers this rank's share of the small tensors' mean gradients."""
+        by_device: dict[torch.device, SmallGradients] = {}
+        for tensor, gradient in self._small.items():
+            device = tensor.parameter.device
+            own = gradient or DenseGradient(torch.zeros(tensor.matrix_shape, dtype=self._topk.dtype, device=device))
+            by_device.setdefault(device, SmallGradients()).add(tensor, own)
+        for small in by_device.values():
+            self._work.dense += sum(small.sizes)
+            weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
+            mean = self._ranks.mean_share(grad.to(self._topk.dtype))
+            first = dist.get_rank() * mean.numel()
+            self._offer(weight[first:], mean, 0, ids[first:])
+
+    def _offer(self, weight: Tensor, mean: Tensor, offset: int, ids: Tensor | None = None) -> None:
+        """Offers entries (n,), of which ``weight`` and ``ids`` have more, or less where ``mean`` ends with padding."""
+        mean, weight = mean[: weight.numel()], weight[: mean.numel()]
+        ids = None if ids is None else ids[: mean.numel()]
+        self._topk.offer(self._importance, weight[None], mean[None], None, offset, ids)

@@ -1,12 +1,9 @@
-"""Makes each step's selector, and repeat-S.
-
-increment-S and static-S are in ``core/policy.py``. By importance, device and ranks a step's entries are found by their
-gradients (on the CPU, on a GPU, over several ranks), or are known before it.
-"""
+"""Makes each step's selector, by importance, device and ranks, and repeat-S; other policies are in the core."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,28 +11,60 @@ from torch import Tensor
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
+from sparsify.core.entries import count_by_tensor
+from sparsify.core.gradients import Gradient
 from sparsify.core.importance import D3, Fisher
 from sparsify.core.policy import IncrementPolicy, Policy
 from sparsify.core.selector import Selector
+from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
-from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import DistributedSelector
-from sparsify.selection.selectors import RankedSelector, StreamingSelector
-from sparsify.selection.sharded import ShardedSelector
-from sparsify.selection.static import rank_by_weight
+from sparsify.selection.distributed import DistributedSelector, RanksSelector, ShardedSelector
+from sparsify.selection.screening import StreamingSelector, Work
+from sparsify.selection.small import BatchingSelector
+from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.strategy import Increment, Repeat
 
 
+class RankedSelector(BatchingSelector):
+    """Selects entries that are known before the step, as by the weights alone.
+
+    Args:
+        ids: (n,) int64 global ids, best first.
+        tensors: all masked tensors, by ascending offset.
+        like: the flat gradient, for its dtype and device.
+    """
+
+    def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
+        ordered, order = ids.to(like.device).sort()
+        self._ids, self._back = ids.to(like.device), order.argsort()
+        self._grads = like.new_zeros(ids.numel())
+        counts = count_by_tensor(ordered, [tensor.offset + tensor.numel for tensor in tensors]).tolist()
+        parts = zip(ordered.split(counts), self._grads.split(counts), strict=True)
+        self._own = dict(zip(tensors, parts, strict=True))  # of each tensor: ids, and a view of their gradients
+
+    def wants(self, tensor: MaskedTensor) -> bool:
+        return self._own[tensor][0].numel() > 0
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        if self.wants(tensor):
+            ids, grads = self._own[tensor]
+            grads.copy_(gradient.take((ids - tensor.offset).to(tensor.parameter.device)))
+        return gradient.take(tensor.indices)
+
+    def winners(self) -> Winners:
+        return Winners(self._ids, self._grads[self._back])
+
+    def finite(self) -> Tensor:
+        return self._grads.isfinite().all()
+
+
 class SelectorFactory:
-    """Makes the selector of a policy's step.
+    """Makes the selector of a policy's step; ``work`` has the entries that the last one looked at.
 
     Args:
         ranks: the other ranks.
         seed: of a random importance.
-
-    Attributes:
-        work: entries that the last selection looked at, by the way it took.
     """
 
     def __init__(self, ranks: Ranks, seed: int) -> None:
@@ -49,27 +78,23 @@ class SelectorFactory:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, values)
         self.work = Work()
-        topk: TopK | DeviceTopK
+        kind: type[RanksSelector] = DistributedSelector
+        topk: Any = TopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
-            topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
-        else:
-            topk = TopK(number, values.dtype, values.device)
-        context = SelectionContext(topk, policy.importance, self.work, policy.masked_only)
+            topk, kind = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device), ShardedSelector
         if num_ranks() == 1:
-            return StreamingSelector(context)
-        if isinstance(topk, DeviceTopK):
-            return ShardedSelector(context, self._ranks, policy.tensors, values.dtype)
-        return DistributedSelector(context, self._ranks, policy.tensors)
+            return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
+        return kind(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
 
     def _rank(self, policy: Policy, number: int) -> Tensor:
         """Global ids (number,) of the entries that come next by the weights alone."""
         values, unmasked = policy.entries.values, policy.entries.count
         if isinstance(policy, RepeatPolicy):
             topk = TopK(number, values.dtype, values.device)
-            return rank_by_weight(policy.tensors, policy.importance, topk, f"{self._seed}:{policy.entries.step}")
+            return rank_by_scores(policy.tensors, policy.importance, topk, f"{self._seed}:{policy.entries.step}")
         if self._ranking is None:  # masked entries never change, so one ranking serves all steps
             topk = TopK(policy.budget - unmasked, values.dtype, values.device)
-            ranking = rank_by_weight(policy.tensors, policy.importance, topk, str(self._seed), masked_only=True)
+            ranking = rank_by_scores(policy.tensors, policy.importance, topk, str(self._seed), masked_only=True)
             self._ranking = unmasked, ranking
         first, ranking = self._ranking
         return ranking[unmasked - first :][:number]

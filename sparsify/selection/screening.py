@@ -1,32 +1,60 @@
-"""Finds a linear layer's candidates without computing all of its gradient.
+"""Selects by gradients that are computed only as far as their entries could be among the best.
 
-The norms of the factors left and right rule out most of the product left^T right (``kernels/norm_bound.py``). The rest
-is multiplied, and the entries that reach the top-k's threshold are offered to it: the top-k sees what the full product
-would have shown it, summed in float32.
+On a CPU the norms of a product's factors rule out most of it (``kernels/norm_bound.py``). The rest is multiplied, and
+offered to the top-k, which sees what the full product would have shown it. On a GPU a large product is multiplied out
+in blocks of rows.
 """
 
 from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.core.importance import Importance
+from sparsify.core.selector import DenseSelector
 from sparsify.core.tensor import MaskedTensor
-from sparsify.core.topk import TopK
 from sparsify.kernels.costs import SCREENED, costs_of
 from sparsify.kernels.norm_bound import size_of, staircase
 from sparsify.kernels.sddmm import sddmm
-from sparsify.selection.context import SelectionContext, scan_dense
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.row_blocks import RowBlocks
+from sparsify.selection.small import BatchingSelector, SmallGradients
 
 MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
 
 
+@dataclass
+class Work:
+    """Entries that a selection looked at, by the way it took, known from shapes; each rank counts its own.
+
+    Attributes:
+        screened: not ruled out by the norms of a product's factors, so computed and compared.
+        dense: taken from a whole gradient, entries that are no candidates included.
+        skipped: ruled out by the norms, so not computed.
+    """
+
+    screened: int = 0
+    dense: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        """Describes the work.
+
+        Example:
+            >>> print(Work(screened=84_312, dense=600_123, skipped=84_934_656))
+            84,312 entries screened, 0.6 M entries dense, 84.9 M entries skipped
+        """
+        short = {way: f"{n:,}" if n < 100_000 else f"{n / 1e6:,.1f} M" for way, n in asdict(self).items() if n}
+        return ", ".join(f"{number} entries {way}" for way, number in short.items()) or "no entry was looked at"
+
+
 def sampled(product: Product, indices: Tensor) -> Tensor | None:
     """Entries (k,) of a product, each as a dot product over the tokens; ``None`` where the whole product is faster."""
-    if not costs_of(product.left, product.right).samples(indices.numel()):
+    if not costs_of(product.left, product.right).prefers_sampling(indices.numel()):
         return None
     return sddmm(product.left, product.right, indices)
 
@@ -34,113 +62,170 @@ def sampled(product: Product, indices: Tensor) -> Tensor | None:
 Product.sampler = staticmethod(sampled)
 
 
-def scan(
-    context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
-) -> tuple[Tensor, Gradient]:
-    """Offers a gradient's entries, but the excluded ones (e,), to the top-k: screened where that pays, else densely.
+def _parts(gradient: Product | TiedGradient) -> tuple[Product, DenseGradient | None]:
+    """The product, and for a tied table the rows that were looked up."""
+    return (gradient, None) if isinstance(gradient, Product) else (gradient.product, gradient.looked_up)
 
-    Returns:
-        The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
+
+class StreamingSelector(DenseSelector, BatchingSelector):
+    """Selects the best entries on one rank, screened where that pays.
+
+    Args:
+        topk: a :class:`sparsify.core.topk.TopK`, or a :class:`DeviceTopK`; keeps the best.
+        importance: scores them.
+        work: counts the entries that are scanned.
+        masked_only: whether unmasked entries are no candidates.
     """
-    if isinstance(context.topk, DeviceTopK) and isinstance(gradient, (Product, TiedGradient)):
-        if gradient.numel > MOST_MULTIPLIED:
-            return _scan_blocks(context, tensor, gradient, excluded), gradient
-    elif can_screen(context, gradient):
-        unmasked = scan_screened(context, tensor, gradient, excluded)
-        if unmasked is not None:
-            return unmasked, gradient
-    return scan_dense(context, tensor, gradient, excluded)
+
+    batches_small = True
+    _topk: Any
+
+    def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool = True) -> None:
+        super().__init__(topk, importance)
+        self._work, self._masked_only = work, masked_only
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        return self.scan(tensor, gradient, self._excluded(tensor))[0]
+
+    def offer_small(self, small: SmallGradients) -> None:
+        self._work.dense += sum(small.sizes)
+        weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
+        self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
+
+    def _excluded(self, tensor: MaskedTensor) -> Tensor:
+        return tensor.not_candidates if self._masked_only else tensor.never_candidates
+
+    def scan(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Gradient]:
+        """Offers a gradient's entries, but the excluded ones (e,), to the top-k.
+
+        Returns:
+            The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
+        """
+        if isinstance(gradient, (Product, TiedGradient)):
+            scan = self._scan_blocks if isinstance(self._topk, DeviceTopK) else self.screen
+            unmasked = scan(tensor, gradient, excluded)
+            if unmasked is not None:
+                return unmasked, gradient
+        return self._scan_dense(tensor, gradient, excluded)
+
+    def _scan_dense(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Gradient]:
+        unmasked, dense = self._compute(tensor, gradient, excluded)
+        self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
+        return unmasked, dense
+
+    def _compute(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
+        """Returns the gradient of the unmasked entries (k,), and the whole one, zero at the excluded entries (e,)."""
+        self._work.dense += gradient.numel
+        dense = gradient.dense()
+        unmasked = dense.take(tensor.indices)
+        if excluded.numel():
+            dense.clear(excluded)  # an entry whose gradient is zero is never offered
+        return unmasked, dense
+
+    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor) -> Tensor | None:
+        """Offers the entries of a large product in blocks of rows; ``None`` for a small one."""
+        if gradient.numel <= MOST_MULTIPLIED:
+            return None
+        self._work.dense += gradient.numel
+        (height, cols), weight = tensor.matrix_shape, tensor.matrix
+        blocks, at_once = RowBlocks(gradient, tensor.indices, excluded), max(1, MOST_MULTIPLIED // cols)
+        for start in range(0, height, at_once):
+            values = blocks.rows(start, min(start + at_once, height))
+            rows = weight[start : start + at_once]
+            self._topk.offer(self._importance, rows, values, None, tensor.offset + start * cols)
+        return blocks.taken
+
+    def screen(self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor) -> Tensor | None:
+        """Offers those entries of a product that can reach the top-k's threshold, but the excluded ones (e,).
+
+        Returns:
+            The gradient of the unmasked entries (k,); ``None`` where the full product cannot be screened or costs less,
+            or where not everything might be finite: nothing was offered then.
+        """
+        product, looked_up = _parts(gradient)
+        left, right, skipped = product.left, product.right, product.numel
+        most = costs_of(left, right).screening_limit(tensor.count) if self._can_screen(product) else 0
+        if not most:
+            return None
+        least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)
+        if looked_up is not None and looked_up.rows is not None:  # these rows are computed
+            least, skipped = least.index_fill(0, looked_up.rows, torch.inf), skipped - looked_up.numel
+        steps = staircase(left, right, least, most)
+        if steps is None:
+            return None
+        self._work.screened += size_of(steps)
+        self._work.skipped += skipped - size_of(steps)
+        self._offer_steps(tensor, product, steps, least, excluded)
+        unmasked = sddmm(left, right, tensor.indices)
+        if looked_up is None:
+            return unmasked
+        computed = DenseGradient(left[:, looked_up.rows].t() @ right + looked_up.values, looked_up.rows)
+        self._scan_dense(tensor, computed, excluded)
+        return unmasked + looked_up.take(tensor.indices)
+
+    def _can_screen(self, product: Product) -> bool:
+        """Whether a product is on a CPU and large, and the top-k has a threshold to compare with."""
+        return (
+            product.left.device.type == "cpu"
+            and product.left.dtype in SCREENED
+            and product.numel >= SMALLEST_SCREENED
+            and self._importance.monotone
+            and self._topk.has_threshold
+        )
+
+    def _offer_steps(
+        self,
+        tensor: MaskedTensor,
+        product: Product,
+        steps: list[tuple[Tensor, Tensor]],
+        least: Tensor,
+        excluded: Tensor,
+    ) -> None:
+        """Offers the entries at the steps' rows (r,) and columns (c,) that reach their row's bound, one of (rows,)."""
+        right = product.right.index_select(1, steps[0][1]).float() if steps else product.right
+        for rows, columns in steps:  # the columns are a beginning of the first step's
+            grads = product.left.index_select(1, rows).float().t() @ right[:, : columns.numel()]
+            row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
+            indices = rows[row] * tensor.matrix_shape[1] + columns[column]
+            kept = torch.isin(indices, excluded, invert=True)
+            indices = indices[kept]
+            if indices.numel():
+                weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
+                self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
 
 
-def _scan_blocks(
-    context: SelectionContext, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor
-) -> Tensor:
-    """Offers the entries of a product on a GPU, multiplied out in blocks of rows."""
-    topk, (height, cols) = context.topk, tensor.matrix_shape
-    context.work.dense += gradient.numel
-    blocks, weight = RowBlocks(gradient, tensor.indices, excluded), tensor.matrix
-    at_once = max(1, MOST_MULTIPLIED // cols)
-    for start in range(0, height, at_once):
-        rows = slice(start, min(start + at_once, height))
-        values = blocks.rows(rows.start, rows.stop)
-        topk.offer(context.importance, weight[rows], values, None, tensor.offset + start * cols)
-    return blocks.taken
+class RowBlocks:
+    """A large product, or tied table, of which only some rows are in memory at a time.
 
-
-def can_screen(context: SelectionContext, gradient: Gradient) -> bool:
-    """Whether a gradient on a CPU is a product, or has one, and the top-k has a threshold to compare with."""
-    product = gradient.product if isinstance(gradient, TiedGradient) else gradient
-    return (
-        isinstance(product, Product)
-        and product.left.device.type == "cpu"
-        and product.left.dtype in SCREENED
-        and context.importance.monotone
-        and product.numel >= SMALLEST_SCREENED
-        and isinstance(context.topk, TopK)
-        and context.topk.has_threshold
-    )
-
-
-def scan_screened(
-    context: SelectionContext, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
-) -> Tensor | None:
-    """Offers the entries of a product, or a tied table, that can reach the top-k's threshold.
-
-    Returns:
-        The gradient of the unmasked entries (k,); ``None`` where screening costs more than the full product, or where
-        not everything might be finite: nothing was offered then.
+    Args:
+        gradient: what is multiplied out.
+        unmasked: (k,) int64, flat indices of entries whose gradient is wanted: ``taken`` (k,), in the rows so far.
+        excluded: (e,) int64, flat indices of entries that are set to zero.
     """
-    if isinstance(gradient, Product):
-        return _screen(context, tensor, gradient, excluded)
-    assert isinstance(gradient, TiedGradient)
-    product, looked_up = gradient.product, gradient.looked_up
-    assert looked_up.rows is not None
-    unmasked = _screen(context, tensor, product, excluded, left_out=looked_up.rows)
-    if unmasked is None:
-        return None
-    # the rows that were looked up are computed
-    rows = DenseGradient(product.left[:, looked_up.rows].t() @ product.right + looked_up.values, looked_up.rows)
-    scan_dense(context, tensor, rows, excluded)
-    return unmasked + looked_up.take(tensor.indices)
 
+    def __init__(self, gradient: Product | TiedGradient, unmasked: Tensor, excluded: Tensor) -> None:
+        self._product, self._looked_up = _parts(gradient)
+        self._unmasked, self._excluded = unmasked, excluded
+        self._dtype = self._product.left.dtype
+        if self._looked_up is not None:
+            self._dtype = torch.promote_types(self._dtype, self._looked_up.values.dtype)
+        self.taken = torch.zeros_like(unmasked, dtype=self._dtype)
 
-def _screen(
-    context: SelectionContext, tensor: MaskedTensor, product: Product, excluded: Tensor, left_out: Tensor | None = None
-) -> Tensor | None:
-    """Offers the entries of a product but for the rows (r,) left out; returns those of the unmasked entries (k,)."""
-    left, right, topk, work = product.left, product.right, context.topk, context.work
-    most = costs_of(left, right).most_screened(tensor.count)
-    if not most:
-        return None
-    assert isinstance(topk, TopK)
-    least, numel = context.importance.least_gradient(topk.threshold.float(), tensor.matrix), product.numel
-    if left_out is not None:
-        least = least.index_fill(0, left_out, torch.inf)
-        numel -= left_out.numel() * right.shape[1]
-    steps = staircase(left, right, least, most)
-    if steps is None:
-        return None
-    work.screened += size_of(steps)
-    work.skipped += numel - size_of(steps)
-    if steps:
-        right_part = right.index_select(1, steps[0][1]).float()
-    for rows, columns in steps:
-        grads = left.index_select(1, rows).float().t() @ right_part[:, : columns.numel()]
-        _offer_step(context, tensor, grads, least, rows, columns, excluded)
-    return sddmm(left, right, tensor.indices)
-
-
-def _offer_step(
-    context: SelectionContext, tensor: MaskedTensor, grads: Tensor, least: Tensor, rows: Tensor, columns: Tensor,
-    excluded: Tensor,
-) -> None:  # fmt: skip
-    """Offers the entries of a gradient (r, c) at some rows (r,) and columns (c,) that reach their row's threshold."""
-    topk = context.topk
-    assert isinstance(topk, TopK)
-    row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
-    indices = rows[row] * tensor.matrix_shape[1] + columns[column]
-    kept = torch.isin(indices, excluded, invert=True)
-    indices = indices[kept]
-    if indices.numel():
-        weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
-        topk.offer_entries(context.importance, indices + tensor.offset, weights, grads)
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Multiplies out some rows (stop - start, cols); to be called once for each row."""
+        left, right = self._product.left[:, start:stop].t(), self._product.right
+        values = left.new_empty(left.shape[0] * right.shape[1] + 1)
+        torch.mm(left, right, out=values[:-1].view(-1, right.shape[1]))
+        values[-1:].zero_()  # the place of other rows' entries
+        values = values.to(self._dtype)
+        rows = values[:-1].view(-1, right.shape[1])
+        if self._looked_up is not None:
+            rows += self._looked_up.some_rows(start, stop)
+        first, last = start * right.shape[1], rows.numel()
+        unmasked, excluded = (
+            places.where((places >= 0) & (places < last), last)
+            for places in (self._unmasked - first, self._excluded - first)
+        )
+        self.taken = self.taken + values.take(unmasked)
+        values.index_fill_(0, excluded, 0)
+        return rows

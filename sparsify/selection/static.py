@@ -1,7 +1,6 @@
 """Entries selected without a training step: by the weights, by a calibration's gradients, or given by the user.
 
-In: the masked tensors. Out: global ids, best first: by score, then the tensor's position, then the flat index. For
-:class:`sparsify.Prune`, the entries that were not selected are set to zero.
+For :class:`sparsify.Prune`, the entries that were not selected are set to zero.
 """
 
 from __future__ import annotations
@@ -23,61 +22,42 @@ from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 from sparsify.strategies.importance import SNIP, Custom
 from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Static, Strategy
+from sparsify.strategies.strategy import Strategy
 
 
 def select_static(
-    model: nn.Module,
-    tensors: Sequence[MaskedTensor],
-    strategy: Strategy,
-    budget: int,
-    dtype: torch.dtype,
-    seed: int,
-    calibration: Calibration | None = None,
-    loss_fn: LossFunction | None = None,
-) -> Tensor:
+    model: nn.Module, tensors: Sequence[MaskedTensor], strategy: Strategy, budget: int, dtype: torch.dtype, seed: int,
+    calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
+) -> Tensor:  # fmt: skip
     """Selects the entries that ``Static`` or ``Prune`` trains, among the candidates of a model that is still plain.
 
     Returns:
         (budget,) int64 global ids, best first. The tensors that ``Prune`` leaves whole come before all others. With an
         allocation by tensor, any first part of the ids is shared out among the tensors as the whole is.
-
-    Raises:
-        SparsifyError: when the budget leaves nothing to the matrices, or the importance or the calibration does not
-            give enough scores.
     """
-    importance, selection = strategy.importance, strategy.selection
-    assert importance is not None
-    assert isinstance(selection, Static)
+    importance: Any = strategy.importance
+    selection: Any = strategy.selection  # Static, or Prune
     whole = [tensor for tensor in tensors if isinstance(selection, Prune) and not selection.removes_from(tensor.shape)]
     ranked = [tensor for tensor in tensors if tensor not in whole and importance.covers(tensor.name)]
     device = tensors[0].parameter.device
-    ids = [_candidates(tensor).nonzero().squeeze(1) + tensor.offset for tensor in whole]
-    kept = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(own.to(device) for own in ids)])
+    ids = [_candidates(tensor).nonzero().squeeze(1).to(device) + tensor.offset for tensor in whole]
+    kept = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *ids])
     _check_budget(ranked, strategy, budget, kept.numel())
     totals: dict[MaskedTensor, Tensor] = {}
     if calibration is not None:
         parameters: Any = [tensor.parameter for tensor in ranked]
         totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
-
-    def rank(group: Sequence[MaskedTensor], number: int) -> Tensor:
-        topk = TopK(number, dtype, device)
-        for tensor in group:
-            if calibration is None:
-                scores = _scores_by_weight(tensor, importance, str(seed))
-            else:
-                scores = _scores_by_gradient(tensor, importance, totals[tensor])
-            offer_scores(topk, scores, tensor.offset, tensor.never_candidates)
-        found = topk.winners().ids
-        if found.numel() < number:
-            raise SparsifyError(_too_few(group, importance, number, found.numel()))
-        return found
-
-    left = budget - kept.numel()
-    if selection.allocation == "global":
-        return torch.cat([kept, rank(ranked, left)])
-    counts = share_out(left, [tensor.num_candidates for tensor in ranked])
-    parts = [rank([tensor], count) for tensor, count in zip(ranked, counts, strict=True) if count]
+    groups, counts = [ranked], [budget - kept.numel()]
+    if selection.allocation != "global":
+        groups = [[tensor] for tensor in ranked]
+        counts = share_out(counts[0], [tensor.num_candidates for tensor in ranked])
+    parts = []
+    for group, count in zip(groups, counts, strict=True):
+        if count:
+            found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals)
+            if found.numel() < count:
+                raise SparsifyError(_too_few(group, importance, count, found.numel()))
+            parts.append(found)
     return torch.cat([kept, _interleave(parts)])
 
 
@@ -90,9 +70,8 @@ def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Containe
     if old := [name for name in pruned if name not in new]:
         raise SparsifyError(
             f"{strategy.importance} with {selection} sets every entry that is not selected to zero, and {len(old):,} "
-            f"of the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`: a pretrained model "
-            "would lose nearly all its weights. Add adapters or a LoRA first, or name new modules in "
-            f"fresh_modules=[...]. To prune pretrained weights all the same, pass "
+            f"of the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`. Add adapters or a "
+            "LoRA first, or name new modules in fresh_modules=[...]. To prune pretrained weights all the same, pass "
             f"Strategy({strategy.importance}, {replace(selection, pretrained=True)})."
         )
 
@@ -108,29 +87,33 @@ def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) 
             tensor.parameter.masked_fill_(removed.view(tensor.shape), 0)
 
 
-def rank_by_weight(
-    tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str, *, masked_only: bool = False
-) -> Tensor:
-    """Returns the global ids (n,) of the best entries by the weights alone; only those with a finite score.
+def rank_by_scores(
+    tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str,
+    totals: Mapping[MaskedTensor, Tensor] | None = None, *, masked_only: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns the global ids (n,) of the best entries by a calibration's ``totals``, or by the weights alone.
 
-    With ``masked_only`` unmasked entries are left out.
+    Entries without a finite score are none of them, nor are unmasked ones with ``masked_only``.
     """
     for tensor in tensors:
         if importance.covers(tensor.name):
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
-            offer_scores(topk, _scores_by_weight(tensor, importance, seed), tensor.offset, excluded)
+            if totals:
+                scores = _scores_by_gradient(tensor, importance, totals[tensor])
+            else:
+                scores = _scores_by_weight(tensor, importance, seed)
+            offer_scores(topk, scores, tensor.offset, excluded)
     return topk.winners().ids
 
 
 def _scores_by_weight(tensor: MaskedTensor, importance: Importance, seed: str) -> Iterator[Tensor]:
-    """Scores by the weights; a random importance draws from a generator seeded by the seed and the tensor's name."""
     digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     return (importance.score(block, generator) for block in in_blocks(tensor.weight))
 
 
 def _scores_by_gradient(tensor: MaskedTensor, importance: Importance, total: Tensor) -> Iterator[Tensor]:
-    """Scores by the sum of a calibration, in the tensor's shape; a score of 0 does not count."""
+    """Scores by a calibration's sum; a score of 0 does not count."""
     for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
@@ -169,24 +152,22 @@ def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: in
             f"{share}, but the importance {importance.name!r} gave only {found:,} entries a {score}: NaN and infinite "
             "scores do not count, nor do those up to 0 of an importance of gradients. Correct it, or lower the budget."
         )
-    text = (
-        f"{share}, but only {found:,} entries have an importance above 0 in the calibration; "
-        "give it more examples, or lower the budget."
+    zeros = [tensor.name for tensor in tensors if isinstance(importance, SNIP) and not tensor.weight.any()]
+    reason = (
+        f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
+        f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
+    ) if zeros else ""  # fmt: skip
+    return (
+        f"{share}, but only {found:,} entries have an importance above 0 in the calibration; give it more examples, or "
+        f"lower the budget.{reason}"
     )
-    zeros = [tensor.name for tensor in tensors if not tensor.weight.any()]
-    if isinstance(importance, SNIP) and zeros:
-        text += (
-            f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
-            f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
-        )
-    return text
 
 
 def _interleave(parts: Sequence[Tensor]) -> Tensor:
     """Merges several tensors' ids, best first in each, so that every first part of the result has their proportions."""
     places = [torch.arange(1, part.numel() + 1, dtype=torch.float64) / part.numel() for part in parts]
     order = torch.cat(places).argsort(stable=True)
-    ids = torch.cat([part.to(parts[0].device) for part in parts])
+    ids = torch.cat(list(parts))
     return ids[order.to(ids.device)]
 
 
@@ -206,25 +187,26 @@ def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], b
 
 
 def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -> Tensor:
-    tensor = tensors.get(plain_name(name))
+    """Checks the mask, or the flat indices, of one tensor and returns its global ids (n,)."""
+    tensor, problem = tensors.get(plain_name(name)), None
     if tensor is None:
         raise SparsifyError(
             f"the given set has entries of `{name}`, which is no candidate of this model; "
             f"expected names such as `{next(iter(tensors))}`."
         )
     entries = torch.as_tensor(entries).detach().cpu()
-    if entries.dtype == torch.bool:
-        if entries.shape != tensor.shape:
-            raise SparsifyError(
-                f"the mask of `{name}` has shape {tuple(entries.shape)}, expected {tuple(tensor.shape)}."
-            )
+    if entries.dtype == torch.bool and entries.shape == tensor.shape:
         entries = entries.flatten().nonzero().squeeze(1)
-    if entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
-        raise SparsifyError(f"the given set has {entries.dtype} for `{name}`; expected a bool mask or flat indices.")
-    if ((entries < 0) | (entries >= tensor.numel)).any():
-        raise SparsifyError(f"the given set has indices of `{name}` outside its {tensor.numel:,} entries.")
-    if torch.isin(entries, tensor.never_candidates.cpu()).any():
-        raise SparsifyError(f"the given set has entries of `{name}` in its padding row, which is never trained.")
+    if entries.dtype == torch.bool:
+        problem = f"a mask for `{name}` of shape {tuple(entries.shape)}, expected {tuple(tensor.shape)}"
+    elif entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
+        problem = f"{entries.dtype} for `{name}`; expected a bool mask or flat indices"
+    elif ((entries < 0) | (entries >= tensor.numel)).any():
+        problem = f"indices of `{name}` outside its {tensor.numel:,} entries"
+    elif torch.isin(entries, tensor.never_candidates.cpu()).any():
+        problem = f"entries of `{name}` in its padding row, which is never trained"
+    if problem is not None:
+        raise SparsifyError(f"the given set has {problem}.")
     return entries.to(torch.int64) + tensor.offset
 
 

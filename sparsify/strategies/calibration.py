@@ -1,13 +1,13 @@
 """Calibration: gradients summed over a few backward passes before training, for static strategies that need them.
 
-In: the model and data. Out: for every candidate a tensor of its shape: the sum of the gradients, or of their squares
-(Fisher). The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
+The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,19 +23,15 @@ Calibration = Iterable[Any] | Callable[[nn.Module], object]
 
 
 def calibrate(
-    model: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    importance: Importance,
-    calibration: Calibration,
+    model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
-) -> list[Tensor]:
-    """Runs the backward passes and sums up what the importance needs.
+) -> list[Tensor]:  # fmt: skip
+    """Runs the backward passes and sums the gradients, or for :class:`Fisher` their squares.
 
     Args:
         model: runs in evaluation mode.
         parameters: the candidates.
-        importance: for :class:`Fisher` squared gradients of single examples are summed, up to ``num_samples``; for any
-            other the gradients of whole batches are summed.
+        importance: for :class:`Fisher` single examples are run, up to ``num_samples``; for any other whole batches.
         calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
             once for each example or batch.
         loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
@@ -48,29 +44,29 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    loss_of, devices = loss_fn or _loss_of_model, [parameter.device for parameter in model.parameters()]
-
-    def losses(batches: Any) -> Iterator[Tensor]:
-        number, unit = None, "batch"
-        if isinstance(importance, Fisher):
-            number, unit = importance.num_samples, "example"
-            batches = islice((example for batch in batches for example in _examples(batch)), number)
-        for batch in tqdm(batches, total=number, unit=unit, desc="calibrating", leave=False):
-            yield loss_of(model, _to(batch, devices))
-
     squared = isinstance(importance, Fisher)
     with _left_unchanged(model), torch.enable_grad(), _summed(parameters, squared=squared) as totals:
         if callable(calibration):
             calibration(model)
         else:
-            for loss in losses(calibration):
-                loss.backward()
+            devices = [parameter.device for parameter in model.parameters()]
+            for batch in _batches(calibration, importance):
+                (loss_fn or _loss_of_model)(model, _to(batch, devices)).backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
             "or a function of the model that calls backward()."
         )
     return totals
+
+
+def _batches(calibration: Iterable[Any], importance: Importance) -> Iterator[Any]:
+    """The batches to run, or for Fisher single examples, with a progress bar."""
+    number, unit = None, "batch"
+    if isinstance(importance, Fisher):
+        number, unit = importance.num_samples, "example"
+        calibration = islice((example for batch in calibration for example in _examples(batch)), number)
+    return iter(tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False))
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -83,7 +79,8 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     except Exception as error:
         if not _is_row(batch):
             raise
-        values = ", ".join(f"`{name}` is {_kind_of(value)}" for name, value in batch.items())
+        kinds = {n: f"Tensor {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for n, v in batch.items()}
+        values = ", ".join(f"`{name}` is a {kind}" for name, kind in kinds.items())
         raise SparsifyError(
             f"calibration= got single rows of a dataset, and expects batches of tensors: {values}. Pass a DataLoader, "
             "such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
@@ -104,10 +101,6 @@ def _is_row(batch: Mapping[str, Any]) -> bool:
     return not tensors or (tokens is not None and tokens.dim() < 2) or (labels is not None and not labels.dim())
 
 
-def _kind_of(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
 def _examples(batch: Any) -> list[Any]:
     """Splits a batch into batches of one; values other than tensors of the batch's length are in each of them."""
     if not isinstance(batch, Mapping):
@@ -125,10 +118,10 @@ def _examples(batch: Any) -> list[Any]:
 
 def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
     """Moves tensors to the first device, unless they are on another one of a model that is on several."""
-    if isinstance(batch, Mapping):
-        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-        return {**batch, **{key: t.to(devices[0]) for key, t in tensors.items() if t.device not in devices}}
-    return batch
+    if not isinstance(batch, Mapping):
+        return batch
+    away = {key: t for key, t in batch.items() if isinstance(t, Tensor) and t.device not in devices}
+    return {**batch, **{key: tensor.to(devices[0]) for key, tensor in away.items()}}
 
 
 @contextmanager
@@ -136,16 +129,13 @@ def _summed(parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[li
     """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed."""
     totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
-    def add(total: Tensor, parameter: Tensor) -> None:
+    def add(total: Tensor, parameter: Any) -> None:
         grad, parameter.grad = parameter.grad, None
-        assert grad is not None
         grad = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
         total += grad.square() if squared else grad
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p, total=total: add(total, p))
-        for parameter, total in zip(parameters, totals, strict=True)
-    ]
+    pairs = zip(parameters, totals, strict=True)
+    hooks = [parameter.register_post_accumulate_grad_hook(partial(add, total)) for parameter, total in pairs]
     try:
         yield totals
     finally:
@@ -159,8 +149,7 @@ def _left_unchanged(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     model.eval()
-    for parameter in grads:
-        parameter.grad = None
+    model.zero_grad()
     try:
         yield
     finally:

@@ -1,8 +1,4 @@
-"""Candidates: the tensors that may be trained, and the patterns that narrow them.
-
-In: a model and PEFT's words (``target_modules``, ``exclude_modules``, ``modules_to_save``). Out: the candidates in
-``named_parameters`` order, each with every module that holds it, so that a tied tensor is one candidate.
-"""
+"""Candidates: the tensors that may be trained, in ``named_parameters`` order, and the patterns that narrow them."""
 
 from __future__ import annotations
 
@@ -44,22 +40,13 @@ class Targets:
 
 
 def find_targets(
-    model: nn.Module,
-    target_modules: Pattern = None,
-    exclude_modules: Pattern = None,
+    model: nn.Module, target_modules: Pattern = None, exclude_modules: Pattern = None,
     modules_to_save: list[str] | None = None,
-) -> Targets:
+) -> Targets:  # fmt: skip
     """Sorts the parameters that require grad into candidates, dense ones and those to freeze.
 
     A quantized weight cannot require grad. It is a candidate where ``target_modules`` names its module, but never in a
-    PEFT model, whose base is frozen.
-
-    Args:
-        model: it is only read.
-        target_modules: modules whose parameters are candidates; a list matches suffixes of module names, a string is
-            a regular expression for the whole name, ``"all-linear"`` every linear layer but the output head.
-        exclude_modules: modules to leave out, in the same words.
-        modules_to_save: modules that are trained and saved dense.
+    PEFT model, whose base is frozen. The patterns are those of :func:`match_modules`.
 
     Raises:
         SparsifyError: when a pattern matches no module, or nothing trainable is left.
@@ -88,11 +75,10 @@ def find_targets(
     saved: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and not (takes_quantized and is_quantized(parameter)):
-            continue
         names = [owner for owner, _, _ in owners[parameter]]
         is_saved = any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner in names)
-        if not is_saved and any(owner in targeted and not _inside(owner, excluded) for owner in names):
+        is_targeted = any(owner in targeted and not _inside(owner, excluded) for owner in names)
+        if is_targeted and not is_saved and (parameter.requires_grad or (takes_quantized and is_quantized(parameter))):
             candidates.append(Candidate(name, parameter, tuple(owners[parameter])))
         elif parameter.requires_grad:
             (saved if is_saved else frozen)[name] = parameter
@@ -108,10 +94,7 @@ def find_targets(
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
-    """Raises ``SparsifyError`` where a candidate shares memory with another parameter, such as its transpose.
-
-    Each would overwrite the other's trained entries.
-    """
+    """Raises ``SparsifyError`` where a candidate shares memory with another parameter, such as its transpose."""
     trained = {candidate.name for candidate in candidates}
     furthest = (0, "")  # end of the memory seen so far, and the parameter that ends there
     for start, end, name in sorted(_spans(model)):
@@ -138,8 +121,8 @@ def _spans(model: nn.Module) -> Iterator[tuple[int, int, str]]:
 def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
     """Returns the first names of the modules that a pattern matches under any of their names.
 
-    The pattern is a list of suffixes, a regular expression for the whole name, or ``"all-linear"``. One that matches
-    nothing is an error that lists near names and calls the pattern by ``argument``.
+    The pattern is a list of suffixes, a regular expression for the whole name, or ``"all-linear"``: every linear layer
+    but the output head. One that matches nothing is an error that calls it by the name of its ``argument``.
 
     Example:
         >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
@@ -147,38 +130,31 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
     """
     if pattern is None:
         return set()
-    if pattern == ALL_LINEAR:
-        return set(_linear_names(model))
+    if pattern == ALL_LINEAR:  # as PEFT's
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+        return {name for name, module in linear if module is not head}
     first_names = {module: name for name, module in model.named_modules()}
     names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
-    found: set[str] = set()
-    for wanted in [pattern] if isinstance(pattern, str) else pattern:
+    if isinstance(pattern, str):
         try:
-            hits = _matching(wanted if isinstance(pattern, str) else _ending_in(wanted), names)
+            found = {first for name, first in names.items() if re.fullmatch(pattern, name)}
         except re.error as error:
             raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
+        if not found:
+            raise SparsifyError(_no_match(argument, pattern, names, is_regex=True))
+        return found
+    found = set()
+    for suffix in pattern:
+        hits = _ending_in(suffix, names)
         if not hits:
-            raise SparsifyError(_no_match(argument, wanted, names, is_regex=isinstance(pattern, str)))
+            raise SparsifyError(_no_match(argument, suffix, names, is_regex=False))
         found |= hits
     return found
 
 
-def _matching(regex: str, names: Mapping[str, str]) -> set[str]:
-    return {first for name, first in names.items() if re.fullmatch(regex, name)}
-
-
-def _ending_in(suffix: str) -> str:
-    return rf"(.*\.)?{re.escape(suffix)}"
-
-
-def _linear_names(model: nn.Module) -> Iterator[str]:
-    """Linear layers except the output head, as PEFT's "all-linear"."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if is_linear and module is not head:
-            yield name
+def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
+    return {first for name, first in names.items() if f".{name}".endswith(f".{suffix}")}
 
 
 def _inside(name: str, parents: Iterable[str]) -> bool:
@@ -189,7 +165,7 @@ def _no_match(argument: str, pattern: str, names: Mapping[str, str], *, is_regex
     """The error text for a pattern that matches no module."""
     if is_regex and get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
         return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
-    if is_regex and (number := len(_matching(_ending_in(pattern), names))):
+    if is_regex and (number := len(_ending_in(pattern, names))):
         return (
             f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name. Pass a "
             f"list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
@@ -207,22 +183,17 @@ def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
             'target_modules, such as "all-linear".'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        return (
-            "no parameter of the model requires grad, so there is nothing to train; "
-            "call model.requires_grad_(True), or set it on the parameters that may be trained, before sparsify()."
-        )
+        return "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify()."
     return (
         f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
-        "matches only modules without parameters of their own that require grad; "
-        "name modules that own weights, such as the linear layers."
+        "matches no module with parameters that require grad; name modules that own weights, such as the linear layers."
     )
 
 
 def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], candidates: list[Candidate]) -> None:
     holding = {owner for candidate in candidates for owner, _, _ in candidate.owners}
     with_parameters = {name for name in matched if modules[name]._parameters}
-    empty = sorted(with_parameters - holding)
-    if empty:
+    if empty := sorted(with_parameters - holding):
         warnings.warn(
             f"target_modules matched {len(with_parameters)} modules with parameters; {len(empty)} of them hold none "
             f"that requires grad and stay frozen: {listed(empty)}.",
@@ -239,8 +210,7 @@ def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """Warns of quantized weights that stay frozen in a model that is not frozen otherwise."""
     quantized = [name for name, module in modules.items() if is_quantized(module._parameters.get("weight"))]
     others = (p for name, p in model.named_parameters() if name.rpartition(".")[0] not in quantized)
-    frozen = any(not parameter.requires_grad for parameter in others)
-    if quantized and not frozen and not _is_peft(modules):
+    if quantized and all(parameter.requires_grad for parameter in others) and not _is_peft(modules):
         warnings.warn(
             f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
             'train entries of them too, name their layers with target_modules, such as "all-linear".',

@@ -32,8 +32,8 @@ from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.masked.tensor import ModelTensor
-from sparsify.selection.context import Work
 from sparsify.selection.policies import POLICIES, SelectorFactory
+from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training.compiled import CompiledGraphs
 from sparsify.training.entries import ModelEntries

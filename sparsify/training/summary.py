@@ -12,7 +12,7 @@ from torch import nn
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.core.entries import VALUES
-from sparsify.selection.context import Work
+from sparsify.selection.screening import Work
 from sparsify.strategies.presets import PRESETS, Given
 from sparsify.strategies.strategy import Repeat, Strategy
 from sparsify.training.engine import Engine

@@ -40,10 +40,9 @@ from sparsify.core.gradients import DenseGradient
 from sparsify.core.topk import TopK
 from sparsify.integrations.distributed import check_ranks
 from sparsify.selection import screening
-from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import DistributedSelector
-from sparsify.selection.sharded import ShardedSelector
+from sparsify.selection.distributed import DistributedSelector, ShardedSelector
+from sparsify.selection.screening import Work
 
 
 def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, steps=STEPS, **options):
@@ -198,11 +197,9 @@ def winners_of_random_tensors(rank):
         tensors = get_unmasker(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
-        expected, context = TopK(size, torch.float32, "cpu"), SelectionContext(topk_of(size), importance, Work())
-        if isinstance(context.topk, TopK):
-            selector = DistributedSelector(context, Ranks(), tensors)
-        else:
-            selector = ShardedSelector(context, Ranks(), tensors, torch.float32)
+        expected, topk = TopK(size, torch.float32, "cpu"), topk_of(size)
+        kind = DistributedSelector if isinstance(topk, TopK) else ShardedSelector
+        selector = kind(topk, importance, Work(), True, Ranks(), tensors)
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Product, TiedGradient, row_gradient, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
-from sparsify.selection.row_blocks import RowBlocks
+from sparsify.selection.screening import RowBlocks
 
 ROWS, COLS = 12, 10
 EVERY = torch.arange(ROWS * COLS)

@@ -117,5 +117,5 @@ def selecting(way, small=0):
         limits.enter_context(patch("sparsify.core.devices.AHEAD", ("cpu",)))
         limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
         limits.enter_context(patch("sparsify.selection.small.LARGEST", small))
-        limits.enter_context(patch("sparsify.selection.sharded.MOST_AT_ONCE", 150))  # several blocks for some tensors
+        limits.enter_context(patch("sparsify.selection.distributed.MOST_AT_ONCE", 150))  # several blocks
     return limits

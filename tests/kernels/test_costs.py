@@ -13,22 +13,22 @@ def of(rows, cols, tokens=1024, dtype=torch.float32):
 
 
 def test_sampling_and_screening_may_cost_what_the_dense_product_costs():
-    assert SOME.samples(800)
-    assert not SOME.samples(801)
-    assert (SOME.most_screened(), SOME.most_screened(200), SOME.most_screened(500)) == (250, 150, 0)
+    assert SOME.prefers_sampling(800)
+    assert not SOME.prefers_sampling(801)
+    assert (SOME.screening_limit(), SOME.screening_limit(200), SOME.screening_limit(500)) == (250, 150, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_layers_are_screened_and_sampled_and_never_for_all_entries(dtype):
     found = of(3072, 768, dtype=dtype)
-    assert found.samples(3072 * 768 // 200)
-    assert not found.samples(3072 * 768 // 20)
-    assert 0.2 * 3072 * 768 < found.most_screened() < 3072 * 768
+    assert found.prefers_sampling(3072 * 768 // 200)
+    assert not found.prefers_sampling(3072 * 768 // 20)
+    assert 0.2 * 3072 * 768 < found.screening_limit() < 3072 * 768
 
 
 def test_small_layers_are_dense_and_other_types_are_not_screened():
-    assert of(16, 16).most_screened() == 0
-    assert not of(8, 8).samples(1)
+    assert of(16, 16).screening_limit() == 0
+    assert not of(8, 8).prefers_sampling(1)
     assert of(8, 8, tokens=0).dense == 64, "an empty product has costs too"
-    assert of(3072, 768, dtype=torch.float64).most_screened() == 0
-    assert of(3072, 768, dtype=torch.float64).samples(1000)
+    assert of(3072, 768, dtype=torch.float64).screening_limit() == 0
+    assert of(3072, 768, dtype=torch.float64).prefers_sampling(1000)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors, seeded
 
+from sparsify.core import gradients
 from sparsify.kernels import has_triton
 from sparsify.kernels.sddmm import plain_sddmm
-from sparsify.masked import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -78,15 +78,6 @@ def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
     taken = form(left, right, torch.tensor([6] * number + [0] * number))
     assert not taken[:number].isfinite().any()
     assert taken[number:].isfinite().all()
-
-
-@pytest.mark.parametrize("number", [5, 200])
-def test_the_same_bits_come_twice_from_any_number_of_threads(threads, number):
-    left, right = factors("random", 300, 40, 30)
-    indices = torch.randint(1200, (number,), generator=seeded(0))
-    for number_of_threads in (1, 2, 5):
-        threads(number_of_threads)
-        assert torch.equal(plain_sddmm(left, right, indices), plain_sddmm(left, right, indices))
 
 
 @pytest.mark.parametrize("number", [0, 2, 40])

@@ -58,33 +58,6 @@ def test_the_gradient_is_plain_autograds_for_the_batchs_rows_and_has_no_others(p
     torch.testing.assert_close(ours, plain.weight.grad, rtol=1e-12, atol=1e-12)
 
 
-class TiedLanguageModel(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.embed = nn.Embedding(ROWS, DIM, **options)
-        self.head = nn.Linear(DIM, ROWS, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.embed(ids))).logsumexp(-1).sum()
-
-
-@pytest.mark.parametrize("padding_idx", [None, 2])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_tied_head_adds_to_the_rows_of_the_batch(padding_idx, sparse):
-    plain = TiedLanguageModel(padding_idx=padding_idx).double()
-    tied = TiedLanguageModel(padding_idx=padding_idx, sparse=sparse).double()
-    tied.load_state_dict(plain.state_dict())
-    sparsify_fully(tied)
-    ids = torch.tensor([[1, 2, 2, 4]])
-    tied(ids).backward()
-    plain(ids).backward()
-    expected = plain.embed.weight.grad.clone()
-    if padding_idx is not None:
-        expected[padding_idx] = 0  # the row is no candidate, whatever else reads it
-    torch.testing.assert_close(model_gradients(tied)["embed.weight"], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("ids", [[[0, 0, 0]], [[]]], ids=["only padding", "no tokens"])
 def test_a_batch_that_looks_nothing_up_gives_no_gradient(ids):
     model = sparsify_fully(nn.Sequential(nn.Embedding(ROWS, DIM, padding_idx=0), nn.Linear(DIM, 2)))

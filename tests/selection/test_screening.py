@@ -19,7 +19,7 @@ from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_unmask
 from sparsify.core.gradients import DenseGradient, Product, TiedGradient
 from sparsify.core.topk import TopK
 from sparsify.selection import screening
-from sparsify.selection.context import SelectionContext, Work
+from sparsify.selection.screening import StreamingSelector, Work
 
 ROWS, COLS, TOKENS = 48, 40, 24
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -36,8 +36,8 @@ def a_tensor(weight, unmasked=NOTHING):
     return tensor
 
 
-def context_of(topk, importance=D3()):  # noqa: B008 - frozen
-    return SelectionContext(topk, importance, Work())
+def screen(topk, tensor, gradient, excluded=NOTHING, importance=D3()):  # noqa: B008 - frozen
+    return StreamingSelector(topk, importance, Work()).screen(tensor, gradient, excluded)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_screening_finds_the_winners_of_the_full_product(seed, importance, scale
     screened, dense = TopK(20, torch.float32, "cpu"), TopK(20, torch.float32, "cpu")
     for topk in (screened, dense):
         topk.add(torch.arange(20), others, others)
-    found = screening.scan_screened(context_of(screened, importance), a_tensor(weight, unmasked), product, unmasked)
+    found = screen(screened, a_tensor(weight, unmasked), product, unmasked, importance)
     size = gradient.values.abs().max()
     torch.testing.assert_close(found, gradient.take(unmasked), rtol=1e-4, atol=1e-5 * size)
     gradient.clear(unmasked)
@@ -90,18 +90,17 @@ def test_an_overflow_is_left_to_the_full_product():
     left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
     left[0, 0] = torch.inf
     topk = TopK(1, torch.float32, "cpu", threshold=1e-3)
-    tensor = a_tensor(torch.zeros(ROWS, COLS))
-    assert screening.scan_screened(context_of(topk), tensor, Product(left, right), NOTHING) is None
+    assert screen(topk, a_tensor(torch.zeros(ROWS, COLS)), Product(left, right)) is None
     assert topk.winners().ids.numel() == 0
 
 
 def test_a_product_in_a_short_type_is_screened_by_a_full_topk():
-    topk = TopK(1, torch.float32, "cpu")
-    topk.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
-    product = Product(torch.randn(4, 300), torch.randn(4, 300))
-    assert screening.can_screen(context_of(topk), product)
-    assert not screening.can_screen(context_of(topk), Product(product.left.double(), product.right.double()))
-    assert not screening.can_screen(context_of(TopK(1, torch.float32, "cpu")), product), "it has no threshold"
+    tensor, empty, full = a_tensor(torch.zeros(ROWS, COLS)), *(TopK(1, torch.float32, "cpu") for _ in range(2))
+    full.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
+    product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
+    assert screen(full, tensor, product) is not None
+    assert screen(full, tensor, Product(product.left.double(), product.right.double())) is None
+    assert screen(empty, tensor, product) is None, "it has no threshold"
 
 
 @pytest.mark.parametrize(
@@ -110,9 +109,9 @@ def test_a_product_in_a_short_type_is_screened_by_a_full_topk():
 )
 def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch, dear, unmasked, is_screened):
     monkeypatch.setattr(screening, "costs_of", lambda *_: FREE._replace(**dear))
-    context, unmasked = context_of(TopK(1, torch.float32, "cpu", threshold=1e3)), torch.arange(unmasked)
+    topk, unmasked = TopK(1, torch.float32, "cpu", threshold=1e3), torch.arange(unmasked)
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
-    found = screening.scan_screened(context, a_tensor(torch.zeros(ROWS, COLS), unmasked), product, unmasked)
+    found = screen(topk, a_tensor(torch.zeros(ROWS, COLS), unmasked), product, unmasked)
     assert (found is not None) is is_screened
 
 
@@ -175,8 +174,8 @@ class Tied(nn.Module):
 def test_a_tied_table_is_selected_from_as_by_its_whole_gradient(selection, monkeypatch):
     torch.manual_seed(0)
     base, runs = Tied(600, 160), []
-    for can_screen in (screening.can_screen, lambda *_: False):
-        monkeypatch.setattr(screening, "can_screen", can_screen)
+    for smallest in (1, 1 << 40):
+        monkeypatch.setattr(screening, "SMALLEST_SCREENED", smallest)
         model = sparsify(copy.deepcopy(base), 3_000, strategy=Strategy(D3(), selection), steps=5)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         for step in range(5):
@@ -198,8 +197,8 @@ def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
     rows[1, 5] = number
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
     gradient = TiedGradient(product, DenseGradient(rows, torch.tensor([4, 7])))
-    topk, tensor = TopK(1, torch.float32, "cpu", threshold=1e-3), a_tensor(torch.zeros(ROWS, COLS))
-    screening.scan_screened(context_of(topk), tensor, gradient, NOTHING)
+    topk = TopK(1, torch.float32, "cpu", threshold=1e-3)
+    screen(topk, a_tensor(torch.zeros(ROWS, COLS)), gradient)
     assert not topk.finite
 
 

@@ -11,10 +11,11 @@ from torch import nn
 from sparsify import D3
 from sparsify.core.gradients import DenseGradient
 from sparsify.core.topk import TopK
-from sparsify.selection.context import SelectionContext, Work
-from sparsify.selection.small import LARGEST, SmallGradients, is_small
+from sparsify.selection.screening import StreamingSelector, Work
+from sparsify.selection.small import SmallGradients
 
 pytestmark = pytest.mark.usefixtures("device")
+IMPORTANCE = D3(exp=1)
 
 
 def small_tensors(unmasked):
@@ -41,13 +42,14 @@ def kept(tensors, grads):
     return small
 
 
-def context_of(size, masked_only=True):
-    return SelectionContext(TopK(size, torch.float32, torch.get_default_device()), D3(exp=1), Work(), masked_only)
+def topk_of(size):
+    return TopK(size, torch.float32, torch.get_default_device())
 
 
-def offer(small, context):
-    weight, grad, ids = context.entries_of(small)
-    context.topk.offer(context.importance, weight[None], grad[None], None, 0, ids)
+def offer(small, topk, masked_only=True):
+    work = Work()
+    StreamingSelector(topk, IMPORTANCE, work, masked_only).offer_small(small)
+    assert work == Work(dense=sum(small.sizes))
 
 
 def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtype():
@@ -66,20 +68,20 @@ def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtyp
     unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),
 )  # fmt: skip
 def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
-    tensors, alone, together = small_tensors(unmasked), context_of(size).topk, context_of(size, masked_only)
-    offer(kept(tensors, gradients(tensors, seed)), together)
+    tensors, alone, together = small_tensors(unmasked), topk_of(size), topk_of(size)
+    offer(kept(tensors, gradients(tensors, seed)), together, masked_only)
     for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
-        alone.offer(together.importance, tensor.matrix, gradient.values, None, tensor.offset)
-    assert together.topk.finite
-    assert together.topk.winners().ids.tolist() == alone.winners().ids.tolist()
-    assert torch.equal(together.topk.winners().grads, alone.winners().grads)
+        alone.offer(IMPORTANCE, tensor.matrix, gradient.values, None, tensor.offset)
+    assert together.finite
+    assert together.winners().ids.tolist() == alone.winners().ids.tolist()
+    assert torch.equal(together.winners().grads, alone.winners().grads)
 
 
 def test_gradients_are_not_written_to_and_are_kept_when_others_write_into_them():
     tensors, memory = small_tensors([[1], [0], [2]]), gradients(small_tensors([[1], [0], [2]]))
     small = kept(tensors, [DenseGradient(own.values, owned=False) for own in memory])
-    offer(small, context_of(3))
+    offer(small, topk_of(3))
     assert all(torch.equal(*(one.values for one in pair)) for pair in zip(memory, gradients(tensors), strict=True))
     for own in memory:
         own.values.zero_()
@@ -90,14 +92,9 @@ def test_a_number_that_is_not_finite_is_noticed():
     tensors = small_tensors([[], [3], []])
     grads = gradients(tensors)
     grads[1].values.view(-1)[0] = torch.nan
-    context = context_of(3)
-    offer(kept(tensors, grads), context)
-    assert not context.topk.finite
-
-
-def test_a_tensor_with_few_entries_is_small():
-    widths = [LARGEST // 2, LARGEST // 2 + 1]
-    assert [is_small(mask(nn.Linear(width, 2), "weight")[1]["weight"]) for width in widths] == [True, False]
+    topk = topk_of(3)
+    offer(kept(tensors, grads), topk)
+    assert not topk.finite
 
 
 def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
@@ -105,7 +102,7 @@ def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
     rows = DenseGradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 3]))
     small = kept(tensors[2:], [rows])
     assert small.take().tolist() == [2.0, 3.0]
-    weight, grad, ids = context_of(3, masked_only=False).entries_of(small)
+    weight, grad, ids = small.entries([tensors[2].never_candidates])
     assert grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0]
     assert torch.equal(weight, tensors[2].weight.flatten())
     assert ids.tolist() == list(range(300, 308))

@@ -1,9 +1,9 @@
 """The Triton forms of ``kernels/select.py``: one pass over weight and gradient, and one program that cuts.
 
-``select_d3``   A program scores a block of entries, counts those that it keeps, reserves as many places among the
-                candidates with one atomic addition, and writes them there: in any order, but always the same set.
-``cut``         A single program, which exits at once where nothing is to be cut. It finds the worst score that stays,
-                and the last id of those that have it, bit by bit: positive floats are ordered as their bits are.
+``select_d3``   A program scores a block of entries and reserves places for those that it keeps with one atomic
+                addition: they come in any order, but it is always the same set.
+``cut``         A single program. It finds the worst score that stays, and the last id of those that have it, bit by
+                bit: positive floats are ordered as their bits are.
 
 Where a block's entries find no room, no later block's do, since the count only grows. All candidates so far give a
 threshold; then a single program takes the part again from its start, and cuts whenever the places run out.
@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsify.core.importance import D3
 from sparsify.kernels.candidates import Candidates, Part
 
 BLOCK = 1024  # entries that a program scores at once
@@ -26,51 +25,39 @@ CUT_BLOCK, CUT_WARPS = 2048, 16  # entries that the one program which cuts looks
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
 
-def select_d3(candidates: Candidates, importance: D3, part: Part, overflows: bool) -> None:
+def select_d3(candidates: Candidates, importance: Any, part: Part, overflows: bool) -> None:
     """See :func:`sparsify.kernels.select.select`."""
     weight, grad, rows, offset, ids, start, stop = part
     entries = (
         *(weight.contiguous(), grad.contiguous(), grad if rows is None else rows.contiguous()),
         *(grad if ids is None else ids, start, stop, offset, grad.shape[1], importance.eps, float(importance.exp)),
     )
-    form: dict[str, Any] = {
-        "exact_exp": exact_exponent(importance),
-        "has_rows": rows is not None,
-        "has_ids": ids is not None,
-    }
+    exact_exp = int(importance.exp) if importance.exp in EXACT_EXPONENTS else -1
+    form: dict[str, Any] = {"exact_exp": exact_exp, "has_rows": rows is not None, "has_ids": ids is not None}
+    arrays = (*candidates.arrays, candidates.count, candidates.threshold)
     with torch.cuda.device_of(grad):
         finite = candidates.finite.view(torch.int8)
         _select[(triton.cdiv(stop - start, BLOCK),)](
-            *entries, *arrays(candidates), finite, candidates.capacity, **form, block=BLOCK
+            *entries, *arrays, finite, candidates.capacity, **form, block=BLOCK
         )
         if overflows:
             free = candidates.capacity - candidates.size
             block = min(BLOCK, 1 << free.bit_length() - 1)  # finds room after a cut
             _select_again[(1,)](
-                *(*entries, *arrays(candidates), *sizes(candidates, candidates.limit)),
-                **(form | {"block": block, "num_warps": AGAIN_WARPS}),
+                *entries, *arrays, *_sizes(candidates, candidates.limit), **form, block=block, num_warps=AGAIN_WARPS
             )
 
 
 def cut(candidates: Candidates, limit: int) -> None:
     """See :func:`sparsify.kernels.select.cut`."""
+    arrays = (*candidates.arrays, candidates.count, candidates.threshold)
     with torch.cuda.device_of(candidates.ids):
-        _cut[(1,)](*arrays(candidates), *sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
+        _cut[(1,)](*arrays, *_sizes(candidates, limit), block=CUT_BLOCK, num_warps=CUT_WARPS)
 
 
-def arrays(candidates: Candidates) -> tuple[torch.Tensor, ...]:
-    """The candidates' memory, as the kernels take it."""
-    return *candidates.arrays, candidates.count, candidates.threshold
-
-
-def sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
+def _sizes(candidates: Candidates, limit: int) -> tuple[int, ...]:
     """Sizes as kernels that cut take them: candidates to keep, the limit, the capacity, and the bits of an id."""
     return candidates.size, limit, candidates.capacity, candidates.total.bit_length()
-
-
-def exact_exponent(importance: D3) -> int:
-    """The exponent where it is one of ``EXACT_EXPONENTS``, else -1."""
-    return int(importance.exp) if importance.exp in EXACT_EXPONENTS else -1
 
 
 @triton.jit
@@ -87,13 +74,6 @@ def _score(
         place = tl.load(rows + place // cols, mask=inside, other=0) * cols + place % cols
         own = place + offset
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    score = score_of(g, w, eps, exp, exact_exp)
-    return own, g, w, score, inside & may_be_selected(g, score)
-
-
-@triton.jit
-def score_of(g, w, eps, exp, exact_exp: tl.constexpr):
-    """D3 of entries with these gradients and weights."""
     score = tl.abs(g)
     base = tl.abs(w) + eps
     if exact_exp == 1:
@@ -102,26 +82,7 @@ def score_of(g, w, eps, exp, exact_exp: tl.constexpr):
         score = tl.div_rn(score, base * base)
     if exact_exp == -1:
         score = tl.div_rn(score, tl.exp2(exp * tl.log2(base.to(tl.float64))).to(tl.float32))
-    return score
-
-
-@triton.jit
-def may_be_selected(g, score):
-    """Whether a gradient and a score are finite and above 0."""
-    return (score > 0) & (score < float("inf")) & (tl.abs(g) > 0)
-
-
-@triton.jit
-def append(ids, scores, grads, weights, count, capacity, own, score, g, w, keep):
-    """Adds those of a block's entries that are to be kept, or notes how many places were left for them."""
-    number = tl.sum(keep.to(tl.int32))
-    if number > 0:
-        first = tl.atomic_add(count, number.to(tl.int64))
-        if first + number <= capacity:
-            target = first + tl.cumsum(keep.to(tl.int32), 0) - 1
-            store(ids, scores, grads, weights, target, own, score, g, w, keep)
-        else:
-            tl.atomic_max(count + 1, capacity - first)
+    return own, g, w, score, inside & (score > 0) & (score < float("inf")) & (tl.abs(g) > 0)
 
 
 @triton.jit
@@ -147,7 +108,14 @@ def _select(
     if tl.sum((inside & ((tl.abs(g) == float("inf")) | (g != g))).to(tl.int32)) > 0:
         tl.store(finite, 0)
     keep = keep & (score >= tl.load(threshold))
-    append(ids, scores, grads, weights, count, capacity, own, score, g, w, keep)
+    number = tl.sum(keep.to(tl.int32))
+    if number > 0:
+        first = tl.atomic_add(count, number.to(tl.int64))
+        if first + number <= capacity:
+            target = first + tl.cumsum(keep.to(tl.int32), 0) - 1
+            store(ids, scores, grads, weights, target, own, score, g, w, keep)
+        else:
+            tl.atomic_max(count + 1, capacity - first)  # how many places were left
 
 
 @triton.jit
@@ -192,8 +160,19 @@ def _cut(ids, scores, grads, weights, count, threshold, size, limit, capacity, i
         worst, last = worst_of_best(ids, scores, number, size, id_bits, block)
         number = keep_best(ids, scores, grads, weights, number, worst, last, block)
         tl.store(threshold, worst)
-        tl.store(count, number)
+    tl.store(count, number)
     tl.store(count + 2, number)
+
+
+@triton.jit
+def count_reaching(scores, number, least, block: tl.constexpr):
+    """How many of the first ``number`` scores are at least one given as bits."""
+    reaching = tl.zeros((block,), tl.int32)
+    for first in range(0, number, block):
+        place = first + tl.arange(0, block)
+        bits = tl.load(scores + place, mask=place < number, other=0.0).to(tl.int32, bitcast=True)
+        reaching += ((bits >= least) & (place < number)).to(tl.int32)
+    return tl.sum(reaching)
 
 
 @triton.jit
@@ -203,22 +182,11 @@ def worst_of_best(ids, scores, number, size, id_bits, block: tl.constexpr):
     worst = tl.full((), 0, tl.int32)  # the largest score, as bits, that at least `size` candidates reach
     for step in range(31):
         trial = worst | (1 << (30 - step))
-        reaching = tl.zeros((block,), tl.int32)
-        for first in range(0, number, block):
-            place = first + tl.arange(0, block)
-            bits = tl.load(scores + place, mask=place < number, other=0.0).to(tl.int32, bitcast=True)
-            reaching += (bits >= trial).to(tl.int32)
-        worst = tl.where(tl.sum(reaching) >= size, trial, worst)
-    above = tl.zeros((block,), tl.int32)
-    level = tl.zeros((block,), tl.int32)
-    for first in range(0, number, block):
-        place = first + tl.arange(0, block)
-        bits = tl.load(scores + place, mask=place < number, other=0.0).to(tl.int32, bitcast=True)
-        above += (bits > worst).to(tl.int32)
-        level += (bits == worst).to(tl.int32)
-    wanted = size - tl.sum(above)  # of those whose score is the worst; fewer than so many of them have a lower id
+        worst = tl.where(count_reaching(scores, number, trial, block) >= size, trial, worst)
+    above = count_reaching(scores, number, worst + 1, block)
+    wanted = size - above  # of those whose score is the worst; fewer than so many of them have a lower id
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    if tl.sum(level) > wanted:
+    if count_reaching(scores, number, worst, block) - above > wanted:
         last = tl.full((), 0, tl.int64)
         for step in range(id_bits):
             trial = last | (tl.full((), 1, tl.int64) << (id_bits - 1 - step))
