@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.common.names import plain_name
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
@@ -131,6 +131,6 @@ def _counts(source: Source) -> dict[str, tuple[int, int]]:
     if isinstance(source, SparseDelta):
         return {name: (tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()}
     if isinstance(source, nn.Module):
-        tensors = get_unmasker(source).tensors
+        tensors = get_engine(source).tensors
         return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in tensors}
     raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")

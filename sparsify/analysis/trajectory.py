@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.core.strategy import Increment, Repeat
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
@@ -71,7 +71,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
             f"expected a sparsified model, got {type(model).__name__}: only the model that was trained has its "
             "steps. shares() shows where the entries of a delta are."
         )
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")
     if isinstance(engine.strategy.selection, Repeat):
@@ -100,7 +100,7 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     if engine.steps is None:
         raise SparsifyError(
             "the planned number of training steps, and so when entries were unmasked, is not known; set "
-            "get_unmasker(model).steps to what it was in training."
+            "get_engine(model).steps to what it was in training."
         )
     return min(engine.unmasked, engine.schedule.target(step - 1, engine.steps, engine.budget))
 

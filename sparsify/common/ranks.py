@@ -120,7 +120,7 @@ class Ranks:
                 f"rank {dist.get_rank()} of {num_ranks()} got no answer from {other} within {self.timeout:.0f} s, "
                 "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
                 "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
-                "in an evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
+                "in an evaluation of its own, needs a larger get_engine(model).ranks.timeout."
             ) from error
         self.exchanges += 1
 

@@ -24,7 +24,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.delta.format import replace_file
 from sparsify.training.state import placeholder, trained_state_of
 
@@ -41,7 +41,7 @@ def write_trained_state(
 
     ``files`` are the other files of a complete checkpoint; ``state_dict`` has the values, by default the model's own.
     """
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
     metadata = {"format": "pt", "sparsify": "trained state", "files": " ".join(files)}
     replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine), metadata))

@@ -7,7 +7,7 @@ import torch
 from models import ARCHITECTURES, build, loss_of
 from torch import nn
 
-from sparsify import Schedule, SparseDelta, SparsifyError, get_unmasker, sparsify, summary
+from sparsify import Schedule, SparseDelta, SparsifyError, get_engine, sparsify, summary
 from sparsify.analysis import shares, trajectory
 from sparsify.analysis.shares import places, tables
 from sparsify.delta.entries import TensorDelta
@@ -76,8 +76,8 @@ def test_what_has_no_trajectory_says_why():
     for points in (1, 2.5, True, None):
         with pytest.raises(SparsifyError, match=r"points=.*; expected an int of at least 2"):
             trajectory(model, points)
-    get_unmasker(model).steps = None
-    with pytest.raises(SparsifyError, match=r"set get_unmasker\(model\).steps to what it was in training"):
+    get_engine(model).steps = None
+    with pytest.raises(SparsifyError, match=r"set get_engine\(model\).steps to what it was in training"):
         trajectory(model)
     with pytest.raises(SparsifyError, match=r"Repeat\(.*\) selects its entries afresh at each step"):
         trajectory(trained(strategy="d3-repeat", budget=5))

@@ -16,7 +16,7 @@ from step_bench.worker import Worker, make_state, peak_bytes
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify import SparsifyError, get_unmasker
+from sparsify import SparsifyError, get_engine
 from sparsify.cli.demo import Example
 from sparsify.core.step import COLLECT, COMMIT
 
@@ -46,7 +46,7 @@ def support_of(worker):
     if worker.settings.method == "dense-id3":
         masks = worker.trainee.before_step.__self__.masks
         return {name: mask.flatten().nonzero().flatten().tolist() for name, mask in masks.items()}
-    return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_unmasker(worker.trainee.model).tensors}
+    return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_engine(worker.trainee.model).tensors}
 
 
 def test_the_dense_form_and_the_library_select_the_same_entries_from_the_same_buffers(start):
@@ -107,7 +107,7 @@ def test_each_method_trains_as_many_numbers_as_it_says(start, method):
 
 def test_the_sparse_part_of_a_backward_is_timed_in_some_more_steps(start):
     worker = start("static")
-    engine = get_unmasker(worker.trainee.model)
+    engine = get_engine(worker.trainee.model)
     found = worker.measure(2)
     assert engine.step == WARM_UP + 4
     assert len(found["forward_backward"]) == len(found["updates"]) == len(found["sparse"]) == 2

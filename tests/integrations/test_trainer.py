@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 import sparsify as package
-from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -35,10 +35,10 @@ def run(model, folder, callback=None, **arguments):
 def test_the_steps_are_found(tmp_path):
     model = run(make_model(), tmp_path)
     assert steps_done(model) == (STEPS, BUDGET)
-    assert get_unmasker(model).steps == STEPS
+    assert get_engine(model).steps == STEPS
     epochs = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
     model = run(make_model(), tmp_path, **epochs)  # 48 rows, 12 batches: three optimizer steps
-    assert get_unmasker(model).steps == 3
+    assert get_engine(model).steps == 3
     assert steps_done(model) == (3, BUDGET)
 
 
@@ -51,16 +51,16 @@ def test_found_steps_are_found_again_by_each_run_and_given_ones_are_kept(tmp_pat
     callback = SparsifyCallback()
     short = run(make_model(), tmp_path, callback, max_steps=2)
     other = run(make_model(), tmp_path, callback)
-    assert (get_unmasker(other).steps, steps_done(other)) == (STEPS, (STEPS, BUDGET))
+    assert (get_engine(other).steps, steps_done(other)) == (STEPS, (STEPS, BUDGET))
     assert not recwarn.list
     given = make_model(steps=2)
     with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 8"):
         run(given, tmp_path, callback)
-    assert get_unmasker(given).steps == 2
+    assert get_engine(given).steps == 2
     for model in (copy.deepcopy(short), short):
         with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 .* 8 steps") as told:
             run(model, tmp_path)
-        assert get_unmasker(model).steps == STEPS
+        assert get_engine(model).steps == STEPS
         assert not any("the Trainer makes" in str(warning.message) for warning in told)
 
 
@@ -339,6 +339,6 @@ def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
     trainer.train()
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
     assert trainer.state.best_global_step < STEPS
-    assert get_unmasker(trainer.model).unmasked == best["sparse_ids"].numel()
+    assert get_engine(trainer.model).unmasked == best["sparse_ids"].numel()
     state = trained_state(trainer.model)
     assert all(torch.equal(value, state[name]) for name, value in best.items() if value.numel())
