@@ -145,9 +145,9 @@ def printable(text: object) -> str:
 
 def _payload_text(file: Path) -> str:
     """Whether the values and indices of a file that was loaded are those that were written."""
-    sha256 = payload_hash(file)
-    missing = "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
-    return missing if sha256 is None else f"as it was written (SHA-256 {sha256})"
+    if (sha256 := payload_hash(file)) is None:
+        return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
+    return f"as it was written (SHA-256 {sha256})"
 
 
 def _description(delta: SparseDelta) -> dict[str, Any]:
