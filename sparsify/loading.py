@@ -164,14 +164,11 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     try:
         labels = {} if "config" in kwargs else recorded_labels(delta.config, delta.whole)
         with _without_load_report():
-            model, info = model_class.from_pretrained(
-                name, **{"ignore_mismatched_sizes": True, **labels, **kwargs}, output_loading_info=True
-            )
+            options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
+            model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
     except (OSError, HFValidationError) as error:
-        raise SparsifyError(
-            f"the base `{brief(name)}` cannot be loaded ({brief(error)}): pass its id on the hub or its folder, "
-            "`load_model(base, delta)`."
-        ) from error
+        remedy = "pass its id on the hub or its folder, `load_model(base, delta)`."
+        raise SparsifyError(f"the base `{brief(name)}` cannot be loaded ({brief(error)}): {remedy}") from error
     except Exception as error:  # third parties' code for hundreds of models
         raise SparsifyError(
             f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "

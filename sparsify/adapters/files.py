@@ -105,9 +105,7 @@ def _read_config(path: Path) -> AdapterConfig:
     full = read_json(path)
     given = full.get("config")
     if not isinstance(given, dict) or "name" not in full or "reduction_factor" not in given:
-        raise SparsifyError(
-            f"{path} is no config of AdapterHub's bottleneck adapters; expected one of save_adapters()."
-        )
+        raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters; expected save_adapters()'s.")
     for kind, known in KINDS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known._asdict()}.items()):
             return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))

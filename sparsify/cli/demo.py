@@ -114,23 +114,23 @@ def read_examples(path: Path, root: Path) -> Iterator[Example]:
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
     """Returns training and held-out examples in a fixed order: of different files, and no two nearly the same."""
     root = root or Path(sysconfig.get_path("stdlib"))
+
+    def digest(text: str) -> bytes:
+        return hashlib.sha256(text.encode()).digest()
+
     found = [example for path in source_files(root) for example in read_examples(path, root)]
     training, held_out, counts, seen = list[Example](), list[Example](), Counter[int](), list[set[str]]()
-    for example in sorted(found, key=lambda example: _digest(example.file + example.text)):
+    for example in sorted(found, key=lambda example: digest(example.file + example.text)):
         words = set(re.findall(r"[a-z]+", example.text.lower()))
         is_full = counts[example.label] == MAX_PER_LABEL
         if is_full or any(len(words & others) >= NEARLY_SAME * len(words | others) for others in seen):
             continue
-        (training if _digest(example.file)[0] % HELD_OUT_OF_FILES else held_out).append(example)
+        (training if digest(example.file)[0] % HELD_OUT_OF_FILES else held_out).append(example)
         counts[example.label] += 1
         seen.append(words)
     if not seen:
         raise SparsifyError(f"no docstrings in {root}: use a Python that is installed with its library's sources.")
     return training, held_out
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
 
 
 def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokenized]:

@@ -35,9 +35,8 @@ class InitializerRecipe:
 
     def __post_init__(self) -> None:
         if self.distribution not in DISTRIBUTIONS:
-            raise SparsifyError(
-                f"distribution is {self.distribution!r:.100}, expected one of {', '.join(DISTRIBUTIONS)}"
-            )
+            names = ", ".join(DISTRIBUTIONS)
+            raise SparsifyError(f"distribution is {self.distribution!r:.100}, expected one of {names}")
         is_number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
         if not is_number or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
             raise SparsifyError(f"scale is {self.scale!r:.100}, expected a finite number")

@@ -122,12 +122,8 @@ class SparsifyCallback(TrainerCallback):
         if "loss" not in logs:  # of an evaluation, or the final one
             return
         now = summary(event["model"])
-        numbers = {
-            "unmasked": now.unmasked,
-            "budget_share": now.unmasked / now.budget,
-            "tensor_sparsity": now.tensor_sparsity,
-            "selection_entropy": now.selection_entropy,
-        }
+        numbers = {"unmasked": now.unmasked, "budget_share": now.unmasked / now.budget}
+        numbers |= {"tensor_sparsity": now.tensor_sparsity, "selection_entropy": now.selection_entropy}
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
 
