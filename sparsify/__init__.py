@@ -21,15 +21,17 @@ from sparsify.api import (
     summary,
     trained_state,
 )
-from sparsify.core.importance import D3, SNIP, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.core.importance import D3, Fisher
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.schedule import Schedule
-from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
+from sparsify.strategies.importance import SNIP, Bias, Magnitude, Random, register_importance
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.stream.subscriber import DeltaSubscriber
 from sparsify.version import __version__

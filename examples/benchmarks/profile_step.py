@@ -27,7 +27,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from sparsify.common.extras import require
-from sparsify.core.step import COLLECT, COMMIT
+from sparsify.training.engine import COLLECT, COMMIT
 
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 WAIT = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$|cuda(Malloc|Free)$")  # of which the profiler's end takes one

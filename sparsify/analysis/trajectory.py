@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.api import get_engine
-from sparsify.core.strategy import Increment, Repeat
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
+from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.summary import selection_entropy, tensor_sparsity
 

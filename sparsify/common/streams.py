@@ -18,14 +18,14 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[torch.device, dict[torch.Stream, None]] = {}
+        self.seen: dict[torch.device, dict[torch.Stream, None]] = {}
         self._used: dict[torch.device, torch.Stream] = {}  # by the last forward
 
     def use(self, device: torch.device) -> None:
         """Records that a forward pass runs on the current stream of a device, after the last write to the weights."""
         if device.type == "cuda":
             stream = self._used[device] = torch.accelerator.current_stream(device)
-            self._seen.setdefault(device, {})[stream] = None
+            self.seen.setdefault(device, {})[stream] = None
 
     def joined(self, device: torch.device | None = None) -> AbstractContextManager[None]:
         """A context for work on shared memory: after all earlier such work, and before all later work of any stream.
@@ -33,12 +33,12 @@ class Streams:
         The other streams wait too: memory that they allocated and that is read here returns to them when it is freed.
         """
         if device is not None and device.type == "cuda":
-            self._seen.setdefault(device, {})
-        return self._joined() if self._seen else nullcontext()
+            self.seen.setdefault(device, {})
+        return self._joined() if self.seen else nullcontext()
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        current = [(torch.accelerator.current_stream(device), seen) for device, seen in list(self._seen.items())]
+        current = [(torch.accelerator.current_stream(device), seen) for device, seen in list(self.seen.items())]
         for stream, seen in current:
             if stream not in seen:
                 for other in tuple(seen):  # a forward in another thread may add its own
@@ -52,7 +52,7 @@ class Streams:
 
     def forget(self) -> None:
         """Ends a backward pass; the next one may be on the streams of the last forward."""
-        self._seen = {device: {stream: None} for device, stream in self._used.items()}
+        self.seen = {device: {stream: None} for device, stream in self._used.items()}
 
     def __getstate__(self) -> dict[str, object]:
         return Streams().__dict__  # a copy of the model has run on no stream

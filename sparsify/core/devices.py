@@ -20,12 +20,12 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
     CUDA has read such memory when the call returns.
     """
-    return tensor.to(device, non_blocking=runs_ahead(device))
+    return tensor.to(device, non_blocking=device.type in AHEAD)
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copies numbers to a device (n,) int64, without waiting for the device's earlier work."""
-    return send(torch.tensor(numbers, dtype=torch.int64), device)
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type in AHEAD)
 
 
 def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:

@@ -1,14 +1,10 @@
-"""Importance of entries: pure functions of weights and gradients, applied block by block.
-
-:func:`register_importance` makes one of a user's function.
-"""
+"""Importance of entries: pure functions of weights and gradients, applied block by block."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,10 +76,10 @@ class D3(Importance):
         return grad.abs() / (weight.abs() + self.eps) ** self.exp
 
     def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
-        threshold = _with_slack(threshold)
+        threshold = with_slack(threshold)
         if self.exp >= 0:  # the denominator is smallest where the weight is 0: no pass over the weights is needed
             return (threshold * self.eps**self.exp).expand(weight.shape[0])
-        return _zero_for_nan(threshold * (_row_maximum(weight).to(threshold.dtype) + self.eps) ** self.exp)
+        return zero_for_nan(threshold * (row_maximum(weight).to(threshold.dtype) + self.eps) ** self.exp)
 
 
 @dataclass(frozen=True)
@@ -113,156 +109,18 @@ class Fisher(Importance):
         return grad.square()
 
     def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
-        return _with_slack(threshold).sqrt().expand(weight.shape[0])
+        return with_slack(threshold).sqrt().expand(weight.shape[0])
 
 
-@dataclass(frozen=True)
-class SNIP(Importance):
-    """Connection sensitivity: abs(weight x grad), the first-order change of the loss without the entry.
-
-    An entry that is zero scores zero and is never unmasked. In a new LoRA, whose ``B`` is zero, no entry scores above
-    zero unless it was made with ``init_lora_weights=False``.
-
-    Example:
-        >>> SNIP().score(torch.tensor([0.5, 0.0]), torch.tensor([-3.0, 4.0]))
-        tensor([1.5000, 0.0000])
-
-    Source: Lee et al. 2019, "SNIP: Single-shot network pruning based on connection sensitivity". The paper divides the
-    scores by their sum, which does not change their order.
-    """
-
-    name = "snip"
-    monotone = True
-
-    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
-        return (weight * grad).abs()
-
-    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
-        return _zero_for_nan(_with_slack(threshold) / _row_maximum(weight).to(threshold.dtype))
-
-
-@dataclass(frozen=True)
-class Magnitude(Importance):
-    """Smallest weights first: -abs(weight) (PaFi, Liao et al. 2023).
-
-    Args:
-        largest: largest weights first: abs(weight).
-
-    Example:
-        >>> Magnitude().score(torch.tensor([0.5, -0.25]), torch.Generator())
-        tensor([-0.5000, -0.2500])
-    """
-
-    largest: bool = False
-    name = "magnitude"
-    uses_gradient = False
-
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        return weight.abs() if self.largest else -weight.abs()
-
-
-@dataclass(frozen=True)
-class Random(Importance):
-    """Entries drawn uniformly, from a generator seeded by (seed, parameter name)."""
-
-    name = "random"
-    uses_gradient = False
-
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        # drawn on the CPU, so that a seed selects the same entries on every device
-        return torch.rand(weight.shape, generator=generator, dtype=torch.float32).to(weight.device)
-
-
-@dataclass(frozen=True)
-class Bias(Importance):
-    """Only parameters named ``bias``, all with the same score (BitFit, Ben Zaken et al. 2022).
-
-    Example:
-        >>> Bias().covers("encoder.layer.0.output.dense.bias"), Bias().covers("encoder.layer.0.output.dense.weight")
-        (True, False)
-    """
-
-    name = "bias"
-    uses_gradient = False
-
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.ones_like(weight)
-
-    def covers(self, parameter_name: str) -> bool:
-        return parameter_name.rsplit(".", 1)[-1] == "bias"
-
-
-@dataclass(frozen=True)
-class Custom(Importance):
-    """A user's function as an importance. Nothing is known about it, so that it has no bound."""
-
-    name: str
-    function: Callable[..., Tensor] = field(repr=False, compare=False)
-    uses_gradient: bool = field(default=True, compare=False)
-
-    def score(self, weight: Tensor, grad: Any) -> Tensor:
-        scores = self.function(weight, grad) if self.uses_gradient else self.function(weight)
-        if not isinstance(scores, Tensor) or scores.shape != weight.shape:
-            raise SparsifyError(
-                f"the importance {self.name!r} made {getattr(scores, 'shape', scores)} of a block of shape "
-                f"{tuple(weight.shape)}; expected a score for every entry, in that shape."
-            )
-        return scores
-
-
-def _with_slack(threshold: Tensor) -> Tensor:
+def with_slack(threshold: Tensor) -> Tensor:
     """A little below the threshold, at least 0, so that no entry is missed by rounding or by flushing to zero."""
     return (threshold - torch.finfo(threshold.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)
 
 
-def _zero_for_nan(least: Tensor) -> Tensor:
+def zero_for_nan(least: Tensor) -> Tensor:
     return least.nan_to_num(nan=0.0, posinf=torch.inf)
 
 
-def _row_maximum(weight: Tensor) -> Tensor:
+def row_maximum(weight: Tensor) -> Tensor:
     """The largest abs(weight) (rows,) of each row (rows, cols)."""
     return torch.linalg.vector_norm(weight, torch.inf, dim=1)
-
-
-IMPORTANCES: dict[str, Callable[..., Importance]] = {
-    kind.name: kind for kind in (D3, Fisher, SNIP, Magnitude, Random, Bias)
-}
-
-
-_BUILT_IN = frozenset(IMPORTANCES)
-
-
-def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:
-    """Makes a pure function an importance, for any selection.
-
-    Args:
-        name: the importance's name in a delta's config.
-        uses_gradient: whether the function takes (weight, grad) or the weight alone.
-
-    Returns:
-        A decorator. The function gets blocks of weights and gradients of one shape, in float32 or float64, and
-        returns their scores in that shape. It works entry by entry: scores must not depend on block boundaries. With
-        the gradient, only entries that score above 0 are unmasked. Non-finite scores are ignored; where no score is
-        finite, an error (before training) or a warning (in training) names the importance.
-
-    Raises:
-        SparsifyError: when the name is that of a built-in importance.
-
-    Example:
-        >>> @register_importance("movement")
-        ... def movement(weight, grad):
-        ...     return -weight * grad  # above 0 where a descent step takes the weight away from zero
-        >>> movement.score(torch.tensor([1.0, -2.0]), torch.tensor([-3.0, -1.0]))
-        tensor([ 3., -2.])
-    """
-    if not isinstance(name, str) or not name:
-        raise SparsifyError(f"name={name!r}; expected a string that is not empty.")
-    if name in _BUILT_IN:
-        raise SparsifyError(f"{name!r} is a built-in importance; register yours under another name.")
-
-    def register(function: Callable[..., Tensor]) -> Custom:
-        importance = Custom(name, function, uses_gradient)
-        IMPORTANCES[name] = lambda: importance
-        return importance
-
-    return register

@@ -19,30 +19,13 @@ from sparsify.core.module import TENSORS, MaskedModule
 from sparsify.core.optimizer import listen, stop_listening
 from sparsify.core.policy import Policy
 from sparsify.core.step import TrainingStep
-from sparsify.core.taps import MaskedParameterList, ReadParameters, tap_parameters, untap_parameters
+from sparsify.core.taps import ReadParameters, tap_parameters, untap_parameters
 from sparsify.core.tensor import MaskedTensor
 
-HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its two hooks
+HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its hooks
 UNTAP = -1  # key of the second; those that torch gives out are not negative
 Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, and its name in each
-
-
-def mask_parameters(model: nn.Module) -> dict[MaskedTensor, Owners]:
-    """Makes a masked tensor of each parameter that requires grad; no module is changed."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[parameter].append((module, attribute))
-    tensors: dict[MaskedTensor, Owners] = {}
-    offset = 0
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            own = owners[parameter]
-            row = next((frozen_row(module) for module, attribute in own if attribute == "weight"), None)
-            tensors[MaskedTensor(len(tensors), *own[0], name, offset, row)] = own
-            offset += parameter.numel()
-    return tensors
+Swap = Callable[[nn.Module, dict[str, MaskedTensor]], None]
 
 
 def train(
@@ -55,27 +38,38 @@ def train(
         capacity: length of the flat delta.
         policy_of: makes the policy of the masked tensors and their entries.
     """
-    tensors = mask_parameters(model)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append((module, attribute))
+    tensors: dict[MaskedTensor, Owners] = {}
+    offset = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            row = next((frozen_row(module) for module, attribute in owners[parameter] if attribute == "weight"), None)
+            tensors[MaskedTensor(len(tensors), *owners[parameter][0], name, offset, row)] = owners[parameter]
+            offset += parameter.numel()
     entries = Entries(model, [tensor.numel for tensor in tensors])
     step = TrainingStep(list(tensors), entries, policy_of(list(tensors), entries))
     install(step, tensors, capacity)
     return step
 
 
-def install(
-    step: TrainingStep, tensors: dict[MaskedTensor, Owners], capacity: int,
-    swap: Callable[[nn.Module, dict[str, MaskedTensor]], None] | None = None,
-) -> None:  # fmt: skip
+def install(step: TrainingStep, tensors: dict[MaskedTensor, Owners], capacity: int, swap: Swap | None = None) -> None:
     """Changes a model: its modules are masked, its tensors frozen, and its optimizers heard."""
     by_module: dict[nn.Module, dict[str, MaskedTensor]] = defaultdict(dict)
     for tensor, owners in tensors.items():
         for module, attribute in owners:
             by_module[module][attribute] = tensor
     for module, own in by_module.items():
-        (swap or swap_plain)(module, own)
-    device = step.tensors[0].parameter.device
-    step.entries.register(capacity, values_dtype(step.tensors), base_dtype(step.tensors), device)
-    for tensor in step.tensors:
+        if swap is None:
+            mark(module, own, masked_class(module, own))
+        else:
+            swap(module, own)
+    base_dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    step.entries.register(capacity, values_dtype(step.tensors), base_dtype, step.tensors[0].parameter.device)
+    for tensor in tensors:
         tensor.parameter.requires_grad_(False)
     listen(step)
 
@@ -84,23 +78,13 @@ def uninstall(step: TrainingStep, model: nn.Module) -> None:
     """Undoes :func:`install`, but for what required grad; the weights keep their values."""
     stop_listening(step)
     for module in list(model.modules()):
-        unswap(module)
+        unmark(module)
     step.entries.remove()
 
 
 def values_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
     """The flat delta's dtype: float32, or float64 where a weight is."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def base_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
-    """A dtype that holds every weight's values."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-
-
-def swap_plain(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
-    """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
-    mark(module, tensors, masked_class(module, tensors))
 
 
 def mark(module: nn.Module, tensors: dict[str, MaskedTensor], masked: type[nn.Module] | None) -> None:
@@ -124,11 +108,11 @@ def _register_untap(module: nn.Module) -> RemovableHandle:
     return handle
 
 
-def unswap(module: nn.Module) -> None:
+def unmark(module: nn.Module) -> None:
     """Turns a masked module back into the plain one, its parameters unchanged; leaves a plain module alone."""
     if TENSORS not in module.__dict__:
         return
-    if isinstance(module, (MaskedModule, MaskedParameterList)):
+    if isinstance(module, MaskedModule):
         module.__class__ = module.plain_class  # type: ignore[assignment]
     for handle in module.__dict__.pop(HOOKS, ()):
         handle.remove()
@@ -138,8 +122,6 @@ def unswap(module: nn.Module) -> None:
 
 def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
     """Returns the masked form of exactly this class; ``None`` for the generic form."""
-    if type(module) is nn.ParameterList:
-        return MaskedParameterList
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
         return None
     if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
 from sparsify.core.module import (
     MaskedModule,
-    count_use,
+    count_uses,
     first_order,
-    frozen_if_masked,
+    frozen,
     masked_tensors,
     without_autocast,
 )
@@ -53,7 +53,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         """Returns the rows (..., dim) of the table for ids (...)."""
         if torch.compiler.is_dynamo_compiling():
             return masked_tensors(self)["weight"].collector.compiled.embedding(self, input)
-        use, weight = count_use(self, "weight"), frozen_if_masked(self, "weight")
+        use, weight = count_uses(self)["weight"], frozen(self, "weight")
         if use is None:
             return F.embedding(input, weight, self.padding_idx)
         rows: Tensor = _Embedding.apply(input, weight, use, use.root)
@@ -65,8 +65,8 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor
     if torch.compiler.is_dynamo_compiling():
         tensor = next(iter(masked_tensors(module).values()))
         return tensor.collector.compiled.linear(module, x, transposed)
-    of_weight, of_bias = count_use(module, "weight"), count_use(module, "bias")
-    weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
+    uses, weight, bias = count_uses(module), frozen(module, "weight"), frozen(module, "bias")
+    of_weight, of_bias = uses.get("weight"), uses.get("bias")
     if of_weight is None and of_bias is None:
         return linear(x, weight, bias, transposed)
     dtype = autocast_dtype(x)
@@ -135,8 +135,8 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         with without_autocast(grad_y.device):
             if ctx.needs_input_grad[0]:
-                frozen = (weight if call.dequantize is None else call.dequantize()).to(grad_rows.dtype)
-                grad_x = grad_rows @ (frozen.t() if call.transposed else frozen)
+                weight = (weight if call.dequantize is None else call.dequantize()).to(grad_rows.dtype)
+                grad_x = grad_rows @ (weight.t() if call.transposed else weight)
                 grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
             if call.of_weight is not None and call.of_weight.begin():
                 call.of_weight.collect(_product(call, x, grad_rows))

@@ -16,8 +16,7 @@ from sparsify.errors import SparsifyError
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
 NOT_EXPORTED = (
     "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export): it trains by "
-    "autograd functions of its own. Export the plain model, with the trained weights in place: "
-    "desparsify(model)."
+    "autograd functions of its own. Export the plain model, with the trained weights in place: desparsify(model)."
 )
 NOT_TWICE = (
     "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
@@ -32,25 +31,24 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     return tensors
 
 
-def count_use(module: nn.Module, attribute: str) -> Use | None:
-    """Counts a use of a parameter in the module's forward; ``None`` where no gradient will be collected."""
-    tensor = masked_tensors(module).get(attribute)
-    if tensor is None:
-        return None
+def count_uses(module: nn.Module) -> dict[str, Use | None]:
+    """Counts a use of each masked parameter in the module's forward; ``None`` where no gradient will be collected."""
+    tensors = module.__dict__[TENSORS]
     check_not_exported()
-    return tensor.collector.use(tensor)
+    first: MaskedTensor = next(iter(tensors.values()))
+    return dict(zip(tensors, first.collector.uses(tensors.values()), strict=True))
 
 
-def frozen_if_masked(module: nn.Module, attribute: str) -> Any:
+def frozen(module: nn.Module, attribute: str) -> Any:
     """Returns a parameter, detached if it is masked: PEFT, for one, sets ``requires_grad`` again."""
-    parameter, tensor = module._parameters.get(attribute), masked_tensors(module).get(attribute)
-    if tensor is None:
+    parameter, tensor = module._parameters.get(attribute), module.__dict__[TENSORS].get(attribute)
+    if tensor is None or parameter is None:
+        if tensor is not None:
+            raise SparsifyError(
+                f"`{tensor.name}` was taken from its module ({type(module).__name__}) after sparsify(), as by a "
+                "parametrization, weight_norm() or pruning; call these before sparsify()."
+            )
         return parameter
-    if parameter is None:
-        raise SparsifyError(
-            f"`{tensor.name}` was taken from its module ({type(module).__name__}) after sparsify(), as by a "
-            "parametrization, weight_norm() or pruning; call these before sparsify()."
-        )
     return parameter.detach()
 
 
@@ -90,23 +88,23 @@ class MaskedModule(nn.Module):
     @property
     def indices(self) -> Tensor:
         """(k,) int64: flat, row-major positions of the unmasked entries of ``weight``, ascending."""
-        tensor = masked_tensors(self).get("weight")
-        return torch.empty(0, dtype=torch.int64, device=self.weight.device) if tensor is None else tensor.indices
+        return self._of_weight("indices", torch.int64)
 
     @property
     def base_values(self) -> Tensor:
         """(k,) the pretrained values of the unmasked entries, in the weight's dtype."""
-        tensor = masked_tensors(self).get("weight")
-        return self.weight.detach().new_empty(0) if tensor is None else tensor.base
+        return self._of_weight("base", self.weight.dtype)
 
     @property
     def delta(self) -> Tensor:
         """(k,) float32: trained minus pretrained value of the unmasked entries."""
-        tensor = masked_tensors(self).get("weight")
-        return torch.empty(0, device=self.weight.device) if tensor is None else tensor.delta
+        return self._of_weight("delta", torch.float32)
 
     @property
     def density(self) -> float:
         """Share of the weight's entries that are unmasked."""
+        return self.indices.numel() / max(1, self.weight.numel())
+
+    def _of_weight(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = masked_tensors(self).get("weight")
-        return 0.0 if tensor is None else tensor.count / tensor.numel
+        return torch.empty(0, dtype=dtype, device=self.weight.device) if tensor is None else getattr(tensor, name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sparsify.core.interrupts import uninterrupted
+from sparsify.core.entries import VALUES
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
 
@@ -32,28 +31,27 @@ def stop_listening(step: TrainingStep) -> None:
 
 def listening() -> list[TrainingStep]:
     """The training steps that listen, but for those in the middle of a copy, or in one that failed."""
-    return [step for step in list(_LISTENING) if step.entries.has_values()]
+    return [step for step in list(_LISTENING) if VALUES in step.entries.root.__dict__.get("_parameters", ())]
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters that an optimizer trains."""
     groups = getattr(optimizer, "param_groups", ())  # one whose __init__ has failed has none
-    return (parameter for group in groups for parameter in group["params"])
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LISTENING:
         return
-    with uninterrupted():
-        held = {id(parameter) for parameter in parameters_of(optimizer)}
-        errors = []
-        for step in listening():
-            values = step.entries.values
-            if id(values) in held and values.grad is not None and not _skipped(optimizer):
-                try:
-                    step.optimizer_stepped(optimizer)
-                except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
-                    errors.append(error)
+    held = set(map(id, parameters_of(optimizer)))
+    errors = []
+    for step in listening():
+        values = step.entries.values
+        if id(values) in held and values.grad is not None and not _skipped(optimizer):
+            try:
+                step.optimizer_stepped(optimizer)
+            except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
+                errors.append(error)
     if errors:
         raise errors[0]
 

@@ -6,14 +6,12 @@ increment-S   selects masked entries up to the schedule's target; they stay unma
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from sparsify.core.entries import Entries
-from sparsify.core.importance import D3, Fisher
 from sparsify.core.schedule import Schedule
 from sparsify.core.selector import DenseSelector, Selector
 from sparsify.core.tensor import MaskedTensor
@@ -24,8 +22,7 @@ from sparsify.errors import SparsifyError
 def select_dense(policy: Policy, number: int) -> Selector:
     """Makes a selector of so many entries by their whole gradients, on one rank."""
     values = policy.entries.values
-    topk = TopK(number, values.dtype, values.device)
-    return DenseSelector(topk, policy.importance, masked_only=policy.masked_only)
+    return DenseSelector(TopK(number, values.dtype, values.device), policy.importance)
 
 
 class Policy:
@@ -46,7 +43,6 @@ class Policy:
 
     static = True  # whether the unmasked set never changes
     masked_only = True  # whether unmasked entries are no candidates
-    _warned = False
 
     def __init__(
         self, importance: Any, schedule: Schedule, tensors: Sequence[MaskedTensor], entries: Entries, budget: int,
@@ -71,29 +67,14 @@ class Policy:
 
     def unmask(self, winners: Winners) -> Winners:
         """Takes note of a step's winners, and returns those that get the next free slots, in this order."""
-        if not winners.ids.numel():
-            self._warn_of_none()
         return winners
 
     def restart(self) -> None:
         """Forgets what depends on the unmasked set, which is another one now."""
 
-    def _warn_of_none(self) -> None:
-        """Warns once of an importance that left nothing to unmask."""
-        if self._warned or isinstance(self.importance, (D3, Fisher)):  # which score any gradient that is not zero
-            return
-        self._warned = True
-        scores = "above 0" if self.importance.uses_gradient else "that is finite"
-        warnings.warn(
-            f"the importance {self.importance.name!r} gave no masked entry a score {scores} in step "
-            f"{self.entries.step:,}, so nothing was unmasked: NaN and infinite scores never count, nor do scores up to "
-            "0 of an importance of gradients. If the loss had a gradient in this step, correct the importance.",
-            stacklevel=2,
-        )
-
 
 class IncrementPolicy(Policy):
-    """increment-S: a step unmasks up to the schedule's target and masks nothing."""
+    """increment-S: a step unmasks up to the schedule's target and masks nothing (the paper's Algorithm 1)."""
 
     static = False
 

@@ -6,30 +6,26 @@
     commit           the root anchor's node, which autograd runs after all uses: the winners join the entries, and the
                      flat gradient, theirs included, becomes that of ``sparse_values``
     optimizer step   any optimizer moves ``sparse_values``; a hook counts the step and writes base + delta
-                     (``optimizer.py``)
 
-All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together. The
-methods from ``begin_pass`` to ``write`` are what a run on several ranks, devices or shards replaces.
+All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together. What a
+run on several devices, ranks or shards replaces is at the end of :class:`TrainingStep`.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsify.core.entries import Entries, count_by_tensor
+from sparsify.core.entries import VALUES, Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.interrupts import uninterrupted
-from sparsify.core.module import first_order, without_autocast
+from sparsify.core.module import first_order
 from sparsify.core.policy import Policy
 from sparsify.core.selector import Selector
-from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import Collector, MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
@@ -39,60 +35,42 @@ OVERLAPPING = (
     "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
     "passes one after the other (with a lock around backward()); forward passes may overlap."
 )
-COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # sections of a backward pass
 
 
 class Pass:
     """One backward pass: the flat gradient as it fills up, and the selector of the entries to unmask, if any."""
 
-    def __init__(self, graph: int, values: Tensor, selector: Selector | None, unmasked: int) -> None:
-        self.graph, self.selector = graph, selector  # autograd's id of the pass
-        self.unmasked = unmasked  # entries, when it began
+    def __init__(self, values: Tensor, selector: Selector | None, unmasked: int) -> None:
+        self.selector, self.unmasked = selector, unmasked  # entries, when it began
         self.thread = threading.get_ident()
         self.grad = torch.zeros_like(values)  # (capacity,)
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
-        self._settled: set[MaskedTensor] = set()
-        self._small: dict[torch.device, SmallGradients] = {}
-        self._keeps_small = selector is None or selector.batches_small
+        self.settled: set[MaskedTensor] = set()
 
     def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Adds the gradient of a tensor's use to those of the others, and settles the sum if no other is to come."""
-        with without_autocast(gradient.device):  # which may be on in backward
-            if tensor in self.held:
-                gradient = self.held.pop(tensor).add(gradient)
-            if tensor.waiting:
-                self.held[tensor] = gradient.held()
-            else:
-                self.settle(tensor, gradient)
+        if tensor in self.held:
+            gradient = self.held.pop(tensor).add(gradient)
+        if tensor.waiting:
+            self.held[tensor] = gradient.held()
+        else:
+            self.settle(tensor, gradient)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
-        if not gradient.numel:
-            if self.selector is not None:
-                self.selector.skip(tensor)
-            return
-        again = tensor in self._settled  # a graph without saved tensors runs again, though it was not kept
-        self._settled.add(tensor)
-        if tensor.is_small and self._keeps_small and not again:
-            self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
-        elif self.selector is None or again:
-            self._add(tensor, gradient.take(tensor.indices) if tensor.count else None)
+        again = tensor in self.settled  # a graph without saved tensors runs again, though it was not kept
+        self.settled.add(tensor)
+        if self.selector is None or again:
+            taken = gradient.take(tensor.indices)
         else:
-            self._add(tensor, self.selector.offer(tensor, gradient))
+            taken = self.selector.offer(tensor, gradient)
+        if taken.numel():
+            self.grad[tensor.slots.to(self.grad.device)] += taken.to(self.grad)
 
     def settle_rest(self) -> None:
-        """Settles the sums that are still held, and then the small tensors, all at once."""
+        """Settles the sums that are still held."""
         while self.held:
             self.settle(*self.held.popitem())
-        for small in self._small.values():
-            slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
-            self.grad[slots] += small.take().to(self.grad)
-            if self.selector is not None:
-                self.selector.offer_small(small)
-
-    def _add(self, tensor: MaskedTensor, taken: Tensor | None) -> None:
-        if tensor.count and taken is not None:
-            self.grad[tensor.slots.to(self.grad.device)] += taken.to(self.grad)
 
 
 class Root:
@@ -100,17 +78,13 @@ class Root:
 
     def __init__(self, values: Tensor, step: TrainingStep) -> None:
         self.values = values
-        self._made_of = _kind(values)
+        self.made_of = values.device, values.dtype, values.requires_grad
         with torch.inference_mode(False), torch.enable_grad():
             self.output: Tensor = _RootNode.apply(values, weakref.ref(step))
 
     def serves(self, values: Tensor) -> bool:
         """Whether this is the root anchor of a flat delta as it is now."""
-        return self.values is values and self._made_of == _kind(values)
-
-
-def _kind(values: Tensor) -> tuple[torch.device, torch.dtype, bool]:
-    return values.device, values.dtype, values.requires_grad
+        return self.values is values and self.made_of == (values.device, values.dtype, values.requires_grad)
 
 
 class _RootNode(torch.autograd.Function):
@@ -123,9 +97,7 @@ class _RootNode(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        step = ctx.step()
-        assert step is not None  # a use of the model has handed it a gradient
-        return step.commit(), None
+        return ctx.step().commit(), None
 
 
 def is_reached(root: Tensor) -> bool:
@@ -142,6 +114,8 @@ class TrainingStep(Collector):
         policy: which ones to unmask.
     """
 
+    pass_kind: type[Pass] = Pass
+
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
         self.tensors, self.entries, self.policy = tensors, entries, policy
         self.selected = False  # whether the entries of the optimizer step in progress have been selected
@@ -156,28 +130,36 @@ class TrainingStep(Collector):
             tensor.collector = self
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_lock": None, "current_root": None, "_passes": {}, "_dropped": set(), "passes": 0}
-        return {**self.__dict__, **left_out, "paused": False}
+        left_out: dict[str, Any] = {
+            "_lock": None,
+            "current_root": None,
+            "_passes": {},
+            "_dropped": set(),
+            "passes": 0,
+            "paused": False,
+        }
+        return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
 
-    @property
-    def trained(self) -> int:
-        """Number of entries that the step in progress trains."""
-        return self.entries.count if self.policy.active is None else int(self.policy.active.sum())
-
     # -------------------------------------------------------------------------------- forward
 
-    def use(self, tensor: MaskedTensor) -> Use | None:
-        values = self.entries.values
-        if self.paused or not (torch.is_grad_enabled() and values.requires_grad):
-            return None
-        if not (tensor.count or self.policy.growing() or self._may_be_recomputed()):
-            return None
-        tensor.check_shape()
+    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
+        if self.paused or not torch.is_grad_enabled() or not self.entries.values.requires_grad:
+            return [None for _ in tensors]
+        root, counts = self.root_anchor(), self.entries.counts
+        all_count = self.policy.growing() or self._may_be_recomputed()
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
-        return Use(self, tensor, self.root_anchor(), recomputed=torch._C._current_graph_task_id() != -1)
+        recomputed = torch._C._current_graph_task_id() != -1
+        uses: list[Use | None] = []
+        for tensor in tensors:
+            is_used = all_count or counts[tensor.number] > 0
+            parameter = tensor.owner._parameters.get(tensor.attribute)
+            if is_used and (parameter is None or parameter.shape != tensor.shape):
+                tensor.check_shape()
+            uses.append(Use(self, tensor, root, recomputed=recomputed) if is_used else None)
+        return uses
 
     def _may_be_recomputed(self) -> bool:
         """Whether a checkpoint may be recomputed after the budget is spent, so that any tensor counts as used."""
@@ -185,45 +167,39 @@ class TrainingStep(Collector):
 
     def root_anchor(self) -> Tensor:
         """(1,) the root anchor of the flat delta as it is now, an input of every use."""
-        values, root = self.entries.values, self.current_root
-        if root is None or not root.serves(values):
+        values, root = self.entries.root._parameters[VALUES], self.current_root
+        assert values is not None
+        made_of = values.device, values.dtype, values.requires_grad
+        if root is None or root.values is not values or root.made_of != made_of:
             with self._lock:  # one root for the forward passes of all threads
                 root = self.current_root
                 if root is None or not root.serves(values):
                     self.current_root = None  # releases autograd's accumulator of a flat delta that was cast since
-                    root = self.current_root = Root(values, self)
+                    root = self.current_root = Root(self.entries.values, self)
         return root.output
 
     # -------------------------------------------------------------------------------- backward
 
     def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
-        if not is_reached(root):
-            return False
-        if self.reached is not None:
-            self.reached.add(tensor)
         with self._lock:
             graph = torch._C._current_graph_task_id()
             current = self._passes.get(graph)
             if current is None:
-                current = self._passes[graph] = self._begin(graph)
-            return tensor.count > 0 or (current.selector is not None and current.selector.wants(tensor))
-
-    def _begin(self, graph: int) -> Pass:
-        self.begin_pass()
-        self._drop_failed(graph)
-        values = self.entries.values.detach()
-        with self.section(None, values.device):
-            selector = None if self.selected else self.policy.selector()
-            return Pass(graph, values, selector, self.entries.count)
+                if not is_reached(root):
+                    return False
+                current = self._passes[graph] = self.start_pass(graph)
+            if self.reached is not None:
+                self.reached.add(tensor)
+            selector = current.selector
+            return self.entries.counts[tensor.number] > 0 or (selector is not None and selector.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        with self._lock, self.section(COLLECT, gradient.device):
+        with self._lock:
             self._passes[torch._C._current_graph_task_id()].hold(tensor, gradient)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
-        device = self.entries.values.device
-        with self._lock, self.section(COMMIT, device), without_autocast(device):
+        with self._lock:
             current = self._passes.pop(torch._C._current_graph_task_id())
             current.settle_rest()
             grad = self.finish(current)
@@ -231,30 +207,11 @@ class TrainingStep(Collector):
         self.end_pass()
         return grad
 
-    def finish(self, current: Pass) -> Tensor:
-        """Unmasks what a pass has found, and returns its flat gradient."""
-        grad, selector = current.grad, current.selector
-        if self.entries.count != current.unmasked:
-            raise SparsifyError(OVERLAPPING)
-        if selector is not None:
-            winners, finite = self.winners(selector), selector.finite() & grad.isfinite().all()
-            counts, is_finite = self.agree(winners, finite)
-            if not is_finite:
-                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
-            with uninterrupted():
-                self._unmask(winners.first(sum(counts)), counts, grad)
-                self.selected = True
-        if self.policy.active is not None:
-            grad.masked_fill_(~self.policy.active, 0)
-        return grad
-
-    def _unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
-        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
-        first, new = self.entries.count, self.policy.unmask(winners)
-        grad[first : first + new.ids.numel()] = new.grads
-        if new is not winners:
-            counts = count_by_tensor(new.ids, self.entries.ends).tolist()
-        self.append(new.ids, counts, new.weights)
+    def start_pass(self, graph: int) -> Pass:
+        """Begins a backward pass, by autograd's id of it."""
+        self._drop_failed(graph)
+        selector = None if self.selected else self.policy.selector()
+        return self.pass_kind(self.entries.values.detach(), selector, self.entries.count)
 
     def _drop_failed(self, graph: int) -> None:
         """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
@@ -266,30 +223,34 @@ class TrainingStep(Collector):
             del self._passes[key]
         self._dropped.update(failed)
 
-    # -------------------------------------------------------------------------------- from step to step
+    def finish(self, current: Pass) -> Tensor:
+        """Unmasks what a pass has found, and returns its flat gradient."""
+        grad, selector = current.grad, current.selector
+        if self.entries.count != current.unmasked:
+            raise SparsifyError(OVERLAPPING)
+        if selector is not None:
+            winners = selector.winners()
+            counts, is_finite = self.agree(winners, selector.finite() & grad.isfinite().all())
+            if not is_finite:
+                return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
+            self.unmask(winners.first(sum(counts)), counts, grad)
+        if self.policy.active is not None:
+            grad.masked_fill_(~self.policy.active, 0)
+        return grad
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Counts an optimizer step and writes the new deltas into the weights."""
-        with uninterrupted():
-            self.entries.stepped(self.trained)
-            self.selected, self.passes, self.reached = False, 0, None
-            self.write()
+    def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
+        """Gives the winners that have no slot the next free ones and writes their gradients into ``grad``."""
+        first, new = self.entries.count, self.policy.unmask(winners)
+        grad[first : first + new.ids.numel()] = new.grads
+        if new is not winners:
+            counts = count_by_tensor(new.ids, self.entries.ends).tolist()
+        self.append(new.ids, counts, new.weights)
+        self.selected = True
 
     # -------------------------------------------------------------------------------- what a larger run replaces
 
-    def begin_pass(self) -> None:
-        """A backward pass begins."""
-
     def end_pass(self) -> None:
         """A backward pass has ended."""
-
-    def section(self, name: str | None, device: torch.device) -> AbstractContextManager[object]:
-        """A context for work of a backward pass on a device."""
-        return nullcontext()
-
-    def winners(self, selector: Selector) -> Winners:
-        """What a selector found, once all gradients are there."""
-        return selector.winners()
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""
@@ -301,12 +262,17 @@ class TrainingStep(Collector):
         """Adds entries (n,), with the values that the weights hold there as their base."""
         self.entries.append(ids, read_weights(self.tensors, ids, self.entries.values) if base is None else base, counts)
 
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Counts an optimizer step and writes the new deltas into the weights."""
+        self.entries.stepped(self.entries.count if self.policy.active is None else int(self.policy.active.sum()))
+        self.selected, self.passes, self.reached = False, 0, None
+        self.write()
+
     def write(self) -> None:
         """Writes base + delta into the weights."""
-        effective = self.entries.effective
-        for tensor in self.tensors:
+        for tensor, values in zip(self.tensors, self.entries.effective(), strict=True):
             if tensor.count:
-                tensor.write(effective.index_select(0, tensor.slots.to(effective.device)))
+                tensor.write(values)
 
 
 def read_weights(tensors: Sequence[MaskedTensor], ids: Tensor, like: Tensor) -> Tensor:

@@ -2,12 +2,8 @@
 
 During the module's own forward its parameters are read as *taps*, which two forward hooks make and drop. A tap is the
 identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and hands it to
-``collect``. The module keeps its class. The parameters themselves stay where they are, so that an interrupted forward
-pass leaves nothing behind.
-
-A masked weight that is read in the model's forward but outside of its own module's (an embedding's table as the output
-layer, the projections of ``F.multi_head_attention_forward``, a state space model's fused convolution) is read as a tap
-too, and so is one in an ``nn.ParameterList`` or ``nn.ParameterDict``, which are never called.
+``collect``. The module keeps its class, and the parameters stay where they are. A masked weight that is read in the
+model's forward but outside of its own module's (a table as the output layer, a parameter in a list) is a tap too.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
-from sparsify.core.module import count_use, first_order, frozen_if_masked, masked_tensors
+from sparsify.core.module import count_uses, first_order, frozen, masked_tensors
 from sparsify.core.tensor import MaskedTensor, Use
 
 
@@ -55,19 +51,18 @@ class ReadParameters(dict[str, Any]):
         return {"tensors": self.tensors, "taps": {}}
 
     def __getitem__(self, attribute: str) -> Any:
-        parameter = super().__getitem__(attribute)
-        tensor = self.tensors.get(attribute)
-        if tensor is not None and torch.compiler.is_dynamo_compiling():
-            return tensor.collector.compiled.tap(tensor, parameter) if parameter.is_leaf else parameter
+        parameter, tensor = super().__getitem__(attribute), self.tensors.get(attribute)
         if tensor is None or not parameter.is_leaf:  # no leaf: set from outside, as functional_call() does
             return parameter
+        if torch.compiler.is_dynamo_compiling():
+            return tensor.collector.compiled.tap(tensor, parameter)
         if calls := self.taps.get(threading.get_ident()):
             forward_pass, taps = calls[-1]
             if forward_pass == tensor.collector.forward_pass and attribute in taps:
                 return taps[attribute]
         if not tensor.collector.in_forward:
             return parameter
-        use = tensor.collector.use(tensor)
+        (use,) = tensor.collector.uses([tensor])
         if use is not None:
             return _Tap.apply(parameter, use, use.root)
         return parameter.detach() if parameter.requires_grad else parameter  # PEFT sets it again
@@ -81,38 +76,22 @@ class ReadParameters(dict[str, Any]):
         super().__delitem__(attribute)
 
 
-class MaskedParameterList(nn.ParameterList):
-    """An ``nn.ParameterList`` whose slices hold taps; a plain one would make new, detached parameters of them."""
-
-    plain_class = nn.ParameterList
-
-    def __setitem__(self, idx: int, param: Any) -> None:
-        if isinstance(param, Tensor) and (not param.is_leaf or torch.compiler.is_dynamo_compiling()):
-            self._parameters[self._get_abs_string_index(idx)] = param  # type: ignore[assignment]
-        else:
-            super().__setitem__(idx, param)
-
-
 def tap_parameters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: makes the taps that the module's forward reads instead of its masked parameters."""
     if torch.compiler.is_dynamo_compiling():
         return  # every read makes a tap of its own: checkpointed parts of a graph may not change a module
     taps: dict[str, Any] = {}
-    for attribute in masked_tensors(module) if torch.is_grad_enabled() else ():
-        use = count_use(module, attribute)
-        frozen = frozen_if_masked(module, attribute)
-        taps[attribute] = frozen if use is None else _Tap.apply(module._parameters.get(attribute), use, use.root)
+    for attribute, use in count_uses(module).items() if torch.is_grad_enabled() else ():
+        plain = frozen(module, attribute)
+        taps[attribute] = plain if use is None else _Tap.apply(module._parameters.get(attribute), use, use.root)
     forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
-    parameters: Any = module._parameters  # swap() has made them ReadParameters
+    parameters: Any = module._parameters  # ReadParameters
     calls = parameters.taps.setdefault(threading.get_ident(), [])
-    calls[:] = [call for call in calls if call[0] == forward_pass]
-    calls.append((forward_pass, taps))
+    calls[:] = [*(call for call in calls if call[0] == forward_pass), (forward_pass, taps)]
 
 
 def untap_parameters(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, run even if the forward failed: drops the taps."""
-    if torch.compiler.is_dynamo_compiling():
-        return
     parameters: Any = module._parameters
-    if calls := parameters.taps.get(threading.get_ident()):  # none where an earlier pre-hook failed
-        calls.pop()
+    if not torch.compiler.is_dynamo_compiling() and (calls := parameters.taps.get(threading.get_ident())):
+        calls.pop()  # there are none where an earlier pre-hook failed

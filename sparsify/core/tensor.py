@@ -12,6 +12,7 @@ of its tensors wait for the end of each backward pass: complete all the same, in
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +29,6 @@ REENTRANT = (
     "entries that are selected over the whole model. Use the non-reentrant form: "
     'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
 )
-LARGEST_SMALL = 1 << 14  # entries of a small tensor
 _NUMBERS = itertools.count()
 
 
@@ -41,8 +41,9 @@ class Collector:
     in_forward = False  # whether the model runs forward now, so that reading a weight is a use of it
     forward_pass = 0  # number of this thread's current, or last, forward pass of the model
 
-    def use(self, tensor: MaskedTensor) -> Use | None:
-        """Counts a use in a forward pass; ``None`` where no gradient will be collected."""
+    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
+        """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
+        raise NotImplementedError
 
     def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
         """Begins a use's backward, and with the first one the backward pass; whether its gradient is wanted."""
@@ -70,23 +71,16 @@ class Use:
             tensor.waiting.add(self._number)
 
     def begin(self) -> bool:
-        """Begins the backward of the use; whether its gradient is wanted. Where it is not, the use is over."""
+        """Begins the backward of the use, and so ends it; whether its gradient is wanted."""
         if self._recomputed:
             raise SparsifyError(REENTRANT.format(name=self.tensor.name))
-        wanted = self.collector.begin(self.tensor, self.root)
-        if not wanted:
-            self.end()
-        return wanted
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
+            self.tensor.waiting.discard(self._number)
+        return self.collector.begin(self.tensor, self.root)
 
     def collect(self, gradient: Gradient) -> None:
         """Hands the gradient over."""
-        self.end()
         self.collector.collect(self.tensor, gradient)
-
-    def end(self) -> None:
-        """Takes its number back."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
-            self.tensor.waiting.discard(self._number)
 
     def __del__(self) -> None:
         self.tensor.waiting.discard(self._number)
@@ -104,11 +98,11 @@ class MaskedTensor:
     frozen_row: int | None = None  # a row that is no candidate (an embedding's padding row)
     collector: Collector = field(default_factory=Collector)  # takes the gradients
 
-    is_quantized = False  # whether the parameter is packed, so that no trained value can be written into it
+    is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
     scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
-        self.shape = self.shape_now  # at sparsify()
+        self.shape, self.numel = self.shape_now, self.shape_now.numel()  # at sparsify()
         self.waiting: set[int] = set()  # numbers of the uses that have not run backward; sets need no lock
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,7 +116,6 @@ class MaskedTensor:
 
     @property
     def shape_now(self) -> torch.Size:
-        """The parameter's present shape."""
         return self.parameter.shape
 
     @property
@@ -135,22 +128,13 @@ class MaskedTensor:
         return self.parameter.detach()
 
     @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def is_small(self) -> bool:
-        """Whether its gradient is batched with those of other small tensors."""
-        return self.numel <= LARGEST_SMALL
-
-    @property
     def matrix(self) -> Tensor:
         """The parameter as (rows, cols): the last dimension is kept, a vector is one row."""
         return as_matrix(self.weight)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of :attr:`matrix`."""
+        """The shape of :attr:`matrix`, without reading it."""
         cols = self.shape[-1] if self.shape else 1
         return self.numel // max(1, cols), cols
 
@@ -162,14 +146,14 @@ class MaskedTensor:
         return self.collector.entries.counts[self.number]
 
     @property
-    def indices(self) -> Tensor:
-        """(k,) int64: flat, row-major positions of the unmasked entries, ascending."""
-        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
+    def slots(self) -> Tensor:
+        """(k,) int64: positions of the unmasked entries in the flat delta, which are in order of unmasking."""
+        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
 
     @property
-    def slots(self) -> Tensor:
-        """(k,) int64: their positions in the flat delta, which are in order of unmasking."""
-        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
+    def indices(self) -> Tensor:
+        """(k,) int64: their flat, row-major positions in the parameter, ascending."""
+        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
 
     @property
     def base(self) -> Tensor:
@@ -182,16 +166,6 @@ class MaskedTensor:
         """(k,) trained minus pretrained value, in the flat delta's dtype."""
         entries = self.collector.entries
         return entries.values.detach().index_select(0, entries.of(self.number)[0]).to(self.parameter.device)
-
-    @property
-    def effective(self) -> Tensor:
-        """(k,) the current values at the unmasked entries."""
-        return self.take(self.indices)
-
-    @property
-    def own_effective(self) -> Tensor:
-        """(k,) :attr:`effective`, as far as this process holds it."""
-        return self.effective
 
     @property
     def num_candidates(self) -> int:
@@ -219,14 +193,6 @@ class MaskedTensor:
     def write(self, values: Tensor) -> None:
         """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""
         put(self.parameter.detach(), self.indices, values.to(self.parameter.device, self.dtype))
-
-    def write_without_version_bump(self, values: Tensor) -> None:
-        """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
-        put(self.parameter.data, self.indices, values.to(self.parameter.device, self.dtype))
-
-    def write_base(self) -> None:
-        """Writes the pretrained values as :meth:`write_without_version_bump` does."""
-        self.write_without_version_bump(self.base)
 
     def check_shape(self) -> None:
         """Raises ``SparsifyError`` if the parameter has another shape than at sparsify()."""

@@ -9,7 +9,7 @@ whenever it has grown by a share: so selection costs one comparison an entry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,24 +109,6 @@ class TopK:
             keep &= grad != 0
         self.add(ids[keep], scores[keep], grad[keep])
 
-    def offer_scores(self, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
-        """Offers all entries of one tensor by their scores alone.
-
-        Args:
-            blocks: the scores (n,) of the flat tensor's entries, block by block.
-            offset: global id of the tensor's first entry.
-            excluded: (k,) flat indices, ascending, of entries that are no candidates.
-        """
-        start = 0
-        for scores in blocks:
-            ends = torch.tensor([start, start + scores.numel()]).to(excluded)
-            first, last = torch.searchsorted(excluded, ends).tolist()
-            if first < last:
-                scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
-            near = (scores >= self.threshold.to(scores.device, scores.dtype)).nonzero().squeeze(1)
-            self.add(near + (offset + start), scores[near], scores[near])
-            start += scores.numel()
-
     def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""
         finite = scores.isfinite()
@@ -170,11 +152,6 @@ class TopK:
             last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
             yield slice(first, last)
             first, entries = last, 4 * entries
-
-
-def in_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Splits a tensor of any shape into flat blocks (n,) to be scored at once, in float32 or float64."""
-    return (at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:

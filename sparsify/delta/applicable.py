@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from sparsify.core.interrupts import uninterrupted
+from sparsify.common.interrupts import uninterrupted
 from sparsify.delta.patch_plan import PatchPlan, undo_plan, write_plan
 from sparsify.errors import SparsifyError
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsify.common.initializers import InitializerRecipe
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names
-from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.entries import (
     DTYPES,
     DeltaParts,

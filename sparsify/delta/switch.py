@@ -11,8 +11,8 @@ from os import PathLike
 
 from torch import nn
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import near_names
-from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.patch_plan import PatchPlan, undo_plan, write_plan
 from sparsify.delta.sparse_delta import SparseDelta

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import extend, get_engine, summary
-from sparsify.core.strategy import Increment
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
@@ -28,6 +27,7 @@ from sparsify.integrations.checkpoints import (
     set_aside_incomplete,
     write_trained_state,
 )
+from sparsify.strategies.strategy import Increment
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld

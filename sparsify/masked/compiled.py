@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
 from sparsify.core.layers import autocast_dtype, linear
-from sparsify.core.module import check_not_exported, frozen_if_masked, masked_tensors
+from sparsify.core.module import check_not_exported, frozen, masked_tensors
 from sparsify.masked.tensor import ModelTensor, tensor_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -65,7 +65,7 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     """Computes ``masked_linear``."""
     tensors: Any = masked_tensors(module)
     kind = "transposed" if transposed else "linear"
-    weight, bias = frozen_if_masked(module, "weight"), frozen_if_masked(module, "bias")
+    weight, bias = frozen(module, "weight"), frozen(module, "bias")
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -76,7 +76,7 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
 def compiled_embedding(module: Any, ids: Tensor) -> Tensor:
     """Computes a masked embedding."""
     tensor: Any = masked_tensors(module).get("weight")
-    return _use("embedding", ids, frozen_if_masked(module, "weight"), None, tensor, None)
+    return _use("embedding", ids, frozen(module, "weight"), None, tensor, None)
 
 
 def compiled_tap(tensor: ModelTensor, parameter: Tensor) -> Tensor:

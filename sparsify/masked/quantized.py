@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.core.devices import put
 from sparsify.core.layers import MaskedLinear, autocast_dtype, run_linear
-from sparsify.core.module import MaskedModule, count_use, frozen_if_masked, masked_tensors
+from sparsify.core.module import MaskedModule, count_uses, frozen, masked_tensors
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 
@@ -115,12 +115,12 @@ class MaskedPackedLinear(MaskedQuantizedLinear, MaskedLinear):
 
 
 def _quantized_linear(module: Any, x: Tensor) -> Tensor:
-    of_weight, of_bias = count_use(module, "weight"), count_use(module, "bias")
-    tensor: Any = masked_tensors(module)["weight"]
+    uses, tensor = count_uses(module), masked_tensors(module)["weight"]
+    assert isinstance(tensor, QuantizedTensor)
     if hasattr(module, "compute_dtype"):  # bitsandbytes' 4-bit layers, which autocast does not reach
         dtype, output_dtype = module.compute_dtype or x.dtype, x.dtype
     else:
         dtype = output_dtype = autocast_dtype(x) or x.dtype
-    bias = frozen_if_masked(module, "bias")
+    of_weight, of_bias, bias = uses.get("weight"), uses.get("bias"), frozen(module, "bias")
     y = run_linear(x, None, bias, of_weight, of_bias, dtype, dequantize=tensor.dequantizer())
     return y.to(output_dtype)

@@ -105,7 +105,8 @@ def note_epsilon(module: Any, args: Any, output: Tensor) -> None:
     if torch.compiler.is_dynamo_compiling() or output.grad_fn is None:
         return
     if not any(is_fully_sharded(tensor.collector.entries.root) for tensor in masked_tensors(module).values()):
-        output.grad_fn.metadata[_EPS] = module.eps
+        node: Any = output.grad_fn
+        node.metadata[_EPS] = module.eps
 
 
 def recomputable(x: Tensor) -> Callable[[], Tensor] | None:

@@ -14,6 +14,7 @@ from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
+from sparsify.masked.lists import MaskedParameterList
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import note_epsilon
 
@@ -91,6 +92,8 @@ def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[n
     """Returns the masked form of exactly this class; ``None`` for the generic form."""
     if any(tensor.is_quantized for tensor in tensors.values()):
         return _quantized_class(module)
+    if type(module) is nn.ParameterList:
+        return MaskedParameterList
     is_plain = "forward" not in module.__dict__ and module._parameters.keys() <= {"weight", "bias"}
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils" and is_plain:
         from sparsify.masked.conv1d import MaskedConv1D

@@ -45,6 +45,11 @@ class ModelTensor(MaskedTensor):
         return full_values(self.parameter)
 
     @property
+    def effective(self) -> Tensor:
+        """(k,) the current values at the unmasked entries."""
+        return self.take(self.indices)
+
+    @property
     def own_effective(self) -> Tensor:
         """(k,) :attr:`effective`, with zeros at entries that another rank holds."""
         return read_own_entries(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
@@ -55,7 +60,12 @@ class ModelTensor(MaskedTensor):
     def write(self, values: Tensor) -> None:
         write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
+    def write_base(self) -> None:
+        """Writes the pretrained values as :meth:`write_without_version_bump` does."""
+        self.write_without_version_bump(self.base)
+
     def write_without_version_bump(self, values: Tensor) -> None:
+        """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
         write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from sparsify.core.gradients import Gradient
 from sparsify.core.importance import Importance
-from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK
 from sparsify.selection.device_topk import DeviceTopK
+from sparsify.selection.small import SmallGradients
 
 
 @dataclass

@@ -6,6 +6,7 @@ gradients (on the CPU, on a GPU, over several ranks), or are known before it.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
+from sparsify.core.importance import D3, Fisher
 from sparsify.core.policy import IncrementPolicy, Policy
 from sparsify.core.selector import Selector
-from sparsify.core.strategy import Increment, Repeat
 from sparsify.core.topk import TopK, Winners
 from sparsify.selection.context import SelectionContext, Work
 from sparsify.selection.device_topk import DeviceTopK
@@ -23,6 +24,7 @@ from sparsify.selection.distributed import DistributedSelector
 from sparsify.selection.selectors import RankedSelector, StreamingSelector
 from sparsify.selection.sharded import ShardedSelector
 from sparsify.selection.static import rank_by_weight
+from sparsify.strategies.strategy import Increment, Repeat
 
 
 class SelectorFactory:
@@ -38,7 +40,7 @@ class SelectorFactory:
 
     def __init__(self, ranks: Ranks, seed: int) -> None:
         self.work = Work()
-        self._ranks, self._seed = ranks, seed
+        self._ranks, self._seed, self._warned = ranks, seed, False
         # for an importance of the weights: the masked entries in order, and how many there were before the first
         self._ranking: tuple[int, Tensor] | None = None
 
@@ -71,6 +73,19 @@ class SelectorFactory:
             self._ranking = unmasked, ranking
         first, ranking = self._ranking
         return ranking[unmasked - first :][:number]
+
+    def warn_of_none(self, policy: Policy) -> None:
+        """Warns once of an importance that left nothing to unmask."""
+        if self._warned or isinstance(policy.importance, (D3, Fisher)):  # which score any gradient that is not zero
+            return
+        self._warned = True
+        scores = "above 0" if policy.importance.uses_gradient else "that is finite"
+        warnings.warn(
+            f"the importance {policy.importance.name!r} gave no masked entry a score {scores} in step "
+            f"{policy.entries.step:,}, so nothing was unmasked: NaN and infinite scores never count, nor do scores up "
+            "to 0 of an importance of gradients. If the loss had a gradient in this step, correct the importance.",
+            stacklevel=2,
+        )
 
     def restart(self) -> None:
         """Forgets what depends on the unmasked set, which is another one now."""

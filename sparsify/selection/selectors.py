@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from sparsify.core.gradients import Gradient
-from sparsify.core.selector import Selector
-from sparsify.core.small import SmallGradients
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.screening import scan
+from sparsify.selection.small import BatchingSelector, SmallGradients
 
 
-class StreamingSelector(Selector):
+class StreamingSelector(BatchingSelector):
     """Selects the best entries by their gradients, in memory for as many as are wanted."""
 
     batches_small = True
@@ -40,7 +39,7 @@ class StreamingSelector(Selector):
         return self._context.topk.finite
 
 
-class RankedSelector(Selector):
+class RankedSelector(BatchingSelector):
     """Selects entries that are given.
 
     Args:

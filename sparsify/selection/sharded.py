@@ -24,20 +24,19 @@ from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, padded_unique
-from sparsify.core.selector import Selector
-from sparsify.core.small import SmallGradients
+from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, as_matrix, padded_unique
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.selection.context import SelectionContext
 from sparsify.selection.device_topk import DeviceTopK, Entries
 from sparsify.selection.row_blocks import RowBlocks
+from sparsify.selection.small import BatchingSelector, SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries that are averaged at once, at 4 bytes each
 ALL_ROWS = -1  # in a header
 
 
-class ShardedSelector(Selector):
+class ShardedSelector(BatchingSelector):
     """Selects the best entries by the mean of all ranks' gradients.
 
     Args:
@@ -57,7 +56,7 @@ class ShardedSelector(Selector):
         self._names = [tensor.name for tensor in tensors]
         self._small: dict[MaskedTensor, Gradient | None] = {}  # gradients of all small tensors, as far as there are any
         if self.batches_small:
-            self._small = dict.fromkeys(tensor for tensor in tensors if tensor.is_small)
+            self._small = dict.fromkeys(filter(is_small, tensors))
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         self._context.work.dense += gradient.numel
@@ -80,7 +79,7 @@ class ShardedSelector(Selector):
             self._offer_mean(tensor, DenseGradient(values, nothing))
 
     def offer_small(self, small: SmallGradients) -> None:
-        self._small.update(small.pairs)
+        self._small.update(zip(small.tensors, map(DenseGradient, map(as_matrix, small.values)), strict=True))
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""

@@ -7,7 +7,7 @@ In: the masked tensors. Out: global ids, best first: by score, then the tensor's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
-from sparsify.core.importance import SNIP, Custom, Fisher, Importance
-from sparsify.core.strategy import Prune, Static, Strategy
+from sparsify.core.importance import Fisher, Importance
 from sparsify.core.tensor import MaskedTensor
-from sparsify.core.topk import TopK, in_blocks
+from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
+from sparsify.strategies.importance import SNIP, Custom
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Static, Strategy
 
 
 def select_static(
@@ -65,7 +67,7 @@ def select_static(
                 scores = _scores_by_weight(tensor, importance, str(seed))
             else:
                 scores = _scores_by_gradient(tensor, importance, totals[tensor])
-            topk.offer_scores(scores, tensor.offset, tensor.never_candidates)
+            offer_scores(topk, scores, tensor.offset, tensor.never_candidates)
         found = topk.winners().ids
         if found.numel() < number:
             raise SparsifyError(_too_few(group, importance, number, found.numel()))
@@ -116,7 +118,7 @@ def rank_by_weight(
     for tensor in tensors:
         if importance.covers(tensor.name):
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
-            topk.offer_scores(_scores_by_weight(tensor, importance, seed), tensor.offset, excluded)
+            offer_scores(topk, _scores_by_weight(tensor, importance, seed), tensor.offset, excluded)
     return topk.winners().ids
 
 
@@ -224,3 +226,21 @@ def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -
     if torch.isin(entries, tensor.never_candidates.cpu()).any():
         raise SparsifyError(f"the given set has entries of `{name}` in its padding row, which is never trained.")
     return entries.to(torch.int64) + tensor.offset
+
+
+def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:
+    """Offers all entries of one tensor but the excluded ones (k,), ascending, by their scores, block by block."""
+    start = 0
+    for scores in blocks:
+        ends = torch.tensor([start, start + scores.numel()]).to(excluded)
+        first, last = torch.searchsorted(excluded, ends).tolist()
+        if first < last:
+            scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
+        near = (scores >= topk.threshold.to(scores.device, scores.dtype)).nonzero().squeeze(1)
+        topk.add(near + (offset + start), scores[near], scores[near])
+        start += scores.numel()
+
+
+def in_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Splits a tensor of any shape into flat blocks (n,) to be scored at once, in float32 or float64."""
+    return (at_least_float32(block) for block in tensor.reshape(-1).split(BLOCK_ENTRIES))

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from sparsify.core.importance import Bias
 from sparsify.core.schedule import Schedule
-from sparsify.core.strategy import Repeat, Strategy
 from sparsify.errors import SparsifyError
+from sparsify.strategies.importance import Bias
+from sparsify.strategies.strategy import Repeat, Strategy
 
 
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:

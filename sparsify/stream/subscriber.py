@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain
-from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.patch_plan import undo_plan, write_plan
 from sparsify.errors import MissingUpdateError, StaleUpdateError
 from sparsify.stream.lock import ReadWriteLock

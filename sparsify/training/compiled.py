@@ -19,10 +19,11 @@ from torch import Tensor
 
 from sparsify.core.gradients import Gradient
 from sparsify.core.module import without_autocast
-from sparsify.core.step import Root, TrainingStep, is_reached
+from sparsify.core.step import Root, TrainingStep
 from sparsify.core.tensor import REENTRANT, Use
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
+from sparsify.selection.small import is_small
 
 
 class CompiledGraphs:
@@ -123,16 +124,13 @@ class CompiledGraphs:
             raise SparsifyError(REENTRANT.format(name=tensor.name))
         uses = self._uses[tensor]
         # none waits where a graph that was kept runs backward again
-        use = uses.pop() if uses else Use(self._step, tensor, self._step.root_anchor(), recomputed=True)
-        root = self._step.current_root
-        if root is None or not is_reached(root.output) or not self._step.begin(tensor, root.output):
-            use.end()
+        if not (uses.pop().begin() if uses else self._step.begin(tensor, self._step.root_anchor())):
             return
         own = gradient()
         with without_autocast(own.device):
-            if len(tensor.waiting) > 1 or tensor.is_small:  # it is held, and a compiled graph uses its buffers again
+            if tensor.waiting or is_small(tensor):  # it is held, and a compiled graph uses its buffers again
                 own = own.dense().own()
-        use.collect(own)
+        self._step.collect(tensor, own)
 
     def pass_done(self) -> None:
         """A backward pass has ended."""

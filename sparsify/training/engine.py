@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,23 +17,26 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import listed
 from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
-from sparsify.core.entries import Entries, SparseValues, count_by_tensor
-from sparsify.core.interrupts import uninterrupted
+from sparsify.core.entries import SparseValues, count_by_tensor
+from sparsify.core.gradients import Gradient
 from sparsify.core.policy import Policy
 from sparsify.core.schedule import Schedule
-from sparsify.core.selector import Selector
 from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
+from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.context import Work
 from sparsify.selection.policies import POLICIES, SelectorFactory
+from sparsify.selection.small import BatchingPass
 from sparsify.training.compiled import CompiledGraphs
+from sparsify.training.entries import ModelEntries
 from sparsify.training.optimizer_steps import (
     forget_uncounted_steps,
     has_uncounted_step,
@@ -45,6 +48,9 @@ from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import check_agreement, check_ranks_alike, compare_ends
 from sparsify.training.sharding import read_base
 from sparsify.training.weights import EffectiveWeights
+
+COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
+_NOTHING = nullcontext()
 
 
 class _Forward(threading.local):
@@ -58,16 +64,19 @@ class Engine(TrainingStep):
     """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_engine`."""
 
     recompute: Any = staticmethod(recomputable)
+    pass_kind = BatchingPass
 
     def __init__(self, plan: Plan) -> None:
         self.root, self.strategy, self.seed = plan.model, plan.strategy, plan.seed
         self.ranks = Ranks()
         self._select = SelectorFactory(self.ranks, plan.seed)
-        entries = Entries(plan.model, [tensor.numel for tensor in plan.tensors])
+        self.entries: ModelEntries
+        entries = ModelEntries(plan.model, [tensor.numel for tensor in plan.tensors])
         policy = POLICIES.get(type(plan.strategy.selection), Policy)
         importance = plan.strategy.importance
+        self.tensors: Sequence[ModelTensor]
         super().__init__(
-            list(plan.tensors), entries,
+            plan.tensors, entries,
             policy(importance, plan.schedule, plan.tensors, entries, plan.budget, plan.steps, self._select),
         )  # fmt: skip
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
@@ -77,7 +86,7 @@ class Engine(TrainingStep):
         self.new_names, self.buffer_digests = plan.new_names, plan.buffer_digests
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
-        self.weights, self.streams = EffectiveWeights(self), Streams()
+        self.weights, self.streams = EffectiveWeights(self, plan.tensors), Streams()
         self.compiled = CompiledGraphs(self, self.refresh)
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
@@ -86,7 +95,7 @@ class Engine(TrainingStep):
         self.source: Any = None  # exports the model's delta
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that is loaded: tensors without entries, prefix, all names of a trained state
-        self.loading: tuple[set[MaskedTensor], str, set[str] | None] = (set(), "", None)
+        self.loading: tuple[set[ModelTensor], str, set[str] | None] = (set(), "", None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_forward": None}
@@ -187,32 +196,47 @@ class Engine(TrainingStep):
 
     # -------------------------------------------------------------------------------- backward
 
-    def begin_pass(self) -> None:
+    def start_pass(self, graph: int) -> Pass:
         self.weights.check_trained("backward()")
         self.catch_up()
         note_values(self)
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
             self.compare_ranks()  # in the second step, too: then it shows whether gradients are averaged
             self._compared.add(self.step)
+        with self.streams.joined(self.values.device):
+            return super().start_pass(graph)
 
     def compare_ranks(self) -> None:
         """Raises ``SparsifyError`` on all ranks when they differ."""
         settings = self.strategy.to_dict(), self.schedule, self.steps, self.budget, self.values.numel(), self.seed
         check_ranks_alike(self, self.ranks, settings)
 
-    def section(self, name: str | None, device: torch.device) -> AbstractContextManager[object]:
-        joined = self.streams.joined(device)
-        if name is None or not torch._C._autograd._profiler_enabled():  # a range takes longer than a small gradient
-            return joined
-        both = ExitStack()
-        both.enter_context(record_function(name))
-        both.enter_context(joined)
-        return both
+    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        with self._section(COLLECT, gradient.device):
+            super().collect(tensor, gradient)
 
-    def winners(self, selector: Selector) -> Winners:
-        if num_ranks() > 1:  # all ranks have to have come to the end of their backward passes
-            self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
-        return selector.winners()
+    def commit(self) -> Tensor:
+        with self._section(COMMIT, self.values.device):
+            grad = super().commit()
+        self.streams.forget()
+        return grad
+
+    def _section(self, name: str, device: torch.device) -> AbstractContextManager[object]:
+        """A context for work of a backward pass: without autocast, in order with other streams, named to profilers."""
+        profiled, autocast = torch._C._autograd._profiler_enabled(), torch.is_autocast_enabled(device.type)
+        if not (profiled or autocast or device.type == "cuda" or self.streams.seen):
+            return _NOTHING  # a context takes longer than a small gradient
+        section = ExitStack()
+        section.enter_context(record_function(name) if profiled else _NOTHING)
+        section.enter_context(torch.autocast(device.type, enabled=False))
+        section.enter_context(self.streams.joined(device))
+        return section
+
+    def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
+        if not winners.ids.numel():
+            self._select.warn_of_none(self.policy)
+        with uninterrupted():
+            super().unmask(winners, counts, grad)
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         if num_ranks() == 1:
@@ -224,20 +248,21 @@ class Engine(TrainingStep):
         return sizes, bool(is_finite)
 
     def finish(self, current: Pass) -> Tensor:
+        if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
+            self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
         grad = super().finish(current)
         return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
 
     def end_pass(self) -> None:
         self.compiled.pass_done()
         release_memory()
-        self.streams.forget()
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written
         first = self.unmasked
         if self.sharded:
             self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
-            read: Callable[[], None] = partial(read_base, self, self.ranks, first)
+            read: Callable[[], None] = partial(read_base, self.tensors, self.entries, self.ranks, first)
             torch.autograd.Variable._execution_engine.queue_callback(read)
         else:
             self.entries.append(ids, read_weights(self.tensors, ids, self.values) if base is None else base, counts)
@@ -293,7 +318,7 @@ class Engine(TrainingStep):
         self.streams.use(self.values.device)
 
     @torch.no_grad()
-    def state_loaded(self, plain: set[MaskedTensor]) -> None:
+    def state_loaded(self, plain: set[ModelTensor]) -> None:
         """Brings everything in step after a state dict was loaded.
 
         The weights of ``plain`` tensors came without entries, as from a merged checkpoint. They are the values that
@@ -323,7 +348,7 @@ class Engine(TrainingStep):
 
     def _find_dormant(self) -> None:
         for tensor in self.tensors if self.policy.static else ():
-            tensor.dormant = not tensor.count  # type: ignore[attr-defined]
+            tensor.dormant = not tensor.count
 
     def _warn_of_unreached(self) -> None:
         if self.reached is None:

@@ -21,12 +21,13 @@ from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values, is_shard
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
-from sparsify.core.strategy import Prune, Strategy
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Strategy
 from sparsify.training.engine import Engine
 
 UNKNOWN_VALUES = (

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE
 from sparsify.core import install as core
-from sparsify.core.interrupts import uninterrupted
 from sparsify.masked.swap import swap
 from sparsify.training.engine import Engine
 from sparsify.training.optimizer_steps import watch

@@ -90,6 +90,8 @@ def has_uncounted_step(step: TrainingStep) -> bool:
 
     One with a closure is left out: the model runs within it.
     """
+    if not _STEPS.begun:
+        return False
     open_steps = [each for each in _STEPS.begun if not each.has_closure and step not in each.counted]
     optimizers = [optimizer for each in open_steps if (optimizer := each.optimizer()) is not None]
     return any(holds(optimizer, step.entries.values) for optimizer in optimizers)
@@ -110,13 +112,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     steps = listening()
     if not steps or torch.compiler.is_dynamo_compiling():
         return
-    held = {id(parameter) for parameter in parameters_of(optimizer)}
+    held = set(map(id, parameters_of(optimizer)))
     for step in steps:
         values = step.entries.values
         is_suspect = step.passes and id(values) not in held and _has_frozen(step, held)
         if is_suspect and not any(holds(other, values) for other in _others()):
             raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
-    if any(id(step.entries.values) in held for step in steps):
+    if [step for step in steps if id(step.entries.values) in held]:
         _OPTIMIZERS.add(optimizer)
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
         _STEPS.begun.append(_Step(optimizer, has_closure=has_closure))

@@ -16,11 +16,11 @@ from sparsify.core.entries import BUFFERS, VALUES
 from sparsify.core.install import frozen_row
 from sparsify.core.module import masked_tensors
 from sparsify.core.schedule import Schedule
-from sparsify.core.strategy import Strategy
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.swap import check_maskable
 from sparsify.masked.tensor import ModelTensor
+from sparsify.strategies.strategy import Strategy
 from sparsify.strategies.targets import Candidate, Targets, check_own_memory
 
 SETTINGS = "sparse_settings"

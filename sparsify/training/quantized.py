@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized
-from sparsify.core.strategy import Prune, Strategy
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Strategy
 
 QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
 from sparsify.core.entries import BASE, VALUES
-from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
+from sparsify.training.entries import ModelEntries
 
 
 def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
@@ -44,15 +44,14 @@ def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
 
 
 @torch.no_grad()
-def read_base(step: TrainingStep, ranks: Ranks, first: int) -> None:
+def read_base(tensors: Sequence[MaskedTensor], entries: ModelEntries, ranks: Ranks, first: int) -> None:
     """Sets the base values of the entries from slot ``first`` on to their weights, which must not have changed yet.
 
     On all ranks, after a backward pass.
     """
-    entries = step.entries
     reshard(entries.root)
     base = torch.zeros(entries.count, dtype=entries.values.dtype, device=entries.values.device)
-    for tensor in step.tensors:
+    for tensor in tensors:
         new = tensor.slots >= first
         if is_shard(tensor.parameter) or ranks.is_first:
             read = read_own_entries(tensor.parameter, tensor.indices[new])

@@ -12,8 +12,9 @@ from torch import nn
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.core.entries import VALUES
-from sparsify.core.strategy import PRESETS, Given, Repeat, Strategy
 from sparsify.selection.context import Work
+from sparsify.strategies.presets import PRESETS, Given
+from sparsify.strategies.strategy import Repeat, Strategy
 from sparsify.training.engine import Engine
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification

@@ -16,7 +16,7 @@ from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
-from sparsify.core.strategy import Increment, Repeat
+from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.export import find_unheld, prepare
 

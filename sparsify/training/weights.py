@@ -8,21 +8,22 @@ before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case th
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.shards import is_fully_sharded, is_shard, reshard
 from sparsify.core.devices import runs_ahead
-from sparsify.core.interrupts import uninterrupted
 from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
 from sparsify.kernels.scatter import scatter
+from sparsify.masked.tensor import ModelTensor
 from sparsify.training.sharding import check_root
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -78,8 +79,8 @@ class BaseWeights(AbstractContextManager[Model]):
 class EffectiveWeights:
     """The weights of a training step's model at its unmasked entries."""
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._step, self._entries = step, step.entries
+    def __init__(self, step: TrainingStep, tensors: Sequence[ModelTensor]) -> None:
+        self._step, self._tensors, self._entries = step, tensors, step.entries
         self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
@@ -109,14 +110,14 @@ class EffectiveWeights:
         return (
             written is not None
             and (written.device, written.dtype) == (values.device, values.dtype)
-            and (self._written_dtype == self._step.tensors[0].dtype or self.sharded)
+            and (self._written_dtype == self._tensors[0].dtype or self.sharded)
             and torch.equal(written, values)
         )
 
     @torch.no_grad()
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights, except into those of some tensors."""
-        tensors, values = self._step.tensors, self._entries.values.detach()
+        tensors, values = self._tensors, self._entries.values.detach()
         check_root(self._entries.root, tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
@@ -126,9 +127,7 @@ class EffectiveWeights:
             self._scatter(seen=True)
             self._addresses = self._addresses_now()
         else:
-            slots, _ = self._entries.by_tensor()
-            effective = self._entries.effective.index_select(0, slots)
-            for tensor, own in zip(tensors, effective.split(self._entries.counts), strict=True):
+            for tensor, own in zip(tensors, self._entries.effective(), strict=True):
                 if own.numel() and tensor not in but:
                     tensor.write(own)
             self._addresses = None
@@ -148,9 +147,8 @@ class EffectiveWeights:
     @torch.no_grad()
     def _scatter(self, *, seen: bool) -> None:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
-        slots, indices = self._entries.by_tensor()
-        weights = [tensor.parameter for tensor in self._step.tensors]
-        scatter(weights, self._entries.counts, indices, self._entries.effective.index_select(0, slots), seen)
+        weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor()
+        scatter(weights, self._entries.counts, indices, torch.cat(self._entries.effective()), seen)
 
     def _may_write_again(self) -> bool:
         """Whether the weights were last written by address, and nothing shows that they or the flat delta have changed.
@@ -166,7 +164,7 @@ class EffectiveWeights:
         )
 
     def _addresses_now(self) -> list[int]:
-        return [tensor.parameter.data_ptr() for tensor in self._step.tensors]
+        return [tensor.parameter.data_ptr() for tensor in self._tensors]
 
     def mark_stale(self) -> None:
         """Has them written before they are used next, whether the flat delta changes or not."""
@@ -174,8 +172,8 @@ class EffectiveWeights:
 
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
-        for tensor in self._step.tensors:
-            parameter = tensor.parameter
+        for tensor in self._tensors:
+            parameter: Any = tensor.owner._parameters.get(tensor.attribute)
             if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
             if parameter.requires_grad and parameter.is_leaf:
@@ -184,7 +182,7 @@ class EffectiveWeights:
     def write_base(self) -> None:
         """Writes the pretrained values into the weights."""
         self.reshard()
-        for tensor in self._step.tensors:
+        for tensor in self._tensors:
             if tensor.count:
                 tensor.write_base()
 
@@ -192,7 +190,7 @@ class EffectiveWeights:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
         self.refresh()
         self.reshard()
-        trained = [tensor.own_effective for tensor in self._step.tensors]
+        trained = [tensor.own_effective for tensor in self._tensors]
         self._step.paused = True
         self.write_base()
         return trained
@@ -200,7 +198,7 @@ class EffectiveWeights:
     def make_trained(self, trained: list[Tensor]) -> None:
         """Makes them the trained ones again."""
         self.reshard()
-        for tensor, values in zip(self._step.tensors, trained, strict=True):
+        for tensor, values in zip(self._tensors, trained, strict=True):
             tensor.write_without_version_bump(values)
         self._step.paused = False
 

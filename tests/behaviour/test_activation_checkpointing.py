@@ -141,4 +141,4 @@ def test_a_tensor_without_entries_costs_nothing_once_the_budget_is_spent_though_
     engine = get_engine(model)
     idle = [tensor for tensor in engine.tensors if not tensor.count]
     assert idle
-    assert all(engine.use(tensor) is None for tensor in idle)
+    assert engine.uses(idle) == [None] * len(idle)

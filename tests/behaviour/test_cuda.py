@@ -144,8 +144,8 @@ def test_a_follower_on_a_device_has_every_version_and_is_waited_for_once(device)
             assert found["waits"] == {"update": 1 + 1 + 2, "bytes": 0, "apply": 1}
 
 
-COUNT = """import os, launches, sparsify.core.tensor as small
-small.LARGEST_SMALL = 40  # so that the narrow models' matrices are looked at one by one, as wide ones are
+COUNT = """import os, launches, sparsify.selection.small as small
+small.LARGEST = 40  # so that the narrow models' matrices are looked at one by one, as wide ones are
 launches.main(), os._exit(0)"""
 
 

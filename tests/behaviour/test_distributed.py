@@ -162,7 +162,7 @@ def a_small_module_on_one_rank_alone(rank):
     sparsify(model, BUDGET, steps=STEPS)
     if rank == 1:
         model.norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])
-    with patch("sparsify.core.tensor.LARGEST_SMALL", 10):  # the norm's and all biases
+    with patch("sparsify.selection.small.LARGEST", 10):  # the norm's and all biases
         error = error_of(lambda: model(**own_part(batches[0], rank)).backward())
     return unmasked_sets(model) if error == "no error" else None
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsify.core.topk as selection
-from sparsify.core.importance import D3, SNIP, Magnitude, register_importance
-from sparsify.core.topk import TopK, in_blocks
+from sparsify.core.importance import D3
+from sparsify.core.topk import TopK
+from sparsify.selection.static import in_blocks, offer_scores
+from sparsify.strategies.importance import SNIP, Magnitude, register_importance
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
 WEIGHTS = [0.0, 1.0, -1.0, 0.5]
@@ -28,7 +30,7 @@ def _default_sizes(monkeypatch):
 def offer_weights(topk, weight, offset, excluded=slice(0)):
     """Offers a tensor by its magnitudes, in blocks."""
     scores = (Magnitude().score(block, None) for block in in_blocks(weight))
-    topk.offer_scores(scores, offset, torch.arange(weight.numel())[excluded])
+    offer_scores(topk, scores, offset, torch.arange(weight.numel())[excluded])
 
 
 def draw_sizes(data):

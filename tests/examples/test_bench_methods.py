@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from sparsify import get_engine
-from sparsify.core.step import COLLECT, COMMIT
+from sparsify.training.engine import COLLECT, COMMIT
 
 BUDGET = 2_000
 SMALL = {  # of each family

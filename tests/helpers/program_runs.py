@@ -32,7 +32,7 @@ SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
 # what it costs to look at parts of a product
 TINY = {
-    "sparsify.core.tensor.LARGEST_SMALL": 10,
+    "sparsify.selection.small.LARGEST": 10,
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,

@@ -116,6 +116,6 @@ def selecting(way, small=0):
     if way == "device":
         limits.enter_context(patch("sparsify.core.devices.AHEAD", ("cpu",)))
         limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
-        limits.enter_context(patch("sparsify.core.tensor.LARGEST_SMALL", small))
+        limits.enter_context(patch("sparsify.selection.small.LARGEST", small))
         limits.enter_context(patch("sparsify.selection.sharded.MOST_AT_ONCE", 150))  # several blocks for some tensors
     return limits

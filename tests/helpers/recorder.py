@@ -24,9 +24,9 @@ class Recorder(Collector):
         self.entries = Entries(nn.Module(), sizes)
         self.entries.register(1000, torch.float64, torch.float64, torch.empty(0).device)
 
-    def use(self, tensor):
-        root = torch.zeros((), requires_grad=True)
-        return Use(self, tensor, root) if self.listening and torch.is_grad_enabled() else None
+    def uses(self, tensors):
+        root, listening = torch.zeros((), requires_grad=True), self.listening and torch.is_grad_enabled()
+        return [Use(self, tensor, root) if listening else None for tensor in tensors]
 
     def begin(self, tensor, root):
         self.begun.append(tensor.name)

@@ -32,8 +32,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparsify import SparseDelta, base_weights, register_importance, sparsify
 from sparsify.common.ranks import Ranks
-from sparsify.core.importance import D3, SNIP, Fisher, Magnitude
-from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
+from sparsify.core.importance import D3, Fisher
+from sparsify.strategies.importance import SNIP, Magnitude
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
 SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2

@@ -13,8 +13,10 @@ from twins import Twins
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.api import print_trainable_parameters
 from sparsify.common.quantized import is_quantized
-from sparsify.core.importance import D3, Random
-from sparsify.core.strategy import Increment, Prune, Strategy
+from sparsify.core.importance import D3
+from sparsify.strategies.importance import Random
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Increment, Strategy
 
 STEPS, BUDGET = 10, 97
 ALL = ".*"  # every module's parameters, so that the oracle's candidates and ours are the same

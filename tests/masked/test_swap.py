@@ -8,9 +8,9 @@ from transformers.pytorch_utils import Conv1D
 
 from sparsify import MaskedEmbedding, MaskedLinear, desparsify, get_engine, optimizer_stepped, sparsify
 from sparsify import summary as summary_of
-from sparsify.core.install import unswap
-from sparsify.core.taps import MaskedParameterList
+from sparsify.core.install import unmark
 from sparsify.masked.conv1d import MaskedConv1D
+from sparsify.masked.lists import MaskedParameterList
 
 DIM = 4
 
@@ -47,7 +47,7 @@ def held_by(module):
 def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_behind(case):
     module, masked_class = case
     plain_class, x, before = type(module), an_input(module), held_by(module)
-    unswap(module)
+    unmark(module)
     assert held_by(module) == before, "a plain module"
     expected, parameters = module(x), dict(module.named_parameters())
     mask(module)
@@ -55,7 +55,7 @@ def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_beh
     assert isinstance(module, plain_class)
     assert all(module.get_parameter(name) is parameter for name, parameter in parameters.items())
     assert torch.equal(module(x), expected)
-    unswap(module)
+    unmark(module)
     assert type(module) is plain_class
     assert held_by(module) == before
     assert torch.equal(module(x), expected)

@@ -11,4 +11,4 @@ def screened(monkeypatch):
     """Any layer is worth a screen, and no tensor of more than 16 entries is small."""
     monkeypatch.setattr(screening, "SMALLEST_SCREENED", 1)
     monkeypatch.setattr(screening, "costs_of", lambda *_: FREE)
-    monkeypatch.setattr("sparsify.core.tensor.LARGEST_SMALL", 16)
+    monkeypatch.setattr("sparsify.selection.small.LARGEST", 16)

@@ -10,10 +10,9 @@ from torch import nn
 
 from sparsify import D3
 from sparsify.core.gradients import DenseGradient
-from sparsify.core.small import SmallGradients
-from sparsify.core.tensor import LARGEST_SMALL
 from sparsify.core.topk import TopK
 from sparsify.selection.context import SelectionContext, Work
+from sparsify.selection.small import LARGEST, SmallGradients, is_small
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -97,8 +96,8 @@ def test_a_number_that_is_not_finite_is_noticed():
 
 
 def test_a_tensor_with_few_entries_is_small():
-    widths = [LARGEST_SMALL // 2, LARGEST_SMALL // 2 + 1]
-    assert [mask(nn.Linear(width, 2), "weight")[1]["weight"].is_small for width in widths] == [True, False]
+    widths = [LARGEST // 2, LARGEST // 2 + 1]
+    assert [is_small(mask(nn.Linear(width, 2), "weight")[1]["weight"]) for width in widths] == [True, False]
 
 
 def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():

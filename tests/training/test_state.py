@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparsify import BaseMismatchError, sparsify, summary, trained_state
-from sparsify.core.importance import SNIP, Magnitude
-from sparsify.core.strategy import Increment, Prune, Strategy
+from sparsify.strategies.importance import SNIP, Magnitude
+from sparsify.strategies.presets import Prune
+from sparsify.strategies.strategy import Increment, Strategy
 from sparsify.training.plan import STATE
 
 BUDGET, STEPS = 40, 8

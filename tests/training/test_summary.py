@@ -10,8 +10,9 @@ from torch import nn
 
 from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, print_trainable_parameters, sparsify, summary
 from sparsify.core.importance import D3
-from sparsify.core.strategy import PRESETS, Increment, Strategy
 from sparsify.selection.context import Work
+from sparsify.strategies.presets import PRESETS
+from sparsify.strategies.strategy import Increment, Strategy
 from sparsify.training.summary import Summary, strategy_name
 
 STEPS, BUDGET = 4, 20

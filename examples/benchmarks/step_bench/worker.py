@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from sparsify import get_engine, trained_state
-from sparsify.core.step import COLLECT, COMMIT
+from sparsify.training.engine import COLLECT, COMMIT
 
 from .methods import METHODS
 from .models import SHAPES, build, make_batches
@@ -127,9 +127,9 @@ def fill(model: nn.Module, settings: Settings, step: Callable[[], object], fill_
     """Unmasks the settings' share of the budget by ID3, in steps that stand for many of a long run each."""
     engine = get_engine(model)
     for done in range(1, fill_steps + 1) if settings.start else ():
-        engine.step = max(0, settings.start * done // fill_steps - 1)
+        engine.entries.step = max(0, settings.start * done // fill_steps - 1)
         step()
-    engine.step = settings.start
+    engine.entries.step = settings.start
 
 
 def make_state(settings: Settings) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import sparsify as package
 from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_engine, sparsify, summary
-from sparsify.core.interrupts import uninterrupted
+from sparsify.common.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
 # files that are interrupted; not threading, logging and the like, whose locks would stay locked for other tests

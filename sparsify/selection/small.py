@@ -7,29 +7,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsify.core.devices import upload
 from sparsify.core.gradients import DenseGradient, Gradient
+from sparsify.core.selector import Selector
+from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
+
+LARGEST = 1 << 14  # entries of a small tensor
+
+
+def is_small(tensor: MaskedTensor) -> bool:
+    """Whether a tensor's gradient is to be batched."""
+    return tensor.numel <= LARGEST
+
+
+class BatchingSelector(Selector):
+    """A selector that may be offered the small tensors together, after the others."""
+
+    batches_small = False  # whether it is
+
+    def offer_small(self, small: SmallGradients) -> None:
+        """Takes the whole gradients of all small tensors."""
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        """Takes note that the tensor's gradient is empty, for want of tokens."""
+
+
+class BatchingPass(Pass):
+    """A backward pass that keeps the gradients of small tensors until its end."""
+
+    def __init__(self, values: Tensor, selector: Any, unmasked: int) -> None:
+        super().__init__(values, selector, unmasked)
+        self._small: dict[torch.device, SmallGradients] = {}
+
+    def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        selector: Any = self.selector
+        if not gradient.numel:
+            if selector is not None:
+                selector.skip(tensor)
+        elif is_small(tensor) and (selector is None or selector.batches_small) and tensor not in self.settled:
+            self.settled.add(tensor)
+            self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
+        else:
+            super().settle(tensor, gradient)
+
+    def settle_rest(self) -> None:
+        super().settle_rest()
+        for small in self._small.values():
+            slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
+            self.grad[slots] += small.take().to(self.grad)
+            if self.selector is not None:
+                self.selector.offer_small(small)  # type: ignore[attr-defined]
 
 
 class SmallGradients:
-    """Whole gradients of small tensors on one device; ``pairs`` has each tensor with its own, as they came in."""
+    """Whole gradients of small tensors on one device, as they came in."""
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[MaskedTensor, DenseGradient]] = []
-
-    @property
-    def tensors(self) -> list[MaskedTensor]:
-        return [tensor for tensor, _ in self.pairs]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of entries of each tensor."""
-        return [gradient.numel for _, gradient in self.pairs]
+        self.tensors: list[MaskedTensor] = []
+        self.values: list[Tensor] = []  # of their gradients
+        self.sizes: list[int] = []  # number of entries of each
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
@@ -37,7 +79,9 @@ class SmallGradients:
         if gradient.rows is not None:
             cols = gradient.values.shape[1]
             gradient = DenseGradient(gradient.values.new_zeros(tensor.numel // cols, cols)).add(gradient)
-        self.pairs.append((tensor, gradient.own()))
+        self.tensors.append(tensor)
+        self.values.append(gradient.own().values.reshape(-1))
+        self.sizes.append(gradient.numel)
 
     def take(self) -> Tensor:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
@@ -55,7 +99,7 @@ class SmallGradients:
 
     def _joined(self) -> Tensor:
         """All gradients (n,) in one new vector."""
-        return torch.cat([gradient.values.reshape(-1) for _, gradient in self.pairs])
+        return torch.cat(self.values)
 
     def _starts(self) -> list[int]:
         """Where each tensor's gradient begins in that vector."""

@@ -1,4 +1,4 @@
-"""Strategies: the table importance x selection, with the presets as rows (``PRESETS``).
+"""Strategies: importance x selection, in any combination.
 
 A strategy is a frozen dataclass that round-trips through JSON.
 """
@@ -6,20 +6,34 @@ A strategy is a frozen dataclass that round-trips through JSON.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from sparsify.core.importance import D3, IMPORTANCES, SNIP, Bias, Fisher, Importance, Magnitude, Random
+from sparsify.core.importance import Importance
 from sparsify.errors import SparsifyError, did_you_mean
+from sparsify.strategies.importance import IMPORTANCES
 
 ALLOCATIONS = ("global", "uniform")
 
 
+class Selection:
+    """When entries are selected.
+
+    Attributes:
+        name: the name in a delta's config.
+        scored: whether it needs an importance.
+    """
+
+    name: ClassVar[str]
+    scored: ClassVar[bool] = True
+
+    def check(self, importance: Importance) -> None:
+        """Raises ``SparsifyError`` where it cannot be combined with an importance."""
+
+
 @dataclass(frozen=True)
-class Static:
+class Static(Selection):
     """static-S: select once, before training. A gradient importance needs a calibration.
 
     Args:
@@ -28,7 +42,7 @@ class Static:
     """
 
     allocation: str = "global"
-    name: ClassVar[str] = "static"
+    name = "static"
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
@@ -39,45 +53,14 @@ class Static:
 
 
 @dataclass(frozen=True)
-class Prune(Static):
-    """Pruning at initialisation: select once, set every other entry to zero, train the selected ones.
-
-    For new modules such as adapters; a pretrained matrix loses all entries that are not selected, so that ``sparsify``
-    refuses it unless ``pretrained`` is set. Matrices and tensors of more dimensions are pruned; biases, norms and other
-    vectors are trained whole. The budget is the number of trained entries, vectors included.
-
-    ``desparsify()`` keeps the zeros. The base of ``base_weights()`` is the pruned model.
-
-    Args:
-        allocation: as for :class:`Static`.
-        pretrained: also prune matrices that are not known to be new. New are those that PEFT and adapters add, those
-            that the model's checkpoint lacks, and those in ``fresh_modules``.
-
-    Example:
-        >>> Strategy(SNIP(), Prune())  # SparseAdapter's choice: strategy="sparseadapter"
-        Strategy(importance=SNIP(), selection=Prune(allocation='global', pretrained=False))
-
-    Source: He et al. 2022, "SparseAdapter: An easy approach for improving the parameter-efficiency of adapters", where
-    biases and norms are not pruned either, and are not part of the budget.
-    """
-
-    pretrained: bool = False
-    name: ClassVar[str] = "prune"
-
-    def removes_from(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is pruned."""
-        return len(shape) > 1
-
-
-@dataclass(frozen=True)
-class Increment:
+class Increment(Selection):
     """increment-S: each step unmasks more entries, and none is ever masked again (the paper's Algorithm 1)."""
 
-    name: ClassVar[str] = "increment"
+    name = "increment"
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Selection):
     """repeat-S: each step selects the whole budget afresh, among all entries. A baseline, for small models.
 
     An entry that is no longer selected keeps its value and its optimizer state and gets no gradient, so that the flat
@@ -89,27 +72,14 @@ class Repeat:
     """
 
     capacity: int | None = None
-    name: ClassVar[str] = "repeat"
+    name = "repeat"
 
     def __post_init__(self) -> None:
         if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
             raise SparsifyError(f"Repeat got capacity={self.capacity!r}; expected an int of at least 1, or None.")
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """A given set of entries: an earlier delta's support, or a mask.
-
-    Args:
-        support: the entries by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64.
-    """
-
-    support: Mapping[str, Tensor] = field(compare=False)  # not a setting: the delta's file holds it
-    name: ClassVar[str] = "given"
-
-
-Selection = Static | Increment | Repeat | Given
-SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Static, Prune, Increment, Repeat, Given)}
+SELECTIONS: dict[str, Callable[..., Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat)}
 
 
 @dataclass(frozen=True)
@@ -118,12 +88,11 @@ class Strategy:
 
     Args:
         importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`Magnitude`,
-            :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`); ``None`` only with
-            ``Given``.
+            :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`).
         selection: when entries are selected: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
-        SparsifyError: when a part has the wrong type, or they would prune all but the smallest weights.
+        SparsifyError: when a part has the wrong type, or the two cannot be combined.
 
     Example:
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
@@ -137,18 +106,14 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.selection, Selection):
             raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
-        if isinstance(self.selection, Given):
+        if not self.selection.scored:
             return
         if not isinstance(self.importance, Importance):
             raise SparsifyError(
                 f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
                 "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
             )
-        if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
-            raise SparsifyError(
-                f"{self.importance} with {self.selection} would keep the smallest weights and remove the large ones; "
-                "magnitude pruning is Magnitude(largest=True)."
-            )
+        self.selection.check(self.importance)
 
     @property
     def calibrates(self) -> bool:
@@ -184,37 +149,9 @@ def _from_dict(kinds: dict[str, Any], data: dict[str, Any], part: str) -> Any:
         name = data.get("name") if isinstance(data, dict) else data
         raise SparsifyError(f"unknown {part} {name!r}; expected one of {', '.join(kinds)}.")
     kind = kinds[data["name"]]
-    if kind is Given:
-        raise SparsifyError("a given set is not stored in the config; pass the set itself, such as delta.support.")
     settings = {key: value for key, value in data.items() if key != "name"}
     try:
         return kind(**settings)
     except TypeError:
         expected = ", ".join(inspect.signature(kind).parameters) or "none"
         raise SparsifyError(f"{part} {data['name']!r} with settings {settings!r}; it has these: {expected}.") from None
-
-
-PRESETS: dict[str, Strategy] = {
-    "id3": Strategy(D3(exp=2, eps=1), Increment()),
-    "d3-repeat": Strategy(D3(exp=2, eps=1), Repeat()),
-    "pafi": Strategy(Magnitude(), Static()),
-    "fish": Strategy(Fisher(num_samples=1024), Static()),
-    "random": Strategy(Random(), Static()),
-    "sparseadapter": Strategy(SNIP(), Prune()),
-    "bitfit": Strategy(Bias(), Static()),
-}
-
-
-def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strategy:
-    """Returns the strategy itself, the preset of that name, or the one that trains a given set."""
-    if isinstance(strategy, Strategy):
-        return strategy
-    if isinstance(strategy, Mapping) and all(isinstance(entries, Tensor) for entries in strategy.values()):
-        return Strategy(None, Given(strategy))
-    if isinstance(strategy, str) and strategy in PRESETS:
-        return PRESETS[strategy]
-    names = [*PRESETS, "full"]  # the latter selects nothing: sparsify() takes it by itself
-    raise SparsifyError(
-        f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, a Strategy(importance=..., "
-        f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, names)}"
-    )

@@ -1,0 +1,105 @@
+"""The entries of a model that others write to: state dicts, averages, moves to another device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.core.entries import BASE, BUFFERS, IDS, POSITION, Entries, checksum
+
+
+class ModelEntries(Entries):
+    """Entries that notice when something else has written into their buffers.
+
+    Attributes:
+        generation: how often the entries were replaced; in between, entries are only added.
+    """
+
+    def __init__(self, root: nn.Module, sizes: Sequence[int]) -> None:
+        super().__init__(root, sizes)
+        self.generation = 0
+        self._seen: list[tuple[str, Tensor, int]] = []  # the buffers and their versions when they were last read
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy's buffers count their writes from 0
+        return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen], "_view": None}
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + sum(self.buffer(name).nbytes for name in BUFFERS)
+
+    def remember(self) -> None:
+        """Notes that what is in the buffers is known."""
+        buffers: dict[str, Any] = self.root._buffers
+        self._seen = [(name, buffers[name], buffers[name]._version) for name in BUFFERS]
+
+    def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
+        super().append(ids, base, counts)
+        self.remember()
+
+    def stepped(self, updates: int) -> None:
+        super().stepped(updates)
+        self.remember()
+
+    def read(self) -> None:
+        super().read()
+        self.generation += 1
+        self.remember()
+
+    def catch_up(self) -> bool:
+        """Takes in the steps that something else has written, as a copy's; whether the entries are others now.
+
+        Waits for the device only where the buffers were written or moved.
+        """
+        for name, seen, version in self._seen:
+            if self.root._buffers[name] is not seen or seen._version != version:
+                return self._have_changed()
+        return False
+
+    def _have_changed(self) -> bool:
+        step, updates, count, _ = self.buffer(POSITION).tolist()
+        if count != self.count or not torch.equal(self._known_ids(), self.ids.cpu()):
+            return True
+        self.step, self.updates = step, updates
+        self._sort()  # on another device, perhaps
+        self.remember()
+        return False
+
+    def _known_ids(self) -> Tensor:
+        slots, indices = self._sorted
+        ids = indices.cpu() + torch.tensor(self.offsets).repeat_interleave(torch.tensor(self.counts))
+        return torch.empty_like(ids).index_copy_(0, slots.cpu(), ids)
+
+    def make_room(self, capacity: int) -> None:
+        """Lengthens the buffers to ``capacity`` entries."""
+        for name in (IDS, BASE):
+            old = self.buffer(name)
+            self.root._buffers[name] = torch.cat([old, old.new_zeros(capacity - old.numel())])
+        self.remember()
+
+    def problem(self, state: Mapping[str, Any] | None = None) -> str | None:
+        """Returns what is wrong with the buffers, or with those of a state dict; ``None`` if nothing is."""
+        buffers: Mapping[str, Any] = state or self.root._buffers
+        ids, base, position = (buffers[name] for name in BUFFERS)
+        if ids.dtype not in (torch.int64, torch.int32) or position.shape != (4,) or position.is_floating_point():
+            return f"`{IDS}` and `{POSITION}` are not whole numbers of the right number; load what was saved."
+        count, room = int(position[2]), self.values.numel()
+        if ids.dim() != 1 or ids.shape != base.shape or not 0 <= count <= ids.numel():
+            return f"`{IDS}` {tuple(ids.shape)}, `{BASE}` {tuple(base.shape)} and {count:,} entries do not agree."
+        if count > room:
+            return (
+                f"the state dict has more than {room:,} unmasked entries, which this model has room for; sparsify it "
+                "with the budget of the model that was saved."
+            )
+        ids = ids[:count].long()
+        if int(checksum(ids, 0)) != int(position[3]):
+            return f"`{IDS}` are not those that were saved: they were damaged, or averaged; load another state dict."
+        ids = ids.sort().values
+        if count and not 0 <= int(ids[0]) <= int(ids[-1]) < self.ends[-1]:
+            return "the entries lie beyond this model's candidates; sparsify the model that was saved, not another one."
+        if bool((ids[1:] == ids[:-1]).any()):
+            return "the entries hold the same one twice; the state dict is damaged, load another one."
+        return None
