@@ -1,11 +1,11 @@
 """What a run needs around the core's training step.
 
-plan, install        settle what to train, and change the model
-engine               the core's step on several devices, ranks and shards
-weights, entries     base + delta in the weights; buffers that others write to
-optimizer_steps      steps that have begun; optimizers made in the wrong order
-state, settings      state dicts, and what they are compared by
-export, exporter     the ways out: a delta, and a stream of versions (``source.py`` is what finds them)
-summary, verification
-compiled, quantized, sharding, rank_checks, new_parameters
+    plan, install        settle what to train, and change the model
+    engine               the core's step on several devices, ranks and shards
+    weights, entries     base + delta in the weights; buffers that others write to
+    optimizer_steps      steps that have begun; optimizers made in the wrong order
+    state, settings      state dicts, and what they are compared by
+    export, exporter     the ways out: a delta, and a stream of versions (``source.py`` is what finds them)
+    summary, verification
+    compiled, quantized, sharding, rank_checks, new_parameters
 """
