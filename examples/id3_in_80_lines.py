@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsify import get_unmasker, sparsify
+from sparsify import get_engine, sparsify
 
 B, T = 200, 20
 EXP, EPS = 2, 1.0
@@ -55,7 +55,7 @@ def with_sparsify(model, batches):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        for tensor in get_unmasker(model).tensors:
+        for tensor in get_engine(model).tensors:
             Lambda[tensor.name][tensor.indices] = True
         yield loss.item(), torch.cat([*Lambda.values()])
 

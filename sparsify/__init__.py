@@ -27,13 +27,7 @@ from sparsify.core.schedule import Schedule
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
-from sparsify.errors import (
-    BaseMismatchError,
-    DeltaFormatError,
-    MissingUpdateError,
-    SparsifyError,
-    StaleUpdateError,
-)
+from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
 from sparsify.strategies.importance import SNIP, Bias, Magnitude, Random, register_importance
 from sparsify.strategies.presets import Prune
@@ -43,46 +37,13 @@ from sparsify.stream.subscriber import DeltaSubscriber
 from sparsify.version import __version__
 
 __all__ = [
-    "D3",
-    "SNIP",
-    "BaseMismatchError",
-    "Bias",
-    "DeltaFormatError",
-    "DeltaPublisher",
-    "DeltaSubscriber",
-    "DeltaSwitch",
-    "DeltaUpdate",
-    "Fisher",
-    "Increment",
-    "Magnitude",
-    "MaskedEmbedding",
-    "MaskedLinear",
-    "MissingUpdateError",
-    "Prune",
-    "Random",
-    "Repeat",
-    "Schedule",
-    "SparseDelta",
-    "SparsifyCallback",
-    "SparsifyError",
-    "StaleUpdateError",
-    "Static",
-    "Strategy",
-    "__version__",
-    "base_weights",
-    "desparsify",
-    "extend",
-    "get_engine",
-    "get_unmasker",
-    "load_model",
-    "optimizer_stepped",
-    "overlap",
-    "print_trainable_parameters",
-    "register_importance",
-    "sparsify",
-    "summary",
+    "D3", "SNIP", "BaseMismatchError", "Bias", "DeltaFormatError", "DeltaPublisher", "DeltaSubscriber", "DeltaSwitch",
+    "DeltaUpdate", "Fisher", "Increment", "Magnitude", "MaskedEmbedding", "MaskedLinear", "MissingUpdateError", "Prune",
+    "Random", "Repeat", "Schedule", "SparseDelta", "SparsifyCallback", "SparsifyError", "StaleUpdateError", "Static",
+    "Strategy", "__version__", "base_weights", "desparsify", "extend", "get_engine", "get_unmasker", "load_model",
+    "optimizer_stepped", "overlap", "print_trainable_parameters", "register_importance", "sparsify", "summary",
     "trained_state",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -31,10 +31,7 @@ class StaleUpdateError(SparsifyError):
 
 
 def brief(text: object, most: int = 300) -> str:
-    """A name from a file, or what another library's error says, as it may stand in a message.
-
-    On one line, printable and not long: some of transformers' errors list each of its models, and any of them may
-    quote a file that steers a terminal.
+    """Untrusted text, or another library's error, for a message: on one line, printable and not long.
 
     Example:
         >>> brief("Unrecognized model in\\n  base: \\x1b[2J one of albert, bert", 32)

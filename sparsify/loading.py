@@ -1,8 +1,7 @@
 """Loads a base and puts a delta onto it, in one call.
 
-In: the base's name, and a delta with its record of the model it was trained in. Out: the model, in eval mode, with the
-trained values. The record is not trusted: a class is looked up in transformers by name, and of the model's config only
-the labels are taken.
+The delta's record of its model is not trusted: a class is looked up in transformers by name, and of the model's config
+only the labels are taken.
 """
 
 from __future__ import annotations
@@ -90,14 +89,11 @@ def load_model(
 def _check_arguments(base: object, delta: object, model_class: Any) -> None:
     """Raises for a base that is loaded already, a sum of deltas, or an unsuitable class."""
     if isinstance(base, nn.Module):
-        raise SparsifyError(
-            f"`load_model` loads the base, and got a {type(base).__name__} that is loaded: use `delta.apply(model)`."
-        )
+        kind = type(base).__name__
+        raise SparsifyError(f"`load_model` loads the base, and got a {kind} that is loaded: use `delta.apply(model)`.")
     if isinstance(delta, DeltaSum):
-        raise SparsifyError(
-            "a sum of deltas has no values without its base: give `load_model(base, delta.on(base))`, with the base as "
-            "a folder."
-        )
+        remedy = "give `load_model(base, delta.on(base))`, with the base as a folder."
+        raise SparsifyError(f"a sum of deltas has no values without its base: {remedy}")
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
         raise SparsifyError(
             f"model_class={model_class!r:.100}; expected a class with `from_pretrained`, such as AutoModelForCausalLM."
@@ -114,17 +110,12 @@ def _recorded_class(name: object) -> Any:
     found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     base_class = transformers.PreTrainedModel
     if not isinstance(found, type) or not issubclass(found, base_class) or found is base_class:
-        raise SparsifyError(
-            f"the delta was trained in {name!r:.100}, which is no model class of transformers: {remedy}"
-        )
+        raise SparsifyError(f"it was trained in {name!r:.100}, which is no model class of transformers: {remedy}")
     return found
 
 
 def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises where the recorded class is of another family of models than the base.
-
-    transformers would build it with that family's default sizes, which for some are tens of gigabytes.
-    """
+    """Raises where transformers would build a class of another family than the base's, in that family's size."""
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     if "config" in kwargs:
@@ -158,7 +149,7 @@ def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -
 
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
-    """The narrowest dtype that the base was in: a model that keeps some tensors wider does so by itself."""
+    """The narrowest dtype that the base was in; a model keeps wider tensors wider by itself."""
     dtypes = {tensor.dtype for tensor in delta.tensors.values() if tensor.initializer is None}
     recorded = delta.config.get("base_dtypes")
     if not dtypes and isinstance(recorded, list):
@@ -173,14 +164,11 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     try:
         labels = {} if "config" in kwargs else recorded_labels(delta.config, delta.whole)
         with _without_load_report():
-            model, info = model_class.from_pretrained(
-                name, **{"ignore_mismatched_sizes": True, **labels, **kwargs}, output_loading_info=True
-            )
+            options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
+            model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
     except (OSError, HFValidationError) as error:
-        raise SparsifyError(
-            f"the base `{brief(name)}` cannot be loaded ({brief(error)}): pass its id on the hub or its folder, "
-            "`load_model(base, delta)`."
-        ) from error
+        remedy = "pass its id on the hub or its folder, `load_model(base, delta)`."
+        raise SparsifyError(f"the base `{brief(name)}` cannot be loaded ({brief(error)}): {remedy}") from error
     except Exception as error:  # third parties' code for hundreds of models
         raise SparsifyError(
             f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "

@@ -17,7 +17,7 @@ from sparsify import (
     Strategy,
     base_weights,
     desparsify,
-    get_unmasker,
+    get_engine,
     sparsify,
     summary,
 )
@@ -165,12 +165,12 @@ def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_lat
     sparsify(model, 10)
     with pytest.raises(SparsifyError, match=r"number of training steps is not known.*steps="):
         model(**batches[0]).backward()
-    get_unmasker(model).steps = 2
+    get_engine(model).steps = 2
     model(**batches[0]).backward()
     assert summary(model).unmasked == 5
 
 
-@pytest.mark.parametrize("verb", [desparsify, summary, get_unmasker, lambda model: base_weights(model).__enter__()])
+@pytest.mark.parametrize("verb", [desparsify, summary, get_engine, lambda model: base_weights(model).__enter__()])
 def test_verbs_on_a_plain_model_say_so(verb):
     with pytest.raises(SparsifyError, match="this MLP is not sparsified"):
         verb(MLP())
@@ -181,7 +181,7 @@ def test_desparsify_restores_what_required_grad():
     model.first.requires_grad_(False)
     sparsify(model, 10, Strategy(Magnitude(), Static()), schedule=Schedule("cubic", every=2))
     assert summary(model).unmasked == 10
-    assert not any(tensor.name.startswith("first") for tensor in get_unmasker(model).tensors)
+    assert not any(tensor.name.startswith("first") for tensor in get_engine(model).tensors)
     desparsify(model)
     assert not model.first.weight.requires_grad
     assert model.head.weight.requires_grad

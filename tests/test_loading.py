@@ -53,9 +53,6 @@ def classifier(pretrained):
     return base, *trained(model, batches), batches
 
 
-# The model comes out
-
-
 def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
     base, delta, expected, batches = classifier
     delta.save(tmp_path / "delta")
@@ -107,14 +104,10 @@ def test_a_head_replaces_one_of_another_size_in_a_class_of_ones_own_choice(class
     assert torch.equal(logits(model, batches), expected)
 
 
-def test_another_dtype_is_taken_with_a_warning(classifier):
+def test_another_dtype_is_a_reason_to_warn_and_a_head_that_the_delta_brings_is_none(classifier, caplog):
     base, delta, *_ = classifier
     with pytest.warns(UserWarning, match="cannot be checked, and the trained values are cast"):
         assert load_model(base, delta, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_a_head_that_the_delta_brings_is_no_reason_to_warn(classifier, caplog):
-    base, delta, *_ = classifier
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, logger="transformers"):
         warnings.simplefilter("error")
         logger = logging.getLogger("transformers")
@@ -133,9 +126,6 @@ def test_the_plain_model_is_found_within_wrappers(wrap):
     assert plain_model(model) is model
 
 
-# What goes wrong
-
-
 def test_a_wrong_base_is_refused(classifier, tmp_path):
     _, delta, *_ = classifier
     build("bert", seed=5)[0].bert.save_pretrained(tmp_path / "wrong")
@@ -148,9 +138,7 @@ def test_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classif
     with pytest.raises(BaseMismatchError, match=r"tensor `bert.pooler.dense.bias` \(2 in all\) is neither in the base"):
         load_model(tmp_path / "other", delta)
     delta.whole.pop("classifier.bias")
-    with pytest.raises(
-        BaseMismatchError, match=r"tensor `classifier.bias` \(1 in all\).*would have random values: pass the base"
-    ):
+    with pytest.raises(BaseMismatchError, match=r"tensor `classifier.bias` \(1 in all\).*random values: pass the base"):
         load_model(None, delta)
 
 
@@ -183,9 +171,7 @@ def test_arguments_of_the_wrong_type_are_refused(classifier):
         load_model(torch.nn.Linear(1, 1), delta)
     with pytest.raises(SparsifyError, match=r"model_class='AutoModel'; expected a class with `from_pretrained`"):
         load_model(base, delta, model_class="AutoModel")
-    with pytest.raises(
-        SparsifyError, match=r"a sum of deltas has no values without its base: .*`load_model\(base, delta.on"
-    ):
+    with pytest.raises(SparsifyError, match=r"no values without its base: .*`load_model\(base, delta.on"):
         load_model(base, 0.5 * delta)
     assert type(load_model(base, (0.5 * delta).on(base))) is BertForSequenceClassification
 
@@ -195,9 +181,7 @@ def test_a_class_of_another_family_is_refused_before_it_is_built(classifier):
     """In its own default size, which a BERT's config says nothing of, it would take 24 GB."""
     base, delta, *_ = classifier
     delta.config["architecture"] = "GPTJForCausalLM"
-    with pytest.raises(
-        SparsifyError, match=r"was trained in GPTJForCausalLM, and the base .* family of models \(bert\)"
-    ):
+    with pytest.raises(SparsifyError, match=r"was trained in GPTJForCausalLM, and .* family of models \(bert\)"):
         within_limits(lambda: load_model(base, delta))
 
 
@@ -242,10 +226,10 @@ def test_what_transformers_cannot_build_is_an_error_of_ours(classifier, change, 
         load_model(base, SparseDelta({}, {}, {"architecture": name}), dtype="auto")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("text", [b"", b"[]", b"[" * 100_000, b"\xff"])
 def test_a_broken_config_of_a_base_is_an_error_of_ours(classifier, text):
     base, delta, *_ = classifier
-    (base / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (base / "config.json").write_bytes(text)
     with pytest.raises(SparsifyError, match=r"the base `.*(config|argument|recursion)"):
         load_model(base, delta)
 

@@ -16,9 +16,9 @@ from step_bench.run import conditions
 from torch import Tensor
 
 from sparsify import SparseDelta, SparsifyError
-from sparsify.common.names import did_you_mean
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import TensorDelta
+from sparsify.errors import did_you_mean
 
 MB = 2**20
 NOISE = 1_000_003  # random numbers that are repeated over large tensors

@@ -30,7 +30,7 @@ from torch import multiprocessing, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsify import get_unmasker, sparsify
+from sparsify import get_engine, sparsify
 
 METHODS = ("full", "lora", "id3")
 FILL_STEPS = 6
@@ -133,14 +133,14 @@ def train(rank: int, ranks: int, settings: Settings, steps: int, threads: int, f
     if sparse:
         fill(model, settings, step, FILL_STEPS)
     step()
-    chosen_before = get_unmasker(model).ranks.bytes_sent if sparse else 0
+    chosen_before = get_engine(model).ranks.bytes_sent if sparse else 0
     averaged.bytes, seconds = 0, []
     for _ in range(steps):
         dist.barrier()
         started = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - started)
-    chosen = get_unmasker(model).ranks.bytes_sent - chosen_before if sparse else 0
+    chosen = get_engine(model).ranks.bytes_sent - chosen_before if sparse else 0
     numbers = {
         "trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         "seconds": seconds,

@@ -35,7 +35,7 @@ from step_bench.models import LLAMA_1B, TINY
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsify import DeltaPublisher, DeltaSubscriber, get_unmasker, sparsify
+from sparsify import DeltaPublisher, DeltaSubscriber, get_engine, sparsify
 from sparsify.common.raw_bits import digest
 
 QUARTER = {"num_hidden_layers": 4}  # of 16
@@ -130,7 +130,7 @@ class Trainer:
     def unmask(self, number: int) -> None:
         """Unmasks some more of the random entries."""
         chosen, self.masked = self.masked.split([number, len(self.masked) - number])
-        get_unmasker(self.model).begin(chosen)
+        get_engine(self.model).begin(chosen)
 
     @torch.no_grad()
     def step(self, seed: int, growing: int) -> None:
@@ -138,7 +138,7 @@ class Trainer:
         if growing:
             self.unmask(growing)
         torch.manual_seed(seed)
-        engine = get_unmasker(self.model)
+        engine = get_engine(self.model)
         engine.values[: engine.unmasked].normal_(std=0.05)
         engine.refresh()
 

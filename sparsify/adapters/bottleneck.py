@@ -1,7 +1,4 @@
-"""One adapter: a projection down to a few dimensions, a non-linearity, a projection up, added to the hidden states.
-
-In: the hidden states of a layer, by a forward hook. Out: the adapted hidden states.
-"""
+"""One adapter: a projection down to a few dimensions, a non-linearity, a projection up, added to the hidden states."""
 
 from __future__ import annotations
 
@@ -33,17 +30,9 @@ _NON_LINEARITIES = {"swish": nn.SiLU, "relu": nn.ReLU}
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Kind, size, name and, if given, places of a model's adapters.
+    """Kind (``"pfeiffer"`` or ``"houlsby"``), size and name of a model's adapters, as for :func:`add_adapters`.
 
-    Attributes:
-        kind: ``"pfeiffer"`` or ``"houlsby"``.
-        reduction_factor: hidden size divided by the bottleneck's size.
-        name: of the adapters; a part of their parameters' names.
-        target_modules: full names of the modules whose output is adapted, where the user named them.
-
-    Example:
-        >>> AdapterConfig("houlsby", 16).bottleneck(768)
-        48
+    ``target_modules`` are full names of the modules whose output is adapted, where the user named them.
     """
 
     kind: str = "pfeiffer"
@@ -70,24 +59,18 @@ class AdapterConfig:
             raise SparsifyError(f"target_modules={modules!r:.100}; expected a list of module names.")
 
     def bottleneck(self, width: int) -> int:
-        """Returns the bottleneck's size for hidden states of ``width`` dimensions: at least one."""
+        """The bottleneck's size for hidden states of ``width`` dimensions: at least one."""
         return max(1, int(width // self.reduction_factor))
 
 
 class Adapter(nn.Module):
-    """A bottleneck adapter: ``up(f(down(x)))``, which its hooks add to the hidden states.
-
-    Initial weights are AdapterHub's: normal with a standard deviation of 0.02, biases zero.
-
-    Args:
-        width: size of the hidden states.
-        config: kind and reduction factor.
-    """
+    """A bottleneck adapter for hidden states of one ``width``: ``up(f(down(x)))``, which its hooks add to them."""
 
     def __init__(self, width: int, config: AdapterConfig) -> None:
         super().__init__()
         self.config = config
-        down, bottleneck = nn.Linear(width, config.bottleneck(width)), config.bottleneck(width)
+        bottleneck = config.bottleneck(width)
+        down = nn.Linear(width, bottleneck)
         self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind].non_linearity]())
         self.adapter_up = nn.Linear(bottleneck, width)
         for projection in (down, self.adapter_up):

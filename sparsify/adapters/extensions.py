@@ -1,7 +1,6 @@
 """Records the adapters (PEFT's or ours) that a base was extended by before training, and builds them again.
 
-In: a model, or a delta's record of one. Out: the record, in JSON types; or the base with the same modules, not yet with
-values. A record is not trusted: it is checked, and nothing is imported or allocated because of it alone.
+A record is not trusted: it is checked, and nothing is imported or allocated because of it alone.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small
 def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
     """Records PEFT's or our adapters in a model, for :func:`extend`; the record of a plain model is empty.
 
-    ``held`` are the names of the delta's tensors: one of PEFT's adapters that has none of them, such as the copy that
-    TRL's DPOTrainer adds as its reference, is left out.
+    PEFT's adapters of which a delta ``held`` no tensor are left out, such as the copy that TRL's DPOTrainer refers to.
     """
     found: dict[str, Any] = {}
     for module in model.modules():
@@ -40,10 +38,9 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Adds the modules that a delta recorded to a base, with uninitialised values; within a ``PeftModel`` for PEFT's.
+    """Adds the modules in a delta's ``config`` to a base, uninitialised; PEFT's within a ``PeftModel``.
 
-    ``config`` is a delta's, ``shapes`` those of the tensors that it has all values of, by plain name. Raises where the
-    record is invalid, no such model can be built from it, or the delta lacks tensors of the modules.
+    Raises where the record is invalid, or the modules have tensors that are not in the delta, by plain name and shape.
     """
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
         model = add_peft_adapters(model, configs)

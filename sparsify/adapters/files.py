@@ -1,8 +1,6 @@
-"""Saves and loads adapters in AdapterHub's format; each library reads the other's files.
+"""Saves and loads adapters in AdapterHub's format, without pickle; each library reads the other's files.
 
-    model --save_adapters--> adapter_config.json, adapter.safetensors --load_adapters--> a new base
-
-There is no pickle; a folder is checked before the model is changed.
+model --save_adapters--> adapter_config.json, adapter.safetensors --load_adapters--> a new base
 """
 
 from __future__ import annotations
@@ -107,16 +105,14 @@ def _read_config(path: Path) -> AdapterConfig:
     full = read_json(path)
     given = full.get("config")
     if not isinstance(given, dict) or "name" not in full or "reduction_factor" not in given:
-        raise SparsifyError(
-            f"{path} is no config of AdapterHub's bottleneck adapters; expected one of save_adapters()."
-        )
+        raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters; expected save_adapters()'s.")
     for kind, known in KINDS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known._asdict()}.items()):
             return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
+    settings = ", ".join(f"{kind}: {known._asdict()}" for kind, known in KINDS.items())
     raise SparsifyError(
-        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings "
-        f"({', '.join(f'{kind}: {known._asdict()}' for kind, known in KINDS.items())}); load it with AdapterHub's "
-        "`adapters`."
+        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings ({settings}); load "
+        "it with AdapterHub's `adapters`."
     )
 
 

@@ -1,8 +1,4 @@
-"""Adds adapters to a model and removes them, in place.
-
-In: a model of transformers. Out: the same object, with an adapter at each place and a hook that runs it. The base's own
-modules, their classes and their names are unchanged, so that its checkpoints still fit.
-"""
+"""Adds adapters and their hooks to a model, in place, and removes them; the base's own modules stay the same."""
 
 from __future__ import annotations
 
@@ -83,12 +79,10 @@ def remove_adapters(model: Model) -> Model:
     find_adapters(model)
     for module in list(model.modules()):
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), Adapter):
-                    del hooks[key]
-        for name, child in list(module.named_children()):
-            if isinstance(child, Adapters):
-                delattr(module, name)
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Adapter)]:
+                del hooks[key]
+        for name in [name for name, child in module.named_children() if isinstance(child, Adapters)]:
+            delattr(module, name)
     return model
 
 

@@ -1,7 +1,6 @@
 """Finds the places of adapters in the layers of known architectures, recognised by their parts, not by their class.
 
-In: a model, and the kind of adapter or the names of modules. Out: a :class:`Place` for each adapter, in the order of
-the layers. AdapterHub's ``adapters`` 1.3 has them at the same places under the same names:
+AdapterHub's ``adapters`` 1.3 has them at the same places under the same names:
 
     sublayer -> dropout -> h ; h + residual -> s ; (BERT: norm(s))
         Houlsby   h + A(h)          replaces h, after the attention and after the feed-forward network
@@ -101,9 +100,7 @@ def _after(name: str, model: nn.Module) -> Place:
         )
     width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
     if not isinstance(width, int):
-        raise SparsifyError(
-            f"target_modules: the size of what {name!r:.100}, a {type(module).__name__}, gives is not known; name a "
-            "linear layer."
-        )
+        of = f"what {name!r:.100}, a {type(module).__name__}, gives"
+        raise SparsifyError(f"target_modules: the size of {of} is not known; name a linear layer.")
     has_weights = any(parameter.is_floating_point() for parameter in module.parameters())
     return Place(module, "adapters", module, width, module if has_weights else model)

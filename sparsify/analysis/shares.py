@@ -1,9 +1,7 @@
-"""The unmasked share of each tensor, with the tensor's layer and its kind within the layer.
+"""The unmasked share of each tensor of a sparsified model or a delta, with its layer and kind, by its name alone:
 
-In: a sparsified model, or a delta. Out: a row for each tensor. Layers and kinds come from the names alone:
-
-    bert.encoder.layer.3.attention.self.query.weight
-    stack path ------- number                           layer 3, kind attention.self.query.weight
+bert.encoder.layer.3.attention.self.query.weight
+stack path ------- number                           layer 3, kind attention.self.query.weight
 """
 
 from __future__ import annotations
@@ -15,27 +13,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.common.names import plain_name
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
 Source = nn.Module | SparseDelta
-Path = tuple[str, ...]  # a name's dotted components
 
 _EXPERT = re.compile(r"(?<=\bexperts\.)(\w+_)?\d+(?=\.|$)")  # Mixtral's experts.7, Switch's experts.expert_7
 
 
 @dataclass(frozen=True)
 class TensorShare:
-    """The unmasked share of one tensor.
+    """The unmasked share of one tensor: its ``name`` in the plain model and its numbers of entries.
 
-    Attributes:
-        name: its name in the plain model.
-        layer: its layer's number; ``None`` outside the numbered layers.
-        kind: its name within the layer, equal in all layers of a stack.
-        unmasked: number of unmasked entries.
-        size: number of entries.
+    ``layer`` is a number, or ``None`` outside the numbered layers; ``kind`` is its name within the layer, equal in all
+    layers of a stack.
     """
 
     name: str
@@ -96,21 +89,11 @@ def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
     model's prefix: a first component that all layers' names have, too.
 
     Example:
-        >>> for place in places(["bert.embeddings.weight", "bert.encoder.layer.3.output.dense.bias"]).values():
-        ...     print(*place)
-        None embeddings.weight
-        3 output.dense.bias
-        >>> for place in places(["encoder.block.0.q.weight", "decoder.block.0.q.weight"]).values():
-        ...     print(*place)
-        0 encoder.block.q.weight
-        0 decoder.block.q.weight
-        >>> places(["model.layers.0.mlp.experts.7.up_proj.weight"]).popitem()[1]
-        (0, 'mlp.experts.*.up_proj.weight')
+        >>> places(["bert.embeddings.weight", "bert.encoder.layer.3.output.dense.bias"]).values()
+        dict_values([(None, 'embeddings.weight'), (3, 'output.dense.bias')])
     """
-    paths: dict[str, Path] = {name: tuple(name.split(".")) for name in names}
-    numbers = {
-        name: next((at for at, part in enumerate(path) if part.isdecimal()), None) for name, path in paths.items()
-    }
+    paths = {name: tuple(name.split(".")) for name in names}
+    numbers = {name: next((at for at, part in enumerate(paths[name]) if part.isdecimal()), None) for name in paths}
     stacks = {paths[name][:at] for name, at in numbers.items() if at is not None}
     prefixes = {stack[:1] if len(stack) > 1 else () for stack in stacks}
     prefix = prefixes.pop() if len(prefixes) == 1 else ()
@@ -131,6 +114,6 @@ def _counts(source: Source) -> dict[str, tuple[int, int]]:
     if isinstance(source, SparseDelta):
         return {name: (tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()}
     if isinstance(source, nn.Module):
-        tensors = get_unmasker(source).tensors
+        tensors = get_engine(source).tensors
         return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in tensors}
     raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")

@@ -1,8 +1,4 @@
-"""Tensor sparsity and selection entropy over the optimizer steps, reconstructed after training.
-
-Slots are assigned in order of unmasking, and the schedule gives the number of entries unmasked after each step: those
-of the first so many slots.
-"""
+"""Tensor sparsity and selection entropy over the optimizer steps, reconstructed from the order of the slots."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.strategies.strategy import Increment, Repeat
@@ -23,13 +19,10 @@ from sparsify.training.summary import selection_entropy, tensor_sparsity
 
 @dataclass(frozen=True)
 class TrajectoryPoint:
-    """The selection after some optimizer steps.
+    """The selection after ``step`` optimizer steps: the number of ``unmasked`` entries and where they are.
 
-    Attributes:
-        step: optimizer steps done; 0 is before training.
-        unmasked: unmasked entries.
-        tensor_sparsity: share of the tensors with no unmasked entry.
-        selection_entropy: in nats, at most the logarithm of the number of tensors; 0 where nothing is unmasked.
+    ``tensor_sparsity`` is the share of the tensors with no unmasked entry, ``selection_entropy`` is in nats, at most
+    the logarithm of the number of tensors, and 0 where nothing is unmasked.
     """
 
     step: int
@@ -71,7 +64,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
             f"expected a sparsified model, got {type(model).__name__}: only the model that was trained has its "
             "steps. shares() shows where the entries of a delta are."
         )
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")
     if isinstance(engine.strategy.selection, Repeat):
@@ -100,16 +93,13 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     if engine.steps is None:
         raise SparsifyError(
             "the planned number of training steps, and so when entries were unmasked, is not known; set "
-            "get_unmasker(model).steps to what it was in training."
+            "get_engine(model).steps to what it was in training."
         )
     return min(engine.unmasked, engine.schedule.target(step - 1, engine.steps, engine.budget))
 
 
 def _check_updates(engine: Engine) -> None:
-    """Warns where the schedule does not account for the entry updates done.
-
-    No step unmasks more than the schedule's target, so that equal sums over the steps mean equal counts in each.
-    """
+    """Warns where the schedule does not account for the entry updates done: no step unmasks more than it planned."""
     planned = sum(_unmasked_after(engine, step) for step in range(1, engine.step + 1))
     if planned != engine.updates:
         warnings.warn(

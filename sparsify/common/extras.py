@@ -11,11 +11,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Imports an optional dependency by its import name, which an ``extra`` of sparsify installs.
-
-    Raises:
-        MissingExtraError: when it is not installed; the text is the ``pip`` command that installs it.
-    """
+    """Imports an optional dependency; ``MissingExtraError`` names the ``extra`` of sparsify that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

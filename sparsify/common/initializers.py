@@ -1,8 +1,6 @@
-"""Initial values that are generated again from a seed, bit for bit, on any machine and with any version.
+"""Initial values of which a file holds a recipe: generated from a seed, as ``delta/format.md`` specifies to the bit.
 
-In: a tensor's name, shape and dtype, and an :class:`InitializerRecipe`. Out: its values, made from the raw bits of a
-counter-based generator by integer arithmetic and correctly rounded products alone. ``delta/format.md`` specifies them
-to the bit, since files hold recipes in place of values.
+They are made from a counter-based generator's raw bits by integer arithmetic and correctly rounded products alone.
 """
 
 from __future__ import annotations
@@ -25,21 +23,10 @@ _CHUNK = 2**20  # entries generated at a time
 
 @dataclass(frozen=True)
 class InitializerRecipe:
-    """How a tensor's initial values are generated.
+    """How a tensor's initial values are generated; tensors of different names get different numbers from one seed.
 
-    Args:
-        distribution: ``"uniform"`` between -scale and scale, ``"normal"`` with a standard deviation of scale (a sum of
-            twelve uniform numbers), or ``"constant"``: scale everywhere.
-        scale: a finite number.
-        seed: from 0 to 2^63 - 1. Tensors of different names get different numbers from one seed.
-
-    Raises:
-        SparsifyError: for another distribution, or a scale or seed out of range.
-
-    Example:
-        >>> InitializerRecipe("uniform", 0.5, seed=0).values("w", (2, 2), torch.float32)
-        tensor([[-0.1640, -0.3026],
-                [ 0.2695,  0.0022]])
+    ``"uniform"`` is between -scale and scale, ``"normal"`` has a standard deviation of scale (a sum of twelve uniform
+    numbers), ``"constant"`` is scale everywhere. Raises ``SparsifyError`` for anything else, or out of range.
     """
 
     distribution: str
@@ -48,9 +35,8 @@ class InitializerRecipe:
 
     def __post_init__(self) -> None:
         if self.distribution not in DISTRIBUTIONS:
-            raise SparsifyError(
-                f"distribution is {self.distribution!r:.100}, expected one of {', '.join(DISTRIBUTIONS)}"
-            )
+            names = ", ".join(DISTRIBUTIONS)
+            raise SparsifyError(f"distribution is {self.distribution!r:.100}, expected one of {names}")
         is_number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
         if not is_number or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
             raise SparsifyError(f"scale is {self.scale!r:.100}, expected a finite number")

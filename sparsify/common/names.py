@@ -1,8 +1,4 @@
-"""Tensor names independent of wrappers.
-
-In: a model as training left it (DDP, ``torch.compile``, PEFT around it). Out: the names of the plain model's state
-dict, so that a delta trained under one wrapper finds its tensors under another, or under none.
-"""
+"""Tensor names independent of wrappers: a delta trained under DDP, ``torch.compile`` or PEFT fits the plain model."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-
 
 
 def plain_name(name: str) -> str:
-    """Strips the prefixes of wrappers from a name of ``named_parameters`` or ``state_dict``.
-
-    Only whole dotted components are stripped, and never the last one, which is the tensor's own.
-    """
+    """Strips the prefixes of wrappers, which are whole components, from a name of a parameter or buffer."""
     if not name.startswith(_FIRST_PARTS) and _COMPILED not in name:
         return name  # nearly all of them
     *path, last = name.split(".")
@@ -52,10 +45,9 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters, then all persistent buffers of a model by plain name, each in the model's order.
+    """Returns all parameters, then all persistent buffers of a model by plain name, tied ones under every name.
 
-    A tied tensor is listed under every name, so that a delta stored under its first name in one model is found in
-    another that lists the names in another order. Two different tensors with one plain name are an error.
+    Two different tensors with one plain name are an error.
     """
     pairs = list(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
@@ -110,26 +102,20 @@ def listed(names: Sequence[str]) -> str:
 
 
 def find_engine(model: nn.Module) -> Any:
-    """Returns the engine of a sparsified model, also inside wrappers; ``None`` for a model that is not sparsified.
-
-    Raises:
-        SparsifyError: when several parts of the model are sparsified separately.
-    """
+    """Returns the engine of a sparsified model, also inside wrappers; ``None`` for a model that is not sparsified."""
     engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}
     if len(engines) > 1:
+        parts = ", ".join(f"`{name}`" for name in engines)
         raise SparsifyError(
-            f"several parts of this {type(model).__name__} are sparsified, each by itself: "
-            f"{', '.join(f'`{name}`' for name in engines)}; pass one of them."
+            f"several parts of this {type(model).__name__} are sparsified, each by itself: {parts}; pass one of them."
         )
     return next(iter(engines.values()), None)
 
 
 def check_plain(model: nn.Module) -> None:
     """Raises ``SparsifyError`` where a model, or a part of it, is sparsified."""
-    for module in model.modules():
-        if ENGINE in vars(module):
-            raise SparsifyError(
-                "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
-                "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the "
-                "base."
-            )
+    if any(ENGINE in vars(module) for module in model.modules()):
+        raise SparsifyError(
+            "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
+            "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the base."
+        )

@@ -1,7 +1,4 @@
-"""Reading quantized weights: bitsandbytes' 4-bit and 8-bit layers, torchao's tensors.
-
-Types are recognised by name, so that a library is imported only where a model has one of its weights.
-"""
+"""Reading quantized weights: bitsandbytes' 4-bit and 8-bit layers, torchao's tensors, by their types' names."""
 
 from __future__ import annotations
 
@@ -64,17 +61,12 @@ def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
-    """Returns why a module's quantized weight cannot be dequantized, as the end of a sentence; ``None`` if it can.
-
-    ``before`` is the call that needs the values, for the remedy.
-    """
+    """Returns why a module's quantized weight cannot be dequantized ``before`` a call, as the end of a sentence."""
     weight: Any = module._parameters[attribute]
     kind = _kind(weight)
     if kind == _BITSANDBYTES_4BIT and weight.quant_state is None:
-        return (
-            "is not quantized yet, which bitsandbytes does on the way to a device; call model.to(device) before "
-            f"{before}"
-        )
+        remedy = f"call model.to(device) before {before}"
+        return f"is not quantized yet, which bitsandbytes does on the way to a device; {remedy}"
     if kind == _BITSANDBYTES_4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
         return (
             "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "

@@ -5,8 +5,8 @@ at different places all raise the same error instead of waiting for each other, 
 numbers that every rank has.
 
 Headers are CPU tensors, over gloo where the ranks' own backend has no CPU (NCCL). So no header waits for a device, and
-a collective call on a device is launched only once all ranks have come to it. The host waits for none of these calls
-before the last header: a rank that dies is an error at the next one, and only after the last NCCL has to notice it.
+a collective call on a device is launched only once all ranks have come to it. A rank that dies is an error at the next
+header.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Ranks:
     def headers(self, place: int, numbers: Sequence[int], names: Sequence[str]) -> Tensor:
         """Gathers less than ``WIDTH`` numbers of each rank: (ranks, numbers) int64, on the CPU.
 
-        Raises ``SparsifyError`` on all ranks unless they are at the same place of their backward passes: the number of
-        a tensor (one of ``names``), ``BEGIN`` or ``END``.
+        Raises on all ranks unless they are at one place: a tensor's number (one of ``names``), ``BEGIN`` or ``END``.
         """
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
@@ -89,10 +88,7 @@ class Ranks:
         return self.sum_(values).div_(num_ranks())
 
     def mean_share(self, values: Tensor) -> Tensor:
-        """Averages the ranks' values (n,) and returns this rank's share (ceil(n / ranks),), in the order of ranks.
-
-        After the last value come zeros.
-        """
+        """Averages the ranks' values (n,), padded with zeros, and returns this rank's share (ceil(n / ranks),)."""
         ranks = num_ranks()
         if missing := -values.numel() % ranks:
             values = torch.nn.functional.pad(values, (0, missing))
@@ -120,7 +116,7 @@ class Ranks:
                 f"rank {dist.get_rank()} of {num_ranks()} got no answer from {other} within {self.timeout:.0f} s, "
                 "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
                 "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
-                "in an evaluation of its own, needs a larger get_unmasker(model).ranks.timeout."
+                "in an evaluation of its own, needs a larger get_engine(model).ranks.timeout."
             ) from error
         self.exchanges += 1
 

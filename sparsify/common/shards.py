@@ -1,7 +1,6 @@
 """Entries of weights that FSDP2 (``fully_shard``) shards by rows; every other weight is read and written directly.
 
-In forward and in a block's backward a parameter is a plain tensor with all its rows; elsewhere it is a DTensor. Reading
-entries of a sharded weight is a collective call, writing them is not.
+In forward and in a block's backward a parameter is a plain tensor with all its rows; elsewhere it is a DTensor.
 """
 
 from __future__ import annotations

@@ -9,14 +9,12 @@ import torch
 
 
 class Streams:
-    """The CUDA streams of a model's backward passes, synchronized where they share memory.
+    """The CUDA streams of a model's backward passes, synchronized where they share memory; no host waits.
 
     Autograd runs each node on the stream of its forward, and synchronizes two nodes' streams where a gradient passes
-    from one to the other. The gradient of a masked weight is not passed on: it is added to memory that all nodes share
-    (the flat gradient and the candidates), and the root's node ends the pass on a stream of its own. Autograd has a
-    thread for each device; in a second device's thread, the current stream of the first one is its default stream.
-
-    The host never waits, and a single stream never waits. On a CPU nothing happens.
+    from one to the other. The gradient of a masked weight is not passed on: it is added to memory that all nodes share,
+    and the root's node ends the pass on a stream of its own. Autograd has a thread for each device; in a second
+    device's thread, the current stream of the first one is its default stream.
     """
 
     def __init__(self) -> None:
@@ -32,11 +30,7 @@ class Streams:
     def joined(self, device: torch.device | None = None) -> AbstractContextManager[None]:
         """A context for work on shared memory: after all earlier such work, and before all later work of any stream.
 
-        Later work on the other streams waits too, because memory that they allocated and that is read here returns to
-        them when it is freed.
-
-        Args:
-            device: the work's device, in addition to those of earlier work.
+        The other streams wait too: memory that they allocated and that is read here returns to them when it is freed.
         """
         if device is not None and device.type == "cuda":
             self.seen.setdefault(device, {})

@@ -2,11 +2,9 @@
 
     checkpoint-N/model.safetensors      the trained state, under the names of the model's state dict; its metadata
                                         lists the files that belong to the checkpoint
-    checkpoint-N/optimizer.pt, ...      the Trainer's own files: optimizer.pt, scheduler.pt, scaler.pt, rng_state.pth,
-                                        training_args.bin and, written last, trainer_state.json
+    checkpoint-N/optimizer.pt, ...      the Trainer's own files, trainer_state.json the last of them
 
-The file has the name under which the Trainer looks for a model's weights, so that resuming and loading the best
-checkpoint need only the hooks on ``load_state_dict``.
+The Trainer looks for a model's weights under this name: it resumes with the hooks on ``load_state_dict`` alone.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.delta.format import replace_file
 from sparsify.training.state import placeholder, trained_state_of
 
@@ -37,11 +35,8 @@ _SET_ASIDE = "_incomplete-"  # prefix of a folder that the Trainer then neither 
 def write_trained_state(
     model: nn.Module, folder: Path, files: Iterable[str], state_dict: dict[str, Tensor] | None = None
 ) -> None:
-    """Writes a model's trained state as a checkpoint's weights, atomically.
-
-    ``files`` are the other files of a complete checkpoint; ``state_dict`` has the values, by default the model's own.
-    """
-    engine = get_unmasker(model)
+    """Writes a model's trained state, or ``state_dict``'s, into a checkpoint that is complete with ``files``."""
+    engine = get_engine(model)
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
     metadata = {"format": "pt", "sparsify": "trained state", "files": " ".join(files)}
     replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine), metadata))
@@ -70,14 +65,10 @@ def problem_with(folder: Path) -> str | None:
 
 
 def set_aside_incomplete(output_dir: Path) -> None:
-    """Renames incomplete checkpoint folders, with a warning.
-
-    The Trainer resumes from the folder with the highest step, even if it is incomplete.
-    """
+    """Renames incomplete checkpoint folders, from which the Trainer would resume, with a warning."""
     for folder in sorted(output_dir.glob("checkpoint-*")):
-        if not folder.is_dir() or not folder.name.removeprefix("checkpoint-").isdecimal():
-            continue
-        if problem := problem_with(folder):
+        is_checkpoint = folder.is_dir() and folder.name.removeprefix("checkpoint-").isdecimal()
+        if is_checkpoint and (problem := problem_with(folder)):
             aside = folder.with_name(_SET_ASIDE + folder.name)
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
@@ -89,10 +80,7 @@ def set_aside_incomplete(output_dir: Path) -> None:
 
 
 def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
-    """Takes the place of ``model.save_pretrained`` during training, with the Trainer's arguments and state.
-
-    Writes the trained state into the Trainer's checkpoints, and an ordinary model into all other folders.
-    """
+    """Is ``model.save_pretrained`` during training: the trained state into checkpoints, else an ordinary model."""
     folder, save_pretrained = Path(save_directory), type(model).save_pretrained
     inside = Path(args.output_dir).absolute() in folder.absolute().parents
     if not inside or folder.name != f"checkpoint-{state.global_step}":

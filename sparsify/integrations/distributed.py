@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from sparsify.api import get_unmasker
+from sparsify.api import get_engine
 from sparsify.common.ranks import num_ranks
 
 
@@ -24,7 +24,7 @@ def check_ranks(model: nn.Module) -> None:
         >>> import torch, sparsify
         >>> check_ranks(sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=1))  # nothing to compare on one rank
     """
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     if num_ranks() > 1:
         engine.compare_ranks()
 
@@ -47,4 +47,4 @@ def keep_whole(model: nn.Module) -> list[nn.Module]:
         >>> [parameter is model.sparse_values for module in keep_whole(model) for parameter in module.parameters()]
         [True]
     """
-    return [nn.ParameterList([get_unmasker(model).values])]
+    return [nn.ParameterList([get_engine(model).values])]

@@ -1,16 +1,4 @@
-"""Callback for the Hugging Face Trainer and the trainers derived from it.
-
-    on_init_end             sets incomplete checkpoint folders of an interrupted run aside
-    on_train_begin          moves the callback before the reporters, finds the number of steps, makes checkpoints small
-    on_pre_optimizer_step   leaves a finished run unchanged
-    on_step_end             publishes the new version for followers
-    on_log                  adds the progress of the unmasking
-    on_push_begin           saves the delta for the hub
-    on_train_end            restores ``save_pretrained``; publishes the best model, if that was loaded
-
-Checkpoints are described in checkpoints.py; loading one needs no callback. A model of strategy "full" is plain: it
-takes none.
-"""
+"""Callback for the Hugging Face Trainer and the trainers derived from it; checkpoints.py describes its checkpoints."""
 
 from __future__ import annotations
 
@@ -88,12 +76,7 @@ class SparsifyCallback(TrainerCallback):
                 set_aside_incomplete(Path(args.output_dir))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        """Finds the steps, and makes checkpoints small.
-
-        Raises:
-            SparsifyError: when the model is not sparsified; when the optimizer was made before; when the run was
-                resumed from a checkpoint that is incomplete, or has no unmasked entries.
-        """
+        """Checks the run, finds its number of steps and makes its checkpoints small."""
         _move_to_front(self)
         model = event["model"]
         engine = get_engine(model)
@@ -117,24 +100,18 @@ class SparsifyCallback(TrainerCallback):
         warn_of_unheld(engine, model)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = partial(save_checkpoint, model, args, state)
-        self._begin_to_publish(model, state)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        # The Trainer makes one more step in a run that was finished when it was resumed in the middle of an epoch: it
-        # must change nothing. GradScaler needs a gradient, though.
-        if state.global_step >= state.max_steps and not args.fp16:
-            event["model"].zero_grad()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        self._publish_update(state)
-
-    def _begin_to_publish(self, model: Any, state: Any) -> None:
         if self._publish is not None:
             self.publisher = DeltaPublisher(model)
             if state.is_world_process_zero:
                 self._publish(self.publisher.snapshot())
 
-    def _publish_update(self, state: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        # a finished run, resumed in the middle of an epoch, makes one more step, which must change nothing; GradScaler
+        # needs a gradient, though
+        if state.global_step >= state.max_steps and not args.fp16:
+            event["model"].zero_grad()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if self._publish is not None and self.publisher is not None:
             update = self.publisher.update()  # on all ranks, which gather what is sharded
             if state.is_world_process_zero:
@@ -145,12 +122,8 @@ class SparsifyCallback(TrainerCallback):
         if "loss" not in logs:  # of an evaluation, or the final one
             return
         now = summary(event["model"])
-        numbers = {
-            "unmasked": now.unmasked,
-            "budget_share": now.unmasked / now.budget,
-            "tensor_sparsity": now.tensor_sparsity,
-            "selection_entropy": now.selection_entropy,
-        }
+        numbers = {"unmasked": now.unmasked, "budget_share": now.unmasked / now.budget}
+        numbers |= {"tensor_sparsity": now.tensor_sparsity, "selection_entropy": now.selection_entropy}
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
 
@@ -174,14 +147,11 @@ class SparsifyCallback(TrainerCallback):
         if state.best_model_checkpoint is not None and has_trained_state(best := Path(state.best_model_checkpoint)):
             # for a PEFT model the Trainer has loaded only the adapter, which has no unmasked entries
             model.load_state_dict(load_file(best / WEIGHTS), strict=False)
-        self._publish_update(state)
+        self.on_step_end(args, state, control)
 
 
 def _move_to_front(callback: SparsifyCallback) -> None:
-    """Moves a callback before the reporters, which read the logs before a user's callbacks.
-
-    No event and no public method of the Trainer gives access to the order; the handler with the list is the caller.
-    """
+    """Moves a callback before the reporters; only the caller, the handler, has the list of callbacks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         handler = frame.f_locals.get("self")

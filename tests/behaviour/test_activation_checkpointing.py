@@ -10,7 +10,7 @@ from oracle import unmasked_sets
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from twins import Twins
 
-from sparsify import SparsifyError, get_unmasker, sparsify, summary
+from sparsify import SparsifyError, get_engine, sparsify, summary
 
 BUDGET, STEPS = 40, 4
 KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -138,7 +138,7 @@ def test_a_tensor_without_entries_costs_nothing_once_the_budget_is_spent_though_
     model.gradient_checkpointing_disable()
     kept = loss_of(model, batches[0])
     kept.backward()
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     idle = [tensor for tensor in engine.tensors if not tensor.count]
     assert idle
     assert engine.uses(idle) == [None] * len(idle)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from trainers import make_trainer
 from twins import Twins, masks_of, sgd
 
-from sparsify import SparsifyError, get_unmasker, sparsify, summary
+from sparsify import SparsifyError, get_engine, sparsify, summary
 
 BUDGET, STEPS = 20, 4
 slow = pytest.mark.slow
@@ -328,7 +328,7 @@ def test_a_model_that_is_let_go_is_freed(compiled):
     model, (batch, *_) = words()
     sparsify(model, BUDGET, steps=STEPS)
     (aot(model) if compiled else model)(**batch).backward()
-    engine, root = weakref.ref(get_unmasker(model)), weakref.ref(model)
+    engine, root = weakref.ref(get_engine(model)), weakref.ref(model)
     del model
     torch._dynamo.reset()
     gc.collect()

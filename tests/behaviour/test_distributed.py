@@ -29,7 +29,7 @@ from sparsify import (
     SparseDelta,
     Strategy,
     desparsify,
-    get_unmasker,
+    get_engine,
     register_importance,
     sparsify,
     summary,
@@ -128,10 +128,10 @@ def nothing_finite_on_one_rank(rank):
     parallel = DistributedDataParallel(model)
     scale = torch.inf if rank == 1 else 1.0
     (parallel(**own_part(batches[0], rank)) * scale).backward()
-    overflowed = not model.sparse_values.grad.isfinite().all(), get_unmasker(model).unmasked
+    overflowed = not model.sparse_values.grad.isfinite().all(), get_engine(model).unmasked
     model.sparse_values.grad = None
     parallel(**own_part(batches[0], rank)).backward()  # as GradScaler does after a skipped step
-    return overflowed, get_unmasker(model).unmasked, unmasked_sets(model)
+    return overflowed, get_engine(model).unmasked, unmasked_sets(model)
 
 
 def no_token_on_one_rank(rank):
@@ -142,7 +142,7 @@ def no_token_on_one_rank(rank):
     hidden = model.table(batch["x"] * (1 - rank))
     loss = model.wide(hidden[hidden.abs().sum(-1) > 0]).sum()
     loss.backward()
-    return get_unmasker(model).unmasked
+    return get_engine(model).unmasked
 
 
 def parts_of_two_lengths(rank):
@@ -194,7 +194,7 @@ def winners_of_random_tensors(rank):
         )
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator).round(decimals=seed % 3)
-        tensors = get_unmasker(sparsify(layer, 5, steps=5)).tensors
+        tensors = get_engine(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         expected, topk = TopK(size, torch.float32, "cpu"), topk_of(size)
@@ -388,7 +388,7 @@ def test_ranks_save_and_resume(way):
 def dying(rank, die, way):
     model, batches = mlp()
     sparsify(model, BUDGET, steps=STEPS)
-    get_unmasker(model).ranks.timeout = 2
+    get_engine(model).ranks.timeout = 2
     if rank == 1:
         model.norm.register_full_backward_hook(die)
     started = time.monotonic()

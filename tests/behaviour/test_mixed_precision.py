@@ -6,7 +6,7 @@ from rank_models import words
 from torch import nn
 from twins import sgd, trainable
 
-from sparsify import get_unmasker, sparsify, summary
+from sparsify import get_engine, sparsify, summary
 from sparsify.core.gradients import Product
 
 
@@ -32,7 +32,7 @@ def test_base_plus_delta_is_rounded_once():
     model = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.ones_(model.weight)
     sparsify(model, 1, "pafi").sparse_values.data.fill_(2.0**-8 + 2.0**-12)  # 2^-8 alone would be a tie
-    get_unmasker(model).refresh()
+    get_engine(model).refresh()
     assert model.weight.item() == 1 + 2.0**-7
 
 
@@ -119,5 +119,5 @@ def test_a_module_that_is_used_by_rows_trains_in_autocast(name, inside, dtype):
         if not inside:
             loss.backward()
         optimizer.step()
-    assert get_unmasker(model).unmasked == 12
+    assert get_engine(model).unmasked == 12
     assert model.sparse_values.isfinite().all()

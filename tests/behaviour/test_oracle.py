@@ -21,7 +21,7 @@ from sparsify import (
     Random,
     Repeat,
     Strategy,
-    get_unmasker,
+    get_engine,
     register_importance,
     sparsify,
     summary,
@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 def trained_sets(model):
     """The entries that the last step gave a gradient; for all but repeat-S those that are unmasked."""
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     if not isinstance(engine.strategy.selection, Repeat):
         return unmasked_sets(model)
     active = engine.policy.active

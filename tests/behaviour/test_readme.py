@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 import sparsify
-from sparsify import SparseDelta, desparsify, get_unmasker
+from sparsify import SparseDelta, desparsify, get_engine
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "tutorials" / "training.md"]
@@ -43,7 +43,7 @@ def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
     train, load = SNIPPETS[0].split("SparseDelta.from_model")
     names = {"model": model, "base_model": base_model}
     exec(train, names)
-    assert get_unmasker(model).budget == 38_000
+    assert get_engine(model).budget == 38_000
     assert model.classifier.weight.requires_grad
     x = torch.randn(4, 300)
     model(x).square().sum().backward()
@@ -74,7 +74,7 @@ def test_the_trainer_snippet_trains_and_leaves_checkpoints_of_the_trained_state(
         "train_data": [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}],
     }
     exec(snippet, names)
-    assert get_unmasker(names["model"]).steps == 2
+    assert get_engine(names["model"]).steps == 2
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
 
 
@@ -91,7 +91,7 @@ def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
     for statement in ast.parse(snippet).body:
         exec(ast.unparse(statement), names)
         if ast.unparse(statement).startswith("sparsify("):
-            assert get_unmasker(names["model"]).budget == 38_000
+            assert get_engine(names["model"]).budget == 38_000
             desparsify(names["model"])
 
 

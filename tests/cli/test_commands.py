@@ -79,6 +79,12 @@ def test_info_shows_where_the_entries_are(run, tmp_path, saved):
     narrow = run("info", tmp_path / "delta", columns=80)
     assert "█" * 20 in narrow
     assert "█…" not in narrow
+    found = json.loads(run("info", tmp_path / "delta" / "sparse_delta.safetensors", "--json"))
+    assert found["entries"] == saved.num_entries
+    counts = {name: part.count for name, part in saved.tensors.items()}
+    assert {name: row["entries"] for name, row in found["tensors"].items()} == counts
+    assert found["config"] == saved.config
+    assert found["whole"] == {"head.weight": {"shape": [2, 3], "dtype": "float32"}}
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
@@ -92,16 +98,6 @@ def test_info_of_drawn_tensors_alone(run, tmp_path, shape):
     assert json.loads(run("info", tmp_path / "delta", "--json"))["entries"] == 0
 
 
-def test_info_is_there_for_programs_too(run, tmp_path, saved):
-    found = json.loads(run("info", tmp_path / "delta" / "sparse_delta.safetensors", "--json"))
-    assert found["entries"] == saved.num_entries
-    assert {name: row["entries"] for name, row in found["tensors"].items()} == {
-        name: part.count for name, part in saved.tensors.items()
-    }
-    assert found["config"] == saved.config
-    assert found["whole"] == {"head.weight": {"shape": [2, 3], "dtype": "float32"}}
-
-
 def test_info_does_not_let_a_file_steer_the_terminal(run, tmp_path, base):
     delta = task(base, 1)
     delta.config = {"base_model_name_or_path": "\x1b[2J[red]evil[/red] ü-漢"}
@@ -113,19 +109,14 @@ def test_info_does_not_let_a_file_steer_the_terminal(run, tmp_path, base):
     assert "\x1b[2J" not in text
 
 
-def test_info_says_that_a_file_of_version_1_has_no_hash(run):
+def test_info_of_a_file_of_version_1_and_of_a_sparse_lora(run, tmp_path):
     file = Path(__file__).parents[1] / "delta" / "golden" / "format_1.safetensors"
     assert "not checked: format version 1 has no hash of it" in run("info", file)
     assert json.loads(run("info", file, "--json"))["payload_sha256"] is None
-
-
-def test_info_says_how_much_of_a_sparse_lora_was_trained(run, tmp_path):
-    whole = {"layers.0.lora_A": torch.ones(4, 2), "layers.0.lora_B": torch.ones(2, 4)}
-    SparseDelta({}, whole, {"entries_in_whole": 7}).save(tmp_path)
+    SparseDelta({}, {"layers.0.lora_A": torch.ones(4, 2)}, {"entries_in_whole": 7}).save(tmp_path)
     text = run("info", tmp_path)
     assert "7 trained in tensors stored whole" in text
     assert "0 in 0 tensors" not in text
-    assert json.loads(run("info", tmp_path, "--json"))["entries_in_whole"] == 7
 
 
 def test_verify_accepts_the_base_and_refuses_another_and_a_changed_bit(run, tmp_path, plain):
@@ -229,11 +220,6 @@ def test_without_the_extra_it_is_one_line(run, missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     expected = f"sparsify: `{missing}` is not installed; it comes with: pip install 'sparsify-ft[cli]'"
     assert run("--help", fails=True) == expected
-
-
-def test_an_error_of_ours_is_one_line(run):
-    text = run("demo", "--strategy", "full", fails=True)
-    assert text.startswith("sparsify: the demo ends with a sparse delta, and strategy 'full' has none")
 
 
 @pytest.mark.parametrize("text", ["1,x", "1,2,3"])

@@ -110,14 +110,11 @@ def test_an_epoch_has_every_row_once_in_batches_of_similar_length():
         epoch = [next(batches) for _ in range(7)]  # of 16 and a last one of 4
         assert sorted(row for batch in epoch for row in batch) == list(range(100))
         assert all(max(lengths[r] for r in batch) - min(lengths[r] for r in batch) < 15 for batch in epoch)
+    rows = module.all_rows(lambda input_ids, attention_mask: input_ids.sum(1), tokenized(5, 2, 9))
+    assert rows.tolist() == [25, 4, 81], "in their own order"
 
 
-def test_all_rows_keeps_their_order():
-    result = module.all_rows(lambda input_ids, attention_mask: input_ids.sum(1), tokenized(5, 2, 9))
-    assert result.tolist() == [25, 4, 81]
-
-
-def test_the_baseline_head_is_logistic_regression():
+def test_the_baseline_head_is_logistic_regression_and_leaves_the_model_as_it_was(model):
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(200, 8, generator=generator)
     labels = (features @ torch.randn(8, 3, generator=generator)).argmax(1)
@@ -126,9 +123,6 @@ def test_the_baseline_head_is_logistic_regression():
     reference = LogisticRegression(C=1 / (0.03 * 200), tol=1e-8).fit(features, labels)
     expected = torch.tensor(reference.predict_proba(features), dtype=torch.float32)
     torch.testing.assert_close(head(features).softmax(-1), expected, atol=1e-3, rtol=0)
-
-
-def test_the_baseline_leaves_the_model_as_it_was(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.tensor([[101, token, 102] for token in range(2000, 2012)])
     data = Tokenized(ids, torch.ones_like(ids), torch.arange(12) % 3)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsify as package
-from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.common.interrupts import uninterrupted
 
 STEPS, BUDGET = 3, 24
@@ -213,7 +213,7 @@ def test_a_step_that_was_cut_off_is_counted_once():
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     handle.remove()
-    assert summary(model).step == get_unmasker(model).step == 1
+    assert summary(model).step == get_engine(model).step == 1
     optimizer.zero_grad()
     model(ids[1]).backward()
     optimizer.step()

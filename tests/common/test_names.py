@@ -32,7 +32,7 @@ def test_wrappers_prefixes_are_stripped_and_nothing_else(name, plain):
     assert plain_name(plain) == plain
 
 
-def test_parameters_and_persistent_buffers_are_listed():
+def test_parameters_and_persistent_buffers_are_listed_and_what_is_shared_under_every_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("scratch", torch.zeros(1), persistent=False)
     model.register_buffer("absent", None)
@@ -40,9 +40,6 @@ def test_parameters_and_persistent_buffers_are_listed():
     assert set(tensors) == set(model.state_dict())
     assert tensors["0.weight"] is model[0].weight
     assert tensors["1.running_mean"] is model[1].running_mean
-
-
-def test_what_is_shared_is_listed_under_every_name():
     norm = nn.BatchNorm1d(2)
     tensors = named_tensors(nn.ModuleDict({"a": norm, "b": norm}))
     assert tensors["a.weight"] is tensors["b.weight"]
@@ -51,17 +48,14 @@ def test_what_is_shared_is_listed_under_every_name():
 
 def test_a_wrapped_model_has_the_plain_models_names():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    names = list(model.state_dict())
     model[0] = torch.compile(model[0])
     wrapped = nn.ModuleDict({"module": model})  # named as in DDP
-    assert list(named_tensors(torch.compile(wrapped))) == list(
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
-    )
+    assert list(named_tensors(torch.compile(wrapped))) == names
 
 
 def test_two_tensors_with_one_plain_name_are_an_error():
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
     model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
-    with pytest.raises(
-        SparsifyError, match=r"`weight` and `module.weight` are different tensors, but both are `weight`"
-    ):
+    with pytest.raises(SparsifyError, match=r"`weight` and `module.weight` are different .* both are `weight`"):
         named_tensors(model)

@@ -8,9 +8,8 @@ import pytest
 import step
 import torch
 import typer
-from rich.console import Console
 from step_bench import run
-from step_bench.report import headline, make_table, plot
+from step_bench.report import make_table
 from step_bench.run import GIVE_BACK, HEAPS, Measurement, measure, run_worker
 from step_bench.settings import Settings
 from step_bench.worker import FILL
@@ -167,27 +166,3 @@ def test_ratios_are_to_full_and_floor_by_name_and_not_to_the_first():
     assert rows[1][4:6] == ("1.00", "8.00")
     assert rows[1][8] == "-"
     assert not any("floor" in column.header for column in make_table(results[:2]).columns)
-
-
-def test_no_figure_of_the_table_is_cut_off_and_bars_are_drawn_for_one_point_and_for_several(tmp_path):
-    results = [measured(name, 13.125, 2**32, budget=10**at) for at in (1, 6) for name in ("floor", "full", "dense-id3")]
-    for one in results:
-        one.trained, one.unmasked, one.sparse = 123_456_789, 1_000_000, [0.125]
-    console = Console(width=step.TABLE_WIDTH)
-    with console.capture() as capture:
-        console.print(make_table(results))
-    assert "…" not in capture.get()
-    for points in (results, results[:2]):
-        plot(points, tmp_path / f"{len(points)}")
-    one, several = ((tmp_path / name).read_bytes() for name in ("2", "6"))
-    assert one[:4] == several[:4] == PNG
-    assert one != several
-
-
-def test_the_headline_says_what_is_not_as_published():
-    for settings, said in [
-        ({"layers": 3, "heap": "system"}, "3 layers, random tokens, float32, cpu, batch 8 x 128, glibc's own heap"),
-        ({"tokens": "mrpc"}, "medians of 10 steps in 5 interleaved rounds; memory beyond the 256 MB of libraries"),
-        ({"device": "cuda"}, "memory of tensors on the GPU"),
-    ]:
-        assert said in headline([measured("id3", **settings)], 5, 2)

@@ -23,7 +23,7 @@ from sparsify import (
     Strategy,
     base_weights,
     desparsify,
-    get_unmasker,
+    get_engine,
     sparsify,
     trained_state,
 )
@@ -225,7 +225,7 @@ class Run:
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
-        engine = get_unmasker(self.sparse)
+        engine = get_engine(self.sparse)
         active = engine.policy.active  # of repeat-S: the slots that the last choice was for
         if active is None and self.program.selection == "repeat":
             return self.dense.mask
@@ -238,13 +238,13 @@ class Run:
     def flat(self, per_slot):
         """(N,) what the library has in a flat vector (capacity,)."""
         parts = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.delta.detach()).items()}
-        for tensor in get_unmasker(self.sparse).tensors:
+        for tensor in get_engine(self.sparse).tensors:
             parts[tensor.name].view(-1)[tensor.indices] = per_slot[tensor.slots]
         return torch.cat([part.reshape(-1) for part in parts.values()])
 
     def snapshot(self):
         """All that the library's side is."""
-        engine, grad = get_unmasker(self.sparse), self.sparse.sparse_values.grad
+        engine, grad = get_engine(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
         state["selected"] = torch.tensor(engine.selected)
         return state if grad is None else {**state, "gradient": grad.nan_to_num(nan=7.0)}
@@ -272,7 +272,7 @@ class Run:
     @torch.no_grad()
     def compare_weights(self):
         """The trained entries are the oracle's, and the steps as many."""
-        engine, dense = get_unmasker(self.sparse), self.dense
+        engine, dense = get_engine(self.sparse), self.dense
         assert engine.step == dense.step_number, f"{engine.step} steps were counted, not {dense.step_number}"
         values = self.flat(engine.values.detach())
         self.compare("the delta", values, dense.delta, 1e-6 if self.short else self.rounding)

@@ -4,7 +4,7 @@ import torch
 from models import loss_of as loss_of_output
 from oracle import DenseOracle, unmasked_sets
 
-from sparsify import get_unmasker
+from sparsify import get_engine
 
 
 def sgd(parameters, lr=0.05):
@@ -71,7 +71,7 @@ class Twins:
 
     def check_weights(self):
         weights = dict(self.sparse.named_parameters())
-        weights |= {tensor.name: tensor.weight for tensor in get_unmasker(self.sparse).tensors}  # of quantized ones too
+        weights |= {tensor.name: tensor.weight for tensor in get_engine(self.sparse).tensors}  # of quantized ones too
         for name, parameter in self.dense.named_parameters():
             self.assert_close(weights[name].detach(), parameter.detach(), check_device=False)
 

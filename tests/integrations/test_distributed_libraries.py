@@ -12,7 +12,7 @@ from oracle import unmasked_sets
 from rank_processes import on_ranks
 from torch import distributed as dist
 
-from sparsify import SparseDelta, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, get_engine, sparsify, summary
 from sparsify.common.ranks import num_ranks
 from sparsify.integrations.checkpoints import problem_with
 from sparsify.integrations.distributed import check_ranks, keep_whole
@@ -32,7 +32,7 @@ def as_torchrun_does(rank):
 def result_of(model):
     if num_ranks() > 1:
         check_ranks(model)
-    return unmasked_sets(model), get_unmasker(model).values.detach().clone()
+    return unmasked_sets(model), get_engine(model).values.detach().clone()
 
 
 def interrupted_and_resumed(rank, folder):

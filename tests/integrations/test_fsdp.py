@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import SparseDelta, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.common.ranks import num_ranks
 from sparsify.integrations.distributed import check_ranks
 
@@ -84,7 +84,7 @@ def rounded_in_forward(rank):
     result = train(rank, model, batches)
     with torch.no_grad():
         model(**own_part(batches[0], rank))  # leaves the root's weights gathered, in bfloat16
-    after, engine = whole_weights(model), get_unmasker(model)
+    after, engine = whole_weights(model), get_engine(model)
     exact = all(
         torch.equal(after[tensor.name].take(tensor.indices), tensor.base + tensor.delta)
         and torch.equal(before[tensor.name].take(tensor.indices), tensor.base)
@@ -104,7 +104,7 @@ def written_behind_its_back(rank):
         with base_weights(model):
             base = model(**batches[0])
         again = model(**batches[0])
-        engine = get_unmasker(model)
+        engine = get_engine(model)
         engine.values.data.zero_()
         through_forward = model(**batches[0])
         engine.values.data.fill_(0.1)

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 import sparsify as package
-from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -32,17 +32,11 @@ def run(model, folder, callback=None, **arguments):
     return model
 
 
-def test_the_steps_are_found(tmp_path):
-    model = run(make_model(), tmp_path)
-    assert steps_done(model) == (STEPS, BUDGET)
-    assert get_unmasker(model).steps == STEPS
+def test_the_steps_are_found_and_without_the_callback_they_have_to_be_given(tmp_path):
     epochs = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
     model = run(make_model(), tmp_path, **epochs)  # 48 rows, 12 batches: three optimizer steps
-    assert get_unmasker(model).steps == 3
+    assert get_engine(model).steps == 3
     assert steps_done(model) == (3, BUDGET)
-
-
-def test_without_the_callback_steps_have_to_be_given(tmp_path):
     with pytest.raises(SparsifyError, match=r"pass steps= \(optimizer steps.* callbacks=\[SparsifyCallback"):
         make_trainer(make_model(steps=None), tmp_path, callbacks=[], save_strategy="no").train()
 
@@ -51,23 +45,23 @@ def test_found_steps_are_found_again_by_each_run_and_given_ones_are_kept(tmp_pat
     callback = SparsifyCallback()
     short = run(make_model(), tmp_path, callback, max_steps=2)
     other = run(make_model(), tmp_path, callback)
-    assert (get_unmasker(other).steps, steps_done(other)) == (STEPS, (STEPS, BUDGET))
+    assert (get_engine(other).steps, steps_done(other)) == (STEPS, (STEPS, BUDGET))
     assert not recwarn.list
     given = make_model(steps=2)
     with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 8"):
         run(given, tmp_path, callback)
-    assert get_unmasker(given).steps == 2
+    assert get_engine(given).steps == 2
     for model in (copy.deepcopy(short), short):
         with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 .* 8 steps") as told:
             run(model, tmp_path)
-        assert get_unmasker(model).steps == STEPS
+        assert get_engine(model).steps == STEPS
         assert not any("the Trainer makes" in str(warning.message) for warning in told)
 
 
 def test_models_that_cannot_be_trained_are_refused_before_the_first_step(tmp_path):
     plain = build("bert")[0]
     optimizer = torch.optim.AdamW(plain.parameters())
-    with pytest.raises(SparsifyError, match="is not sparsified"):
+    with pytest.raises(SparsifyError, match=r'is not sparsified; .*strategy "full" leaves the model plain'):
         run(plain, tmp_path)
     model = sparsify(plain, BUDGET)
     with pytest.raises(SparsifyError, match=r"AdamW is to train .*holds `sparse_values`.*optimizers="):
@@ -114,12 +108,6 @@ def test_reporters_and_the_printer_see_how_far_the_unmasking_has_come(tmp_path, 
     assert handler.callbacks[0] is callback
     assert sorted(map(id, handler.callbacks)) == sorted(map(id, before))
     assert {begin.call_count for begin in begins} == {1}, "each callback is called once although one of them moves"
-
-
-def test_full_fine_tuning_needs_no_callback(tmp_path):
-    model = sparsify(build("bert")[0], None, "full", modules_to_save=["classifier"])
-    with pytest.raises(SparsifyError, match=r'is not sparsified; .*strategy "full" leaves the model plain'):
-        make_trainer(model, tmp_path).train()
 
 
 FILES = {
@@ -243,7 +231,7 @@ def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(\)"),
+        ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(model"),
         ({"schedule": "cubic"}, r"schedule=uniform\(every=1, until=1.0\), and .* schedule=cubic"),
         ({"strategy": "pafi"}, r"importance=d3\(exp=2, eps=1\), selection=increment, and .* selection=static"),
         ({"seed": 7}, "build the model from the same base"),
@@ -339,6 +327,6 @@ def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
     trainer.train()
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
     assert trainer.state.best_global_step < STEPS
-    assert get_unmasker(trainer.model).unmasked == best["sparse_ids"].numel()
+    assert get_engine(trainer.model).unmasked == best["sparse_ids"].numel()
     state = trained_state(trainer.model)
     assert all(torch.equal(value, state[name]) for name, value in best.items() if value.numel())

@@ -10,7 +10,7 @@ from oracle import unmasked_sets
 from trainers import assert_same, outcome
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsify import SparseDelta, SparsifyCallback, get_unmasker, load_model, sparsify, summary
+from sparsify import SparseDelta, SparsifyCallback, get_engine, load_model, sparsify, summary
 
 trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -116,7 +116,7 @@ def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
 def test_a_run_is_logged_and_resumed_bit_for_bit(kind, base, tmp_path):
     straight = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path)
     straight.train()
-    engine = get_unmasker(straight.model)
+    engine = get_engine(straight.model)
     assert (engine.steps, engine.unmasked) == (STEPS, BUDGET)
     assert summary(straight.model, verify=True).verification.ok
     assert [log["unmasked"] for log in straight.state.log_history if "loss" in log] == [10, 20, 30, 40]

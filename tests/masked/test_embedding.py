@@ -7,7 +7,7 @@ import torch
 from recorder import mask, model_gradients, sparsify_fully
 from torch import nn
 
-from sparsify import MaskedEmbedding, get_unmasker
+from sparsify import MaskedEmbedding, get_engine
 
 ROWS, DIM = 9, 4
 
@@ -64,7 +64,7 @@ def test_a_batch_that_looks_nothing_up_gives_no_gradient(ids):
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     model(torch.tensor([[1, 2, 3]])).square().sum().backward()
     optimizer.step()
-    (table, *_) = get_unmasker(model).tensors
+    (table, *_) = get_engine(model).tensors
     assert table.count == 3 * DIM
     optimizer.zero_grad()
     model(torch.tensor(ids, dtype=torch.int64)).square().sum().backward()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import desparsify, get_unmasker, sparsify
+from sparsify import desparsify, get_engine, sparsify
 from sparsify.core.gradients import Product
 
 DIM = 4
@@ -114,11 +114,11 @@ def test_a_gradient_that_autograd_shares_is_not_written_to(uses):
     for _ in range(4):  # the entries that are unmasked are cleared before the others are offered
         optimizer.zero_grad()
         masked(x).square().sum().backward()
-        for tensor in get_unmasker(masked).tensors:
+        for tensor in get_engine(masked).tensors:
             expected = plain.get_parameter(tensor.name).grad.take(tensor.indices)
             torch.testing.assert_close(masked.sparse_values.grad[tensor.slots], expected, rtol=1e-12, atol=1e-12)
         optimizer.step()
-    assert get_unmasker(masked).unmasked == masked.sparse_values.numel()
+    assert get_engine(masked).unmasked == masked.sparse_values.numel()
 
 
 class Failing(nn.LayerNorm):

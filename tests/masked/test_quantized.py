@@ -10,7 +10,7 @@ from quantized_models import SCHEMES, dequantized, quantize, quantized_build
 from torch import nn
 from twins import Twins
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.common.quantized import is_quantized
 from sparsify.core.importance import D3
 from sparsify.strategies.importance import Random
@@ -45,7 +45,7 @@ def sparse_llama(scheme, steps=4, trained=0):
 
 
 def masked_quantized(model):
-    return [tensor for tensor in get_unmasker(model).tensors if tensor.is_quantized]
+    return [tensor for tensor in get_engine(model).tensors if tensor.is_quantized]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -58,7 +58,7 @@ def test_a_quantized_base_trains_as_the_dense_oracle_does_on_the_dequantized_wei
     twins = Twins(dense, sparse, BUDGET, STEPS, make_optimizer, tolerance=TOLERANCE, exp=1)
     twins.train(batches[:STEPS])  # which compares losses and weights, too
     assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
-    assert get_unmasker(sparse).unmasked == BUDGET
+    assert get_engine(sparse).unmasked == BUDGET
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -155,7 +155,7 @@ def test_a_quantized_weight_is_a_candidate_only_where_it_is_named():
     assert not masked_quantized(model)
     model, _ = quantized_build("llama", "nf4")
     sparsify(model, 20, "random", target_modules=["q_proj"])
-    assert [tensor.name.split(".")[-2] for tensor in get_unmasker(model).tensors] == ["q_proj", "q_proj"]
+    assert [tensor.name.split(".")[-2] for tensor in get_engine(model).tensors] == ["q_proj", "q_proj"]
     model, _ = quantized_build("llama", "nf4")
     model.requires_grad_(False)
     with pytest.raises(SparsifyError, match="quantized weights cannot; name the layers"):
@@ -227,7 +227,7 @@ def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values()
     model, batches = sparse_llama("nf4")
     plain = model(**batches[0]).logits
     loss_of(model, batches[0]).backward()  # unmasks, as before a step that GradScaler skips
-    assert get_unmasker(model).unmasked == 15
+    assert get_engine(model).unmasked == 15
     assert torch.equal(model(**batches[0]).logits, plain)
 
 

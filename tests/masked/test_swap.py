@@ -6,7 +6,7 @@ from recorder import mask
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sparsify import MaskedEmbedding, MaskedLinear, desparsify, get_unmasker, optimizer_stepped, sparsify
+from sparsify import MaskedEmbedding, MaskedLinear, desparsify, get_engine, optimizer_stepped, sparsify
 from sparsify import summary as summary_of
 from sparsify.core.install import unmark
 from sparsify.masked.conv1d import MaskedConv1D
@@ -116,5 +116,5 @@ def test_a_parameter_that_the_model_gives_up_is_plain_if_it_comes_back():
     model.sparse_values.data += 1
     optimizer_stepped(model)
     assert torch.equal(model[0]["a"], torch.ones(DIM))
-    assert [tensor.parameter for tensor in get_unmasker(model).tensors] == [given_up, model[0]["b"]]
+    assert [tensor.parameter for tensor in get_engine(model).tensors] == [given_up, model[0]["b"]]
     assert summary_of(model, verify=True).verification.unmasked == 2 * DIM

@@ -14,7 +14,7 @@ from products import seeded
 from torch import nn
 from twins import Twins
 
-from sparsify import D3, Fisher, Increment, Strategy, get_unmasker, kernels, sparsify
+from sparsify import D3, Fisher, Increment, Strategy, get_engine, kernels, sparsify
 from sparsify.core.topk import TopK
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
@@ -111,7 +111,7 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
     twins = Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
     twins.train(batches[:STEPS])  # which compares losses and weights, too
     assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
-    assert get_unmasker(sparse).unmasked == BUDGET
+    assert get_engine(sparse).unmasked == BUDGET
 
 
 @pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
@@ -132,7 +132,7 @@ def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gp
     sparsify(model, BUDGET, "id3", steps=STEPS)
     (loss_of(model, batches[0]) * torch.inf).backward()
     assert not model.sparse_values.grad.isfinite().any()
-    assert get_unmasker(model).unmasked == 0
+    assert get_engine(model).unmasked == 0
 
 
 def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
@@ -152,7 +152,7 @@ def test_a_forward_follows_a_flat_delta_that_was_written_to(write, like_a_gpu):
     train(model, [first], optimizer=optimizer_of(model))
     write(model.sparse_values)
     loss_of(model, second)
-    tensors = [tensor for tensor in get_unmasker(model).tensors if tensor.count]
+    tensors = [tensor for tensor in get_engine(model).tensors if tensor.count]
     assert all(torch.equal(tensor.effective, tensor.base + tensor.delta) for tensor in tensors)
     assert any(tensor.delta.any() for tensor in tensors)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import build, loss_of, train
 
-from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_unmasker, register_importance, sparsify
+from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_engine, register_importance, sparsify
 
 USELESS = {
     "NaN": lambda weight, grad: weight * torch.nan,
@@ -23,7 +23,7 @@ def assert_warned_once(importance, selection, message, zeros=False):
     with pytest.warns(UserWarning, match=message) as told:
         train(model, batches[:3])
     assert len([warning for warning in told if "gave no masked entry" in str(warning.message)]) == 1
-    assert get_unmasker(model).unmasked == 0
+    assert get_engine(model).unmasked == 0
 
 
 @pytest.mark.parametrize("kind", USELESS)
@@ -50,7 +50,7 @@ def test_no_warning_without_a_gradient_or_after_the_budget_is_unmasked():
         optimizer.zero_grad()
         (factor * loss_of(model, batch)).backward()
         optimizer.step()
-    assert get_unmasker(model).unmasked == 20
+    assert get_engine(model).unmasked == 20
 
 
 @pytest.mark.filterwarnings("error")
@@ -59,4 +59,4 @@ def test_gradients_that_overflow_are_not_blamed_on_the_importance():
     model, batches = build("mlp")
     sparsify(model, 20, Strategy(movement, Increment()), steps=3)
     (loss_of(model, batches[0]) * torch.inf).backward()
-    assert get_unmasker(model).unmasked == 0
+    assert get_engine(model).unmasked == 0

@@ -15,7 +15,7 @@ from recorder import mask, unmask
 from torch import nn
 from twins import Twins, sgd
 
-from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_unmasker, sparsify, summary
+from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_engine, sparsify, summary
 from sparsify.core.gradients import DenseGradient, Product, TiedGradient
 from sparsify.core.topk import TopK
 from sparsify.selection import screening
@@ -185,10 +185,10 @@ def test_a_tied_table_is_selected_from_as_by_its_whole_gradient(selection, monke
             optimizer.zero_grad()
         runs.append(model)
     assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    work = get_unmasker(runs[0]).work
+    work = get_engine(runs[0]).work
     assert work.screened + work.skipped > 600 * 100, "the table, but for the rows that were looked up"
     assert work.screened + work.skipped + work.dense == 600 * 160 + 160 * 160 + 160
-    assert get_unmasker(runs[1]).work.dense == 600 * 160 + 160 * 160 + 160
+    assert get_engine(runs[1]).work.dense == 600 * 160 + 160 * 160 + 160
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -220,5 +220,5 @@ def test_the_work_is_counted_by_the_way_it_took_and_copies_count_for_themselves(
     others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     dense = Work(dense=64 * 64 + 2 * 64 * 32 + biases)
     assert work_of(model) == work_of(model) == dense, "a step without a selection leaves the last one's"
-    assert all(get_unmasker(other).work == Work() for other in others)
+    assert all(get_engine(other).work == Work() for other in others)
     assert (str(dense), str(Work())) == ("8,352 entries dense", "no entry was looked at")

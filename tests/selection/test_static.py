@@ -10,7 +10,7 @@ from oracle import unmasked_sets
 from torch import nn
 from twins import Twins, masks_of
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3, Fisher
 from sparsify.strategies.budget import share_out
@@ -110,7 +110,7 @@ def test_every_beginning_of_the_entries_is_shared_out_as_the_whole():
     model, _ = build("mlp")
     freeze_vectors(model)
     sparsify(model, 60, Strategy(Random(), Static("uniform")))
-    tensors = get_unmasker(model).tensors
+    tensors = get_engine(model).tensors
     for number in range(1, 61):
         counts = [int((tensor.slots < number).sum()) for tensor in tensors]
         shares = [number * tensor.count / 60 for tensor in tensors]
@@ -172,7 +172,7 @@ def test_a_delta_of_the_first_entries_has_the_others_as_they_were_when_pruned():
     pruned = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(model, batches[:4])
     first = SparseDelta.from_model(model, budget=60)
-    for tensor in get_unmasker(model).tensors:
+    for tensor in get_engine(model).tensors:
         if tensor.name in first.whole:
             expected = pruned[tensor.name].clone()
             early = tensor.indices[tensor.slots < 60]
@@ -261,7 +261,7 @@ def test_a_mask_dict_is_trained_exactly():
     bias = torch.zeros(8, dtype=torch.bool)
     bias[3] = True
     sparsify(model, None, {"first.weight": mask, "second.bias": bias})
-    assert get_unmasker(model).budget == model.sparse_values.numel() == int(mask.sum()) + 1
+    assert get_engine(model).budget == model.sparse_values.numel() == int(mask.sum()) + 1
     train(model, batches[:4])
     changed = {name: parameter != before[name] for name, parameter in model.named_parameters() if name in before}
     assert torch.equal(changed.pop("first.weight"), mask)

@@ -26,7 +26,7 @@ from sparsify import (
     SparsifyError,
     StaleUpdateError,
     desparsify,
-    get_unmasker,
+    get_engine,
     sparsify,
 )
 from sparsify.delta.patch_plan import PlannedWrite
@@ -295,7 +295,7 @@ def name_of(model, wanted):
 
 def disturb(follower, run, slot=0):
     """Something else than the stream changes the entry of a slot; returns its tensor's name."""
-    tensor = next(tensor for tensor in get_unmasker(run.model).tensors if slot in tensor.slots)
+    tensor = next(tensor for tensor in get_engine(run.model).tensors if slot in tensor.slots)
     follower.model.get_parameter(tensor.name).data.view(-1)[tensor.indices[tensor.slots == slot]] += 1
     return tensor.name
 
@@ -334,7 +334,7 @@ def test_an_update_of_all_values_replaces_single_values_of_something_else():
     base[1].weight.data += 1  # not in the sample
     model.sparse_values.data.normal_()
     follower.apply(publisher.update())
-    indices = get_unmasker(model).tensors[2].indices
+    indices = get_engine(model).tensors[2].indices
     assert torch.equal(base[1].weight.view(-1)[indices], model[1].weight.view(-1)[indices])
 
 

@@ -7,7 +7,7 @@ import torch
 from models import build, loss_of
 from oracle import unmasked_sets
 
-from sparsify import get_unmasker, sparsify, summary
+from sparsify import get_engine, sparsify, summary
 
 STEPS, BUDGET = 4, 25
 
@@ -90,10 +90,10 @@ def test_frozen_entries_stay_bit_equal_while_values_move_between_passes(name, st
         chosen = unmasked_sets(model)
         optimizer.step(closure)
         assert unmasked_sets(model) == chosen, "the step's entries are those of its first pass"
-    assert get_unmasker(model).step == STEPS
+    assert get_engine(model).step == STEPS
     assert summary(model, verify=True).verification.ok
     base = dict(plain.named_parameters())
-    for tensor in get_unmasker(model).tensors:
+    for tensor in get_engine(model).tensors:
         masked = torch.ones(tensor.numel, dtype=torch.bool).index_fill(0, tensor.indices, False)
         before, now = (weight.detach().view(-1) for weight in (base[tensor.name], tensor.parameter))
         assert torch.equal(now[masked], before[masked])

@@ -11,7 +11,7 @@ from oracle import unmasked_sets
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from sparsify import SparseDelta, SparsifyError, base_weights, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, get_engine, sparsify, summary
 
 BUDGET, STEPS = 40, 8
 
@@ -26,7 +26,7 @@ def plain_weights(model):
 
 
 def assert_weights_follow_the_delta(model):
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     for tensor in engine.tensors:
         expected = (tensor.base.float() + engine.values.detach()[tensor.slots].float()).to(tensor.parameter.dtype)
         assert torch.equal(tensor.parameter.detach().take(tensor.indices), expected), tensor.name
@@ -223,7 +223,7 @@ WRITES = {"scale": lambda v: v.mul_(100.0), "signs": lambda v: v.neg_(), "order"
 READS = {
     "forward": loss_of,
     "state dict": lambda m, _: m.state_dict(),
-    "refresh": lambda m, _: get_unmasker(m).refresh(),
+    "refresh": lambda m, _: get_engine(m).refresh(),
 }
 
 
@@ -306,7 +306,7 @@ def test_a_dense_weight_beside_a_masked_bias_keeps_its_gradient():
     ids = torch.tensor([1, 5, 5])
     for model in (dense, sparse):
         nn.functional.cross_entropy(model["head"](model["table"](ids)), ids).backward()
-    assert [tensor.name for tensor in get_unmasker(sparse).tensors] == ["head.bias"]
+    assert [tensor.name for tensor in get_engine(sparse).tensors] == ["head.bias"]
     torch.testing.assert_close(sparse["table"].weight.grad, dense["table"].weight.grad)
 
 

@@ -9,7 +9,7 @@ from models import build, run_steps
 from quantized_models import quantized_build
 from torch import nn
 
-from sparsify import D3, Increment, Magnitude, SparseDelta, SparsifyError, Strategy, extend, get_unmasker, sparsify
+from sparsify import D3, Increment, Magnitude, SparseDelta, SparsifyError, Strategy, extend, get_engine, sparsify
 from sparsify.adapters import add_adapters
 
 STEPS = 6
@@ -24,7 +24,7 @@ def assert_exported(export, model):
 
 def follow(model, batches, after_each=lambda: None):
     """Trains, and compares after every step."""
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     versions = [assert_exported(export, model)]
     for batch in batches[:STEPS]:
         run_steps(model, [batch])
@@ -72,7 +72,7 @@ def test_buffers_that_training_changes():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     sparsify(model, 20, steps=2)
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     assert assert_exported(export, model).whole == {}
     model(torch.randn(4, 6))
     assert set(assert_exported(export, model).whole) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -108,7 +108,7 @@ def test_an_earlier_state_and_plain_weights_that_are_loaded():
     model, batches = build("mlp", dtype=torch.bfloat16)
     sparsify(model, 60, steps=STEPS)
     plain = copy.deepcopy(model.state_dict())
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     run_steps(model, batches[:2])
     early = copy.deepcopy(model.state_dict())
     run_steps(model, batches[2:4])
@@ -128,7 +128,7 @@ def test_an_earlier_state_and_plain_weights_that_are_loaded():
 def test_a_run_that_is_extended():
     model, batches = build("mlp")
     sparsify(model, 60, steps=2)
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     run_steps(model, batches[:2])
     assert assert_exported(export, model).config["steps"] == 2
     extend(model, steps=20)
@@ -138,7 +138,7 @@ def test_a_run_that_is_extended():
 def test_a_model_that_was_cast():
     model, batches = build("mlp")
     sparsify(model, 60, steps=STEPS)
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     run_steps(model, batches[:2])
     assert_exported(export, model)
     model.bfloat16()
@@ -149,7 +149,7 @@ def test_a_model_that_was_cast():
 def test_a_module_that_was_cast():
     model, _ = build("mlp")
     sparsify(model, 60, "random")
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     model.second.bfloat16()  # its weight is the base's float32 value plus the delta, rounded once
     for _ in range(2):
         model.sparse_values.data.normal_(std=1e-3)
@@ -162,7 +162,7 @@ def test_negative_zeros_between_backward_and_step():
     with torch.no_grad():
         model.first.weight.fill_(-0.0)
     sparsify(model, 60, Strategy(D3(), Increment()), steps=2, target_modules=["first"])
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     model(**batches[0]).backward()
     version = assert_exported(export, model)
     assert version.tensors["first.weight"].values.signbit().all()
@@ -171,12 +171,12 @@ def test_negative_zeros_between_backward_and_step():
 def test_values_that_are_not_finite_are_refused_and_the_tensor_is_named():
     model, batches = build("mlp")
     sparsify(model, 60, "pafi")
-    export = get_unmasker(model).source.exporter(model)
+    export = get_engine(model).source.exporter(model)
     run_steps(model, batches[:1])
     version = export()
     good = model.sparse_values.detach().clone()
     name = next(iter(version.tensors))
-    slot = int(next(t for t in get_unmasker(model).tensors if t.name == name).slots[0])
+    slot = int(next(t for t in get_engine(model).tensors if t.name == name).slots[0])
     model.sparse_values.data[slot] = float("nan")
     with pytest.raises(SparsifyError, match=f"tensor `{name}` cannot go into a delta: 1 of .* values are not finite"):
         export()

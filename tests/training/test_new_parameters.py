@@ -10,7 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from sparsify import SparseDelta, get_unmasker, overlap, sparsify
+from sparsify import SparseDelta, get_engine, overlap, sparsify
 from sparsify.adapters import add_adapters
 from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
@@ -61,7 +61,7 @@ def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(exte
     train(model)
     SparseDelta.from_model(model).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
-    assert delta.num_entries + delta.entries_in_whole == get_unmasker(model).unmasked
+    assert delta.num_entries + delta.entries_in_whole == get_engine(model).unmasked
     base = extend(bert(), seed=2)
     before = bits(base)
     assert torch.equal(logits(delta.apply(base)), logits(model))
@@ -74,7 +74,7 @@ def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked():
     delta = SparseDelta.from_model(model, budget=100)
     applied = delta.apply(lora(bert(), seed=2))
     changed = 0
-    for tensor in get_unmasker(model).tensors:
+    for tensor in get_engine(model).tensors:
         expected = tensor.parameter.detach().clone()
         late = tensor.slots >= 100
         expected.view(-1)[tensor.indices[late]] = tensor.base[late]

@@ -7,7 +7,7 @@ import torch
 from models import build, loss_of
 from torch import nn
 
-from sparsify import SparsifyError, get_unmasker, optimizer_stepped, sparsify, summary
+from sparsify import SparsifyError, get_engine, optimizer_stepped, sparsify, summary
 
 BUDGET, STEPS = 20, 12
 UNHELD = r"holds `sparse_values`.*Make it after sparsify\(\)"
@@ -227,7 +227,7 @@ def test_an_error_in_one_model_does_not_keep_another_from_its_step():
     optimizer = torch.optim.SGD([model.sparse_values for model in models], lr=0.1)
     for model in models:
         model(torch.ones(2, 4)).sum().backward()
-    get_unmasker(models[1]).paused = True
+    get_engine(models[1]).paused = True
     with pytest.raises(SparsifyError, match=r"inside base_weights\(\)"):
         optimizer.step()
-    assert [get_unmasker(model).step for model in models] == [1, 0, 1]
+    assert [get_engine(model).step for model in models] == [1, 0, 1]

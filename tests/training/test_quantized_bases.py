@@ -8,7 +8,7 @@ from models import build, train
 from safetensors.torch import load_file
 from trainers import make_trainer, rows_of
 
-from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_unmasker, sparsify, summary
+from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_engine, sparsify, summary
 from sparsify.common.quantized import is_quantized
 from sparsify.training.plan import STATE
 
@@ -65,7 +65,7 @@ def test_the_trainer_takes_a_quantized_model_and_goes_on_from_its_checkpoint(sma
     trainer(models[1], tmp_path, callbacks).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     first, second = (model.state_dict() for model in models)
     assert all(torch.equal(first[name], second[name]) for name in STATE)
-    assert get_unmasker(models[1]).unmasked == 60
+    assert get_engine(models[1]).unmasked == 60
     assert summary(models[1], verify=True).verification.ok
 
 
@@ -106,7 +106,7 @@ def test_qlora_trains_entries_of_the_adapters_and_leaves_the_base_alone(scheme, 
     packed = {name: copy.deepcopy(p.detach()) for name, p in model.named_parameters() if is_quantized(p)}
     assert packed
     sparsify(model, 40, steps=STEPS, target_modules=target_modules)
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     assert all("lora_" in tensor.name and not tensor.is_quantized for tensor in engine.tensors)
     assert len(engine.tensors) == 8
     trainer(model, tmp_path).train()

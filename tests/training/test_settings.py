@@ -10,7 +10,7 @@ from models import run_steps as run
 from oracle import unmasked_sets
 from torch import nn
 
-from sparsify import SparseDelta, SparsifyError, extend, get_unmasker, sparsify, summary, trained_state
+from sparsify import SparseDelta, SparsifyError, extend, get_engine, sparsify, summary, trained_state
 from sparsify.core.importance import D3
 from sparsify.core.schedule import Schedule
 from sparsify.strategies.importance import Magnitude, Random
@@ -86,10 +86,10 @@ def test_settings_that_do_not_matter_to_what_follows_are_not_compared(options, o
 
 def test_steps_that_are_not_known_are_those_of_the_saved_run():
     saved, model = made(steps=None), made(steps=None)
-    get_unmasker(saved).steps = STEPS  # known late
+    get_engine(saved).steps = STEPS  # known late
     run(saved, BATCHES[:2])
     model.load_state_dict(copy.deepcopy(trained_state(saved)))
-    assert get_unmasker(model).steps == STEPS
+    assert get_engine(model).steps == STEPS
     made(steps=4).load_state_dict(made(steps=None).state_dict())  # and the other way
     assert model.state_dict()[SETTINGS].shape == made(steps=None).state_dict()[SETTINGS].shape  # an EMA copies it
 
@@ -138,7 +138,7 @@ def test_a_run_with_more_steps_keeps_what_is_unmasked_and_is_verified_all_along(
     counts = []
     for batch in [*BATCHES[4:], *BATCHES][:12]:
         run(model, [batch], optimizer)
-        counts.append(get_unmasker(model).unmasked)
+        counts.append(get_engine(model).unmasked)
         assert summary(model, verify=True).verification.ok
         copied = made(steps=2 * STEPS)
         copied.load_state_dict(copy.deepcopy(trained_state(model)))

@@ -8,7 +8,7 @@ import torch
 from models import descend
 from torch import nn
 
-from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, print_trainable_parameters, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, print_trainable_parameters, sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.selection.screening import Work
 from sparsify.strategies.presets import PRESETS
@@ -63,7 +63,7 @@ def test_training_is_counted_step_by_step(model):
     assert found.updates == 5 + 10 + 15
     assert found.static_updates == BUDGET * 3
     assert sum(found.counts.values()) == 15
-    assert found.counts == {tensor.name: len(tensor.indices) for tensor in get_unmasker(model).tensors}
+    assert found.counts == {tensor.name: len(tensor.indices) for tensor in get_engine(model).tensors}
     train(model, steps=STEPS - 1)
     assert summary(model).updates == 5 + 10 + 15 + 20 + 20 + 20
     assert (found.step, found.updates) == (3, 30)  # a summary is a snapshot
@@ -165,7 +165,7 @@ def test_every_preset_can_be_looped_over(capsys):
 def test_full_fine_tuning_leaves_a_plain_model_that_may_be_sparsified(full):
     assert not full[1].weight.requires_grad
     assert not hasattr(full, "sparse_values")
-    for verb in (summary, desparsify, get_unmasker):
+    for verb in (summary, desparsify, get_engine):
         with pytest.raises(SparsifyError, match=r'is not sparsified; .*strategy "full" leaves the model plain'):
             verb(full)
     with pytest.raises(SparsifyError, match=r"What full fine-tuning changed is `SparseDelta.diff\(base, model\)`"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify import D3, Schedule, desparsify, get_unmasker, sparsify
+from sparsify import D3, Schedule, desparsify, get_engine, sparsify
 
 from .models import SHAPES
 from .settings import PLANNED_STEPS, Settings
@@ -62,7 +62,7 @@ def _floor(model: nn.Module, settings: Settings) -> Trainee:
 
 
 def _sparsified(model: nn.Module, *arguments: Any, **options: Any) -> Trainee:
-    engine = get_unmasker(sparsify(model, *arguments, **options))
+    engine = get_engine(sparsify(model, *arguments, **options))
     return _trainee(model, unmasked=lambda: engine.unmasked, resume=model.load_state_dict)
 
 
@@ -99,9 +99,9 @@ def _dense_id3(model: nn.Module, settings: Settings) -> Trainee:
 
     def resume(state: State) -> None:  # by way of the library: the trained weights, and the unmasked entries
         sparsify(model, settings.budget, "id3", steps=PLANNED_STEPS).load_state_dict(state)
-        for tensor in get_unmasker(model).tensors:
+        for tensor in get_engine(model).tensors:
             id3.masks[tensor.name].view(-1)[tensor.indices] = True
-        id3.unmasked, id3.step = get_unmasker(model).unmasked, settings.start
+        id3.unmasked, id3.step = get_engine(model).unmasked, settings.start
         desparsify(model)
 
     more = {"unmasked": lambda: id3.unmasked, "before_step": id3.mask_gradients, "resume": resume}

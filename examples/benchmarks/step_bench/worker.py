@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify import get_unmasker, trained_state
+from sparsify import get_engine, trained_state
 from sparsify.training.engine import COLLECT, COMMIT
 
 from .methods import METHODS
@@ -125,11 +125,11 @@ def seconds_between(start: Any, end: Any) -> float:
 
 def fill(model: nn.Module, settings: Settings, step: Callable[[], object], fill_steps: int = FILL_STEPS) -> None:
     """Unmasks the settings' share of the budget by ID3, in steps that stand for many of a long run each."""
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     for done in range(1, fill_steps + 1) if settings.start else ():
-        engine.step = max(0, settings.start * done // fill_steps - 1)
+        engine.entries.step = max(0, settings.start * done // fill_steps - 1)
         step()
-    engine.step = settings.start
+    engine.entries.step = settings.start
 
 
 def make_state(settings: Settings) -> dict[str, Tensor]:

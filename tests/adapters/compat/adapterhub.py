@@ -4,12 +4,10 @@
 """
 
 import copy
-import warnings
 
 import adapters
 import pytest
 import torch
-import transformers as hf
 from architectures import build
 from oracle import unmasked_sets
 from safetensors.torch import load_file
@@ -193,20 +191,6 @@ def test_adapterhubs_parameters_are_new_and_no_others(name, config):
     assert set(find_new(model)) == brought(name, model)
 
 
-@pytest.mark.parametrize("config", ["seq_bn", "lora"])
-def test_a_delta_goes_onto_a_newly_adapted_base(config, tmp_path):
-    base, (batch, *_) = build("bert")
-    model = hub_model(copy.deepcopy(base), config, large=False)
-    sparsify(model, BUDGET, "id3", steps=1, modules_to_save=["classifier"])
-    model(**batch).loss.backward()
-    torch.optim.SGD([model.sparse_values], RATE).step()
-    delta, other = SparseDelta.from_model(model), hub_model(base, config)
-    assert set(delta.whole) >= brought("bert", other)
-    delta.save(tmp_path)
-    SparseDelta.load(tmp_path).apply(other)
-    assert torch.equal(logits(other, batch), logits(model, batch))
-
-
 @every_method
 def test_a_saved_adapter_is_a_plain_one(name, config, tmp_path):
     base, sparse, batch = trained(name, config)
@@ -219,35 +203,3 @@ def test_a_saved_adapter_is_a_plain_one(name, config, tmp_path):
     heads = [key for key in trainable(base) if key in build(name)[0].state_dict()]
     loaded.load_state_dict({key: sparse.state_dict()[key] for key in heads}, strict=False)
     assert torch.equal(logits(loaded, batch), expected)
-
-
-def test_an_adapter_is_switched_off_on_and_merged():
-    _, sparse, batch = trained("bert", "lora")
-    expected = logits(sparse, batch)
-    sparse.merge_adapter("default")
-    torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
-    sparse.reset_adapter()
-    torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
-    sparse.set_active_adapters(None)
-    assert (logits(sparse, batch) - expected).abs().max() > 1e-3
-    sparse.set_active_adapters("default")
-    torch.testing.assert_close(logits(sparse, batch), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_adapterhubs_trainer_trains_and_saves_plain_adapters(tmp_path):
-    torch.set_default_dtype(torch.float32)
-    model, (batch, *_) = build("bert", torch.float32)
-    sparsify(hub_model(model, "seq_bn"), BUDGET, "id3", steps=STEPS, modules_to_save=["classifier"])
-    arguments = hf.TrainingArguments(
-        str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[], learning_rate=0.01, use_cpu=True
-    )
-    rows = [{key: value[i] for key, value in batch.items()} for i in range(4)]
-    adapters.AdapterTrainer(model=model, args=arguments, train_dataset=rows).train()
-    assert sum(map(len, unmasked_sets(model).values())) == BUDGET
-    loaded, _ = build("bert", torch.float32)
-    adapters.init(loaded)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded.load_adapter(str(tmp_path / f"checkpoint-{STEPS}" / "default"), set_active=True)
-    loaded.classifier.load_state_dict(model.classifier.state_dict())
-    assert torch.equal(logits(loaded, batch), logits(model, batch))
