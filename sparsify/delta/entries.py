@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -85,20 +85,6 @@ def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
         and torch.equal(left.indices, right.indices)
         and same_values(left.values, right.values)
     )
-
-
-def merge(known: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    """Merges new entries (k,) into known ones (n,): parallel tensors on the CPU, of which the first ascends in both.
-
-    It takes much less time than sorting all of them where the new ones are few.
-    """
-    n, k = known[0].numel(), new[0].numel()
-    places = torch.searchsorted(known[0], new[0]) + torch.arange(k, device="cpu")
-    is_known = torch.ones(n + k, dtype=torch.bool, device="cpu")
-    is_known[places] = False
-    order = is_known.cumsum(0) - 1
-    order[places] = torch.arange(n, n + k, device="cpu")
-    return [torch.cat(parts).index_select(0, order) for parts in zip(known, new, strict=True)]
 
 
 def encode_indices(indices: Tensor) -> Tensor:

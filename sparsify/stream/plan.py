@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsify.delta.entries import TensorDelta, merge
+from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patch_plan import (
     PatchPlan,
     PlannedWrite,
@@ -116,7 +116,9 @@ def _known_values(
 
 def _merged(known: PlannedWrite, more: PlannedWrite, fits: bool) -> PlannedWrite:
     """The write of known and of new entries of one tensor, in ascending order."""
-    indices, old, new = merge(known.entries, more.entries)
+    parts = [torch.cat(pair) for pair in zip(known.entries, more.entries, strict=True)]
+    order = parts[0].argsort()
+    indices, old, new = (part[order] for part in parts)
     twice = bool((indices[1:] == indices[:-1]).any())
     _check(fits and known.shape == more.shape and not twice, f"it has other entries of `{known.name}`")
     return known._replace(indices=indices, old=old, new=new)
