@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.applicable import Applicable
 from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor
 from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import PatchPlan, check_not_drawn, find_targets, plan_entries, warn_of_casts
+from sparsify.delta.patch_plan import Applicable, PatchPlan, check_not_drawn, find_targets, plan_entries, warn_of_casts
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import SparsifyError
 

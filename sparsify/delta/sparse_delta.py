@@ -25,7 +25,7 @@ from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, same_entries
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
-from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta, warn_of_casts
+from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
 from sparsify.delta.patches import WeightPatch, make_patches
 from sparsify.delta.peft.reading import read_adapter
 from sparsify.errors import SparsifyError
@@ -211,10 +211,7 @@ class SparseDelta(Summable):
         return hub.push(self.tensors, self.whole, self.config, repo_id, message=commit_message, **options)
 
     def plan(self, model: nn.Module) -> PatchPlan:
-        plan = plan_delta(self.tensors, self.whole, model)
-        parts: dict[str, Any] = {**self.tensors, **self.whole}
-        warn_of_casts((patch.name, parts[patch.name].dtype, patch.old.dtype) for patch in plan)
-        return plan
+        return plan_delta(self.tensors, self.whole, model)
 
     def check(self, base: Base) -> CheckReport:
         """Checks whether a base is the one that the delta was trained on; nothing is changed.

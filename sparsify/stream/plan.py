@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patch_plan import (
@@ -21,7 +21,6 @@ from sparsify.delta.patch_plan import (
     plan_dense,
     plan_entries,
     trained_values,
-    warn_of_casts,
 )
 from sparsify.errors import DeltaFormatError
 from sparsify.stream.version import Changes, KnownValues, spread
@@ -69,8 +68,6 @@ class Held(NamedTuple):
 def plan_snapshot(changes: Changes, model: nn.Module) -> Held:
     """Plans a whole version on the base; raises where the model is not the base."""
     plan = {write.name: write for write in plan_delta(changes.tensors, changes.whole, model)}
-    parts: dict[str, TensorDelta | Tensor] = {**changes.tensors, **changes.whole}
-    warn_of_casts((name, parts[name].dtype, write.old.dtype) for name, write in plan.items())
     types = {name: EntryType.of(part) for name, part in changes.tensors.items()}
     return Held({name: plan[name] for name in sorted(types)}, types, {name: plan[name] for name in changes.whole})
 
