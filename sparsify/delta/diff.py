@@ -59,7 +59,7 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
 
 
 def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """The largest of some tensors' changes, positions (any,) and sizes (any,); of equal ones, the first."""
+    """The largest of some tensors' changes (positions, sizes); of equal ones, the first."""
     sizes = torch.cat([sizes for _, sizes in changes.values()])
     kept = torch.ones_like(sizes, dtype=torch.bool)
     if (spare := sizes.numel() - budget) > 0:
@@ -75,14 +75,11 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
 def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors, ties: Iterable[list[str]]) -> None:
     """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
-        raise BaseMismatchError(
-            f"`{wrapped[0]}` is a layer that PEFT has put an adapter on, so the tuned model has its change apart from "
-            "the weights: merge it first (`model.merge_and_unload()`)."
-        )
+        raise BaseMismatchError(f"`{wrapped[0]}` is a layer with PEFT's adapter: merge it, `model.merge_and_unload()`.")
     if names and not any(name in old for name in names):
         raise BaseMismatchError(
-            f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned. A "
-            "checkpoint is taken for what its `config.json` says, which has to be next to the weights."
+            f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned, a "
+            "checkpoint's `config.json` next to its weights."
         )
     for first, *others in ties:
         for other in others:
@@ -102,13 +99,12 @@ def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
     check_has_values(name, new)
     if before.shape != new.shape:
         raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: a "
-            "delta cannot resize it. Resize the base's first (`resize_token_embeddings`, say)."
+            f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: "
+            "resize the base's first (`resize_token_embeddings`, say)."
         )
     if before.dtype != new.dtype:
-        raise BaseMismatchError(
-            f"tensor `{name}` is {before.dtype} in the base, {new.dtype} in the tuned model: load both in one dtype."
-        )
+        dtypes = f"{before.dtype} in the base, {new.dtype} in the tuned model"
+        raise BaseMismatchError(f"tensor `{name}` is {dtypes}: load both in one dtype.")
     return new.dtype in DTYPES.values()
 
 

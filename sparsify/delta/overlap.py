@@ -1,7 +1,4 @@
-"""Compares two deltas: the entries that both change, and the directions in which they change them.
-
-In: two deltas, and their base for directions. Out: an :class:`Overlap`.
-"""
+"""Compares two deltas: the entries that both change and, on their base, the directions in which they change them."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ class Overlap:
         shared: number of entries that both deltas change.
         union: number of entries that either changes.
         cosine: of the two changes on the shared entries; ``None`` without a base, nan where nothing is shared.
-        opposed: number of shared entries that the two move in opposite directions; ``None`` without a base.
+        opposed: number of shared entries that move in opposite directions; ``None`` without a base.
         by_tensor: number of shared entries by tensor, for those that have any.
-        conflicting_whole: tensors that both store whole, with different values: a sum of the two is an error.
+        conflicting_whole: tensors that both store whole, with different values.
     """
 
     shared: int
@@ -58,12 +55,10 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
     Args:
         a: a delta.
         b: the other one.
-        base: the plain model, or the path of its checkpoint; for cosine and opposed directions, since a replacement
-            does not know what it replaces.
+        base: the plain model, or the path of its checkpoint; for cosine and opposed directions.
 
     Raises:
-        BaseMismatchError: when the base is not that of both deltas.
-        SparsifyError: when a tensor has another shape in the two deltas.
+        SparsifyError: when the base is not that of both deltas, or a tensor has another shape in the two.
 
     Example:
         >>> from torch import nn
@@ -99,11 +94,8 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
     warn_of_casts(dtypes, "the base", stacklevel=3)
     cosine = float(products[0] / (products[1] * products[2]).sqrt())
     both = a.whole.keys() & b.whole.keys()
-    return Overlap(
-        shared=shared,
-        union=a.num_entries + b.num_entries - shared,
-        cosine=None if base is None else cosine,
-        opposed=None if base is None else opposed,
-        by_tensor=dict(sorted(by_tensor.items())),
-        conflicting_whole=tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name]))),
-    )
+    conflicting = tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name])))
+    union, by_tensor = a.num_entries + b.num_entries - shared, dict(sorted(by_tensor.items()))
+    if base is None:
+        return Overlap(shared, union, None, None, by_tensor, conflicting)
+    return Overlap(shared, union, cosine, opposed, by_tensor, conflicting)

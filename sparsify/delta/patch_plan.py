@@ -101,8 +101,8 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
         first = first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)
         if first != name:
             raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this model and two in the delta, so one would overwrite "
-                "the other: load the base with these weights untied, as it was in training."
+                f"`{first}` and `{name}` are one tensor in this model and two in the delta: load the base with these "
+                "weights untied, as it was in training."
             )
     special = {name: tensor for name, tensor in targets.items() if type(tensor) not in _PLAIN and name not in dense}
     return targets | with_quantized_deltas(special, model) if special else targets
@@ -145,7 +145,7 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
     if digest(values) != delta.base_sha256:
         raise BaseMismatchError(
             f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from: the "
-            "delta is damaged, or this version of sparsify or numpy draws other numbers; please report it."
+            "delta is damaged, or numpy draws other numbers; please report it."
         )
     if not values.isfinite().all():
         raise BaseMismatchError(
@@ -163,28 +163,26 @@ def new_values(
     if (delta.quantization or "").endswith(TRANSPOSED) and not (is_base or is_quantized):
         raise BaseMismatchError(
             f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
-            "values than it had then, so there is no telling which way round: load the base quantized as in training, "
-            f"or dequantize that, in {delta.dtype}."
+            f"values: load the base quantized as in training, or dequantize that, in {delta.dtype}."
         )
     if comparable and not is_base:
         if delta.quantization is None or delta.kind != "add" or is_quantized:
             raise BaseMismatchError(
-                f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be "
-                "a model that nobody trained: load the exact base, and revert any other delta first. (A head that is "
-                "drawn at random has no exact base: train it with modules_to_save=[...].)"
+                f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
+                "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save=[...].)"
             )
         # the same words for every tensor, so that Python shows them once
         warnings.warn(
             f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values, if "
-            "all is well the weights from before they were quantized, which cannot be checked. The changes are added "
-            "to them. For an exact result load the base quantized as in training, or dequantize that.",
+            "all is well the weights from before they were quantized, which cannot be checked: the changes are added. "
+            "For an exact result load the base quantized as in training, or dequantize that.",
             stacklevel=2,
         )
     return trained_values(name, delta.kind, delta.values, old, place)
 
 
 def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str = "the model") -> Tensor:
-    """The trained values (count,) in the base's dtype, from the base's, unchecked; raises where it has no room for them."""
+    """The trained values (count,) in the base's dtype, which has to hold them; the base's values are not checked."""
     if kind == "replace" and values.dtype == old.dtype:
         return values
     new = values.to(old.dtype)
@@ -192,10 +190,8 @@ def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str
         wide = torch.promote_types(old.dtype, torch.float32)
         new = (old.to(wide) + values.to(wide)).to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
-        raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {new.numel()} trained values are not finite in {place}'s {new.dtype}: "
-            "load the base in the dtype that it was trained in."
-        )
+        problem = f"{bad} of {new.numel()} trained values are not finite in {place}'s {new.dtype}"
+        raise BaseMismatchError(f"tensor `{name}`: {problem}: load the base in the dtype that it was trained in.")
     return new
 
 
@@ -208,8 +204,8 @@ def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
     """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
     if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
         raise SparsifyError(
-            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
-            "does not have, drawn from a seed: apply the delta to a model that has such a module instead."
+            f"{what} is about changes of a base, which does not have tensor `{drawn[0]}` ({len(drawn)} in all), drawn "
+            "from a seed: apply the delta to a model that has such a module instead."
         )
 
 
@@ -227,14 +223,11 @@ def check_fits(
     if is_dense:
         remedy = "The delta stores it whole: build the model with that head or module as it was in training."
     if tuple(shape) != tuple(part.shape):
-        raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta. {remedy}"
-        )
+        shapes = f"has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta"
+        raise BaseMismatchError(f"tensor `{name}` {shapes}. {remedy}")
     if not is_dense and dtype not in DTYPES.values():
-        raise BaseMismatchError(
-            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {part.dtype}: "
-            "load the base unquantized."
-        )
+        dtypes = f"is {dtype} in {place}, which cannot take trained values of {part.dtype}"
+        raise BaseMismatchError(f"tensor `{name}` {dtypes}: load the base unquantized.")
     if is_dense and dtype != part.dtype and not (dtype.is_floating_point and part.dtype.is_floating_point):
         raise BaseMismatchError(f"tensor `{name}` is {dtype} in {place}, {part.dtype} in the delta. {remedy}")
 
@@ -266,10 +259,8 @@ def write_plan(
     try:
         for patch in plan:  # each is checked right before it is written, while its entries are in the cache
             if not patch.fits(targets[patch.name]):
-                raise SparsifyError(
-                    f"tensor `{patch.name}` no longer holds {held} (another delta, training, or two casts). Nothing "
-                    f"was changed: {remedy}."
-                )
+                problem = f"no longer holds {held} (another delta, training, or two casts)"
+                raise SparsifyError(f"tensor `{patch.name}` {problem}. Nothing was changed: {remedy}.")
             done.append(patch)  # before the write, which may fail halfway
             patch.write(targets[patch.name])
     except BaseException:
@@ -333,10 +324,7 @@ class Applicable(ABC):
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
         """
         if model in self._applied:
-            raise SparsifyError(
-                "this delta is already applied to this model, and applying it again would lose the original values: "
-                "call `revert(model)` first."
-            )
+            raise SparsifyError("this delta is already applied to this model: call `revert(model)` first.")
         self._write(self.plan(model), model)
         return model
 
@@ -382,8 +370,7 @@ class Applicable(ABC):
         """Undoes the model's plan and returns it; raises if there is none, or the model does not hold its values."""
         if model not in self._applied:
             raise SparsifyError(
-                "this delta is not applied to this model, so there is nothing to revert: pass the object that `apply` "
-                "got, not a copy or a wrapper of it."
+                "this delta is not applied to this model: pass the object that `apply` got, not a copy or a wrapper."
             )
         with uninterrupted():
             undo_plan(self._applied[model], model)

@@ -1,8 +1,4 @@
-"""A delta as patches of a checkpoint's tensors, the form in which inference engines take changed weights.
-
-In: a delta's tensors and, where names or layouts differ from the model's at run time, the checkpoint that the engine
-loaded. Out: a stream of :class:`WeightPatch`, each in the checkpoint's coordinates.
-"""
+"""A delta as patches of a checkpoint's tensors, the form in which inference engines take changed weights."""
 
 from __future__ import annotations
 

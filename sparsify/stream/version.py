@@ -1,7 +1,5 @@
 """One version of a model in training, and what changed from one to the next: what a stream sends.
 
-    Version 6, Version 7  --difference-->  Changes: new entries, values of known entries, dense tensors
-
 The entries of a version are in the order of their tensors' names, and ascending in each tensor. Both ends of a stream
 know this order, so that the values of known entries are sent without positions.
 """

@@ -154,7 +154,6 @@ def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
         ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
         ('{"peft_type": "SHIRA", "r": "x"}', "its `adapter_config.json` gives no number of entries"),
         ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
-        ('{"peft_type": "SHIRA", "r": 1, "scaling": 2.0}', "it has a `scaling`"),
     ],
 )
 def test_a_broken_config_is_refused(base, tmp_path, content, match):

@@ -1,8 +1,7 @@
-"""PEFT's sparse adapters, SHiRA and Supertuning: the tensors that PEFT stores for a layer, and the weights it computes.
+"""The tensors that PEFT's sparse adapters, SHiRA and Supertuning, store for a layer, and the weights that it computes.
 
-In: an adapter's settings and stored tensors. Out: positions in a weight, and the values that PEFT computes there. Both
-methods fix the number of places in a layer by one setting for the whole model. An unused place holds 0.0, and a
-position may come twice: a difference that the dtype cannot hold exactly may be stored in two parts.
+Both give a layer a number of places that follows from its size. An unused place holds 0.0, and a position may come
+twice: a difference that the dtype cannot hold exactly may be stored in two parts.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ class Shira:
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raises where a config, as read from its file, asks for more than entries in a layer."""
-        if settings.get("scaling", 1.0) != 1.0:
-            raise SparsifyError("it has a `scaling`, which PEFT's SHiRA does not read")
 
     def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
         """The flat positions (count,) int64, checked to be in the weight."""
@@ -60,15 +57,11 @@ class Supertuning:
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         if settings.get("r") is not None:
-            raise SparsifyError(
-                f"it has a LoRA part (`r` is {settings['r']!r:.100}, the Supra hybrid), which is no set of entries: "
-                "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff`"
-            )
+            part = f"a LoRA part (`r` is {settings['r']!r:.100}, the Supra hybrid)"
+            raise SparsifyError(f"it has {part}: merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff`")
         if not settings.get("save_precomputed_indices", True):
-            raise SparsifyError(
-                "it was saved without its indices (`save_precomputed_indices` is false): load it with PEFT, and save "
-                "it with them"
-            )
+            remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
+            raise SparsifyError(f"it was saved without its indices: {remedy}")
 
     def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
         return _checked(stored, (math.prod(shape),))
@@ -81,17 +74,12 @@ Method = Shira | Supertuning
 METHODS: dict[str, Method] = {method.name: method for method in (Shira(), Supertuning())}
 
 
-def held_dtype(base: torch.dtype) -> torch.dtype:
-    """The dtype in which PEFT holds the differences of a base in this one."""
-    return torch.promote_types(base, torch.float32)
-
-
 def _checked(stored: Tensor, sizes: Shape) -> Tensor:
-    """Stored positions as int64, a row for each of the sizes; PEFT on Windows stores them as float32."""
+    """Stored positions as int64, a row for each of the sizes."""
     if stored.dim() != len(sizes) or (len(sizes) == 2 and stored.shape[0] != 2):
         expected = "(2, count)" if len(sizes) == 2 else "(count,)"
         raise SparsifyError(f"indices have shape {tuple(stored.shape)}, expected {expected}")
-    if stored.dtype not in (torch.int32, torch.int64, torch.float32):
+    if stored.dtype not in (torch.int32, torch.int64, torch.float32):  # the last is PEFT's on Windows
         raise SparsifyError(f"indices are {stored.dtype}, expected torch.int32")
     if stored.is_floating_point() and not torch.equal(stored, stored.round()):
         raise SparsifyError("indices are no whole numbers")

@@ -1,43 +1,43 @@
 """Reads PEFT's SHiRA and Supertuning adapters, which are not trusted: all checks first, and no pickle.
 
-In: a folder, and the base. Out: entries that replace the base's values by those that PEFT computes with, and the
-tensors of ``modules_to_save``. Padding, and entries that were never trained, are left out.
+    folder that PEFT wrote + base --read_adapter--> entries with the values that PEFT computes, tensors stored whole
+
+Padding, and entries that were never trained, are left out. Tensors stored whole are those of ``modules_to_save``.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
-from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta
+from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelta, one_of, require
 from sparsify.delta.patch_plan import check_fits, counted
-from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, held_dtype
+from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
 _PICKLE_NAME = "adapter_model.bin"
+_MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
 
 
-def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> DeltaParts:
+def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
     """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
     folder, tensors = Path(folder), open_base(base)
     try:
-        config = _read_config(folder)
-        method = METHODS[config["peft_type"].lower()]
+        config = read_json(folder / CONFIG_NAME)
+        method = _find_method(config.get("peft_type"))
         method.check_settings(config)
         layers, whole = _sort(_read_weights(folder), method)
         if isinstance(base, nn.Module):
             _check_ties(layers, base)
-        entries = {
-            f"{layer}.weight": _entries(layer, parts, config, method, tensors) for layer, parts in layers.items()
-        }
+        found = {f"{layer}.weight": _entries(layer, own, config, method, tensors) for layer, own in layers.items()}
         saved = config.get("modules_to_save")
         _check_saved(whole, saved if isinstance(saved, list) else [], tensors)
     except BaseMismatchError:
@@ -51,23 +51,18 @@ def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.Path
         "base_model_revision": config.get("revision"),
         "converted_from": {key: config.get(key) for key in ("peft_type", "peft_version")},
     }
-    return {name: entry for name, entry in entries.items() if entry is not None}, whole, origin
+    return {name: entry for name, entry in found.items() if entry is not None}, whole, origin
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The adapter's config, of one of the sparse methods."""
-    config = read_json(folder / CONFIG_NAME)
-    peft_type = config.get("peft_type")
-    if not isinstance(peft_type, str) or peft_type.lower() not in METHODS:
-        raise SparsifyError(
-            f"its `peft_type` is {peft_type!r:.100}, and only {' and '.join(map(str.upper, METHODS))} change entries: "
-            "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
-        )
-    return config
+def _find_method(peft_type: object) -> Method:
+    method = METHODS.get(peft_type.lower()) if isinstance(peft_type, str) else None
+    if method is None:
+        others = " and ".join(map(str.upper, METHODS))
+        raise SparsifyError(f"its `peft_type` is {peft_type!r:.100}, and only {others} change entries: {_MERGE}")
+    return method
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors by plain name, in memory of their own."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickle = f", and a `{_PICKLE_NAME}` can run code: load it with PEFT if you trust it, and save it again"
@@ -100,25 +95,20 @@ def _check_ties(layers: Iterable[str], base: nn.Module) -> None:
     for name in (f"{layer}.weight" for layer in layers):
         if others := [other for other in ties.get(name, []) if other != name]:
             raise SparsifyError(
-                f"it changes `{name}`, which in this base is one tensor with `{others[0]}`, and PEFT changes it in one "
-                "place only: merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
+                f"it changes `{name}`, which in this base is one tensor with `{others[0]}`, in one place only: {_MERGE}"
             )
 
 
 def _entries(
-    layer: str,
-    parts: tuple[Tensor, Tensor],
-    config: Mapping[str, Any],
-    method: Method,
-    tensors: Mapping[str, Tensor],
+    layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: Method, tensors: Mapping[str, Tensor]
 ) -> TensorDelta | None:
     """One layer's entries, checked; None where nothing differs from the base."""
     weight = base_tensor(f"{layer}.weight", tensors)
     shape, (values, stored) = tuple(weight.shape), parts
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
         raise BaseMismatchError(
-            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter changes the "
-            "weight of a linear layer: give the base that it was trained on, unquantized."
+            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter is of a linear "
+            "layer: give the base that it was trained on, unquantized."
         )
     try:
         places = method.places(config, shape)
@@ -130,19 +120,18 @@ def _entries(
             f"the base's weight of shape {shape}: give the base that it was trained on."
         )
     try:
-        if values.dtype not in DTYPES.values():
-            raise SparsifyError(f"values are {values.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
+        require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
         positions = method.read_positions(stored, shape)
         if positions.shape != values.shape:
             raise SparsifyError(f"there are {counted(positions.numel(), 'index', 'indices')} for {places:,} values")
         indices, owners = positions.unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
-        trained = method.add(base, owners, values.to(held_dtype(base.dtype)))
+        trained = method.add(base, owners, values.to(torch.promote_types(base.dtype, torch.float32)))
         changed = trained != base  # also where it is not a number, which the entries' own check refuses
         if not changed.any():
             return None
-        base_sha256 = digest(base[changed])
-        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", base_sha256)
+        sha = digest(base[changed])
+        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", sha)
     except SparsifyError as error:
         raise SparsifyError(f"layer `{layer}`: {error}") from error
 
