@@ -71,9 +71,6 @@ class DeltaSum(Summable):
     unchanged are left out. A tensor stored whole is taken unscaled from the terms with a positive coefficient, which
     have to agree on it.
 
-    Args:
-        terms: pairs of a coefficient and a delta.
-
     Example:
         >>> from sparsify import SparseDelta
         >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
@@ -105,8 +102,7 @@ class DeltaSum(Summable):
             A :class:`sparsify.SparseDelta`.
 
         Raises:
-            BaseMismatchError: when the base is not the one that the terms were trained on.
-            SparsifyError: when the terms do not fit together, or the result cannot be a delta.
+            SparsifyError: when the base is not that of the terms, or they do not fit together.
         """
         if kind not in KINDS:
             raise SparsifyError(f"kind={kind!r}; expected one of {', '.join(KINDS)}.")

@@ -1,7 +1,4 @@
-"""Compares a model with its base entry by entry, and takes the entries that differ, or the most changed of them.
-
-In: a base and a model tuned from it, in memory or as a checkpoint, read a tensor at a time. Out: a delta's parts.
-"""
+"""Compares a model with its base, both in memory or on disk, and takes the entries that differ, or the most changed."""
 
 from __future__ import annotations
 
@@ -51,7 +48,10 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
                 f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model: load the base "
                 "with these weights untied, or tie the tuned model's."
             )
-    tensors = {name: _replacement(indices, old[name], new[name]) for name, (indices, _) in found.items()}
+    tensors = {}
+    for name, (indices, _) in found.items():
+        fixed = tuple(new[name].shape), new[name].dtype, "replace", digest(take(old[name], indices))
+        tensors[name] = TensorDelta(indices, take(new[name], indices), *fixed)
     held = squared if budget is None else sum(float(sizes.square().sum()) for _, sizes in found.values())
     kept = sum(part.count for part in tensors.values())
     config = {"changed": changed, "kept": kept, "squared_share": held / squared if squared else 1.0}
@@ -116,8 +116,3 @@ def _changes(name: str, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if bad := int((~change.isfinite()).sum()):
         raise SparsifyError(f"tensor `{name}`: {bad} changes are not finite, so one of the two models has diverged.")
     return indices.cpu(), change
-
-
-def _replacement(indices: Tensor, old: Tensor, new: Tensor) -> TensorDelta:
-    base_sha256 = digest(take(old, indices))
-    return TensorDelta(indices, take(new, indices), tuple(new.shape), new.dtype, "replace", base_sha256)

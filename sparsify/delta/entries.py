@@ -27,16 +27,16 @@ class TensorDelta:
     """The changed entries of one tensor parameter, which the constructor checks.
 
     Args:
-        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing. There is at least one, unless
-            there is an ``initializer``.
+        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing; at least one, unless there is
+            an ``initializer``.
         values: (count,) on the CPU, finite: the trained values, or differences.
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
         base_sha256: SHA-256 of the base's values at the indices; with an ``initializer``, of all initial values.
         initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
-        quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
-            ones, in ``dtype``. ``None`` for an ordinary base.
+        quantization: how the base was quantized, such as ``"bitsandbytes nf4"``, if it was; its values are then the
+            dequantized ones, in ``dtype``.
 
     Raises:
         SparsifyError: when the parts do not fit together.

@@ -61,13 +61,11 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         SparsifyError: when the base is not that of both deltas, or a tensor has another shape in the two.
 
     Example:
-        >>> from torch import nn
-        >>> base, one, two = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
-        >>> for model, change in ((one, [1.0, 2.0, 0.0]), (two, [0.0, -2.0, 3.0])):
-        ...     _ = model.load_state_dict({"weight": base.weight + torch.tensor(change), "bias": base.bias})
-        >>> print(overlap(SparseDelta.diff(base, one), SparseDelta.diff(base, two), base))
-        1 of 3 entries shared (Jaccard 0.3333)
-        cosine on shared entries -1.0000; 1 pulled in opposite directions
+        >>> base, tuned = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        >>> delta = SparseDelta.diff(base, tuned)
+        >>> print(overlap(delta, delta, base))
+        4 of 4 entries shared (Jaccard 1.0000)
+        cosine on shared entries 1.0000; 0 pulled in opposite directions
     """
     for delta in (a, b):
         check_not_drawn(delta.tensors, "a comparison")

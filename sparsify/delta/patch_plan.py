@@ -46,7 +46,7 @@ class PlannedWrite(NamedTuple):
 
     @property
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices, old and new values (count,) of a write at entries."""
+        """Indices, old and new values (count,)."""
         assert self.indices is not None
         return self.indices, self.old, self.new
 
@@ -70,7 +70,6 @@ class PlannedWrite(NamedTuple):
                 put(target, on_device(self.indices, target.device), new)
 
     def inverse(self) -> PlannedWrite:
-        """The write that undoes this one."""
         return self._replace(old=self.new, new=self.old)
 
 
@@ -148,9 +147,8 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
             "delta is damaged, or numpy draws other numbers; please report it."
         )
     if not values.isfinite().all():
-        raise BaseMismatchError(
-            f"tensor `{name}` is drawn with a scale of {delta.initializer.scale}, beyond its {delta.dtype}."
-        )
+        scale = delta.initializer.scale
+        raise BaseMismatchError(f"tensor `{name}` is drawn with a scale of {scale}, beyond its {delta.dtype}.")
     return put(values, delta.indices, delta.values)
 
 
@@ -247,12 +245,7 @@ def warn_of_casts(
         )
 
 
-def write_plan(
-    plan: PatchPlan,
-    model: nn.Module,
-    held: str = "the base's values, which something else has changed since the delta was checked against them",
-    remedy: str = REMEDY,
-) -> None:
+def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values", remedy: str = REMEDY) -> None:
     """Carries out all writes of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
     targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
     done: PatchPlan = []
@@ -271,8 +264,7 @@ def write_plan(
 
 def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
     """Puts back what a plan replaced, if the model still holds what it wrote."""
-    held = "the delta's values, so that reverting would undo what came after"
-    write_plan([patch.inverse() for patch in plan], model, held, remedy)
+    write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
 
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
@@ -361,13 +353,11 @@ class Applicable(ABC):
             self.revert(model)
 
     def _write(self, plan: PatchPlan, model: nn.Module) -> None:
-        """Writes a plan and records it, both or neither."""
         with uninterrupted():
             write_plan(plan, model)
             self._applied[model] = plan
 
     def _undo(self, model: nn.Module) -> PatchPlan:
-        """Undoes the model's plan and returns it; raises if there is none, or the model does not hold its values."""
         if model not in self._applied:
             raise SparsifyError(
                 "this delta is not applied to this model: pass the object that `apply` got, not a copy or a wrapper."

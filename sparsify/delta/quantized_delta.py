@@ -23,11 +23,7 @@ _HANDLE = "_sparsify_quantized_delta"  # attribute of a layer with a delta: the 
 
 
 class QuantizedDelta:
-    """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use.
-
-    Raises:
-        BaseMismatchError: when the weight cannot be dequantized.
-    """
+    """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use."""
 
     is_meta = False
 

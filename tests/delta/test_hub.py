@@ -67,9 +67,6 @@ def client(hub, tmp_path):
     return run
 
 
-# Push and load
-
-
 def test_a_pushed_delta_is_loaded_by_id_and_by_revision(hub, client):
     printed = client(f"""
 one = first.push_to_hub("my-delta", private=True)
@@ -158,9 +155,6 @@ for base in (None, "a/base"):
 load_model("a/base", "{REPO}", revision="main")
 """)
     assert printed.startswith("True\nTrue\nBaseMismatchError")
-
-
-# What goes wrong
 
 
 def load(repo, arguments=""):
