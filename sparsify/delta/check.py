@@ -22,22 +22,13 @@ _IN_FILES = "the checkpoint"
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of a check that found nothing wrong.
+    """The result of a check that found nothing wrong."""
 
-    Attributes:
-        tensors: number of tensors changed at entries.
-        entries: number of changed entries.
-        whole: number of tensors stored whole.
-        unchecked: names of tensors whose values could not be checked, since the base has them in another dtype, or not
-            quantized as in training.
-        missing: names of tensors stored whole that a checkpoint does not have; a merge adds them.
-    """
-
-    tensors: int
-    entries: int
-    whole: int = 0
-    unchecked: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    tensors: int  # number of tensors changed at entries
+    entries: int  # number of changed entries
+    whole: int = 0  # number of tensors stored whole
+    unchecked: tuple[str, ...] = ()  # names of tensors whose values could not be checked: another dtype, not quantized
+    missing: tuple[str, ...] = ()  # names of tensors stored whole that a checkpoint lacks; a merge adds them
 
     def __str__(self) -> str:
         what = f"{counted(self.entries, 'entry', 'entries')} in {counted(self.tensors, 'tensor')}"

@@ -17,23 +17,14 @@ from sparsify.errors import SparsifyError
 
 @dataclass(frozen=True)
 class Overlap:
-    """The result of :func:`overlap`.
+    """The result of :func:`overlap`; without a base ``cosine`` and ``opposed`` are ``None``."""
 
-    Attributes:
-        shared: number of entries that both deltas change.
-        union: number of entries that either changes.
-        cosine: of the two changes on the shared entries; ``None`` without a base, nan where nothing is shared.
-        opposed: number of shared entries that move in opposite directions; ``None`` without a base.
-        by_tensor: number of shared entries by tensor, for those that have any.
-        conflicting_whole: tensors that both store whole, with different values.
-    """
-
-    shared: int
-    union: int
-    cosine: float | None
-    opposed: int | None
-    by_tensor: dict[str, int]
-    conflicting_whole: tuple[str, ...]
+    shared: int  # number of entries that both deltas change
+    union: int  # number of entries that either changes
+    cosine: float | None  # of the two changes on the shared entries; nan where nothing is shared
+    opposed: int | None  # number of shared entries that move in opposite directions
+    by_tensor: dict[str, int]  # number of shared entries by tensor, for those that have any
+    conflicting_whole: tuple[str, ...]  # tensors that both store whole, with different values
 
     @property
     def jaccard(self) -> float:
