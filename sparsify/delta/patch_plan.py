@@ -202,8 +202,8 @@ def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
     """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
     if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
         raise SparsifyError(
-            f"{what} is about changes of a base, which does not have tensor `{drawn[0]}` ({len(drawn)} in all), drawn "
-            "from a seed: apply the delta to a model that has such a module instead."
+            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is drawn from a seed: "
+            "apply the delta to a model that has such a module instead."
         )
 
 

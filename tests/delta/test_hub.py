@@ -201,12 +201,9 @@ def test_a_push_to_no_repository_is_refused_before_any_request(hub, client):
     printed = client(
         'import warnings; warnings.simplefilter("error"); from pathlib import Path, PosixPath',
         *(f'SparseDelta.load("homemade").push_to_hub({repo!r})' for repo in repos),
-        *(f'first.push_to_hub("{REPO}", revision={name!r})' for name in ("", "a b", "../x", 5)),
     ).splitlines()
-    assert len(printed) == len(repos) + 4
-    for line, repo in zip(printed, repos, strict=False):
+    for line, repo in zip(printed, repos, strict=True):
         assert f"{repo!r} is no repository's id: expected one such as 'user/name'" in line
-    assert all("expected the name of a branch to push to, or None for `main`" in line for line in printed[len(repos) :])
     assert hub.requests == []
     assert hub.repos == {}
 
