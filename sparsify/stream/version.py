@@ -30,14 +30,13 @@ class TrainedEntries(NamedTuple):
     base: Tensor
     values: Tensor
 
-    def find(self, before: TrainedEntries) -> Tensor | None:
+    def find(self, before: TrainedEntries) -> Tensor | slice | None:
         """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one sort and over one base."""
         if (self[:4], self.values.dtype) != (before[:4], before.values.dtype):
             return None
-        count = self.indices.numel()
         if self.indices is before.indices and self.base is before.base:
-            return torch.arange(count, device="cpu")
-        places = torch.searchsorted(self.indices, before.indices).clamp_(max=count - 1)
+            return slice(None)
+        places = torch.searchsorted(self.indices, before.indices).clamp_(max=self.indices.numel() - 1)
         pairs = zip(self[4:6], before[4:6], strict=True)
         return places if all(same_values(part.index_select(0, places), old) for part, old in pairs) else None
 
@@ -95,7 +94,7 @@ def difference(old: Version, new: Version) -> Changes | None:
             continue
         if (known := entries.find(before)) is None:
             return None
-        if known.numel() < values.numel():
+        if isinstance(known, Tensor) and known.numel() < values.numel():
             tensors[name] = entries.delta(torch.ones_like(values, dtype=torch.bool).index_fill_(0, known, False))
             values = values.index_select(0, known)
         befores, afters = pairs.setdefault(values.dtype, ([], []))
@@ -122,7 +121,7 @@ def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
             found[name] = _after(before, after).delta()
             continue
         changed = torch.ones_like(after.indices, dtype=torch.bool)
-        changed[known] = as_bits(after.values.index_select(0, known)) != as_bits(before.values)
+        changed[known] = as_bits(after.values[known]) != as_bits(before.values)
         if bool(changed.any()):
             found[name] = after.delta(changed)
     return found
