@@ -2,8 +2,7 @@
 
     0.5 * a + b - c   ->   DeltaSum   --on(base)-->   a delta like any other
 
-A replacement means nothing without the value that it replaces, so an expression only holds its terms. On a base, each
-term becomes a change, trained minus pretrained, and the changes are added over the union of the entries.
+On a base, each term becomes a change, trained minus pretrained; changes are added over the union of the entries.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.applicable import Applicable
 from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor
 from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import PatchPlan, check_not_drawn, find_targets, plan_entries, warn_of_casts
+from sparsify.delta.patch_plan import Applicable, PatchPlan, check_not_drawn, find_targets, plan_entries, warn_of_casts
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import SparsifyError
 
@@ -70,18 +68,14 @@ class DeltaSum(Summable):
     """A sum of multiples of deltas, all trained on one base, to be evaluated on it.
 
     Entries that one term alone changes, with coefficient 1, get exactly that term's values; entries that come out
-    unchanged are left out. A tensor stored whole is not a change of a base: it is taken unscaled from the terms with a
-    positive coefficient, which have to agree on it.
-
-    Args:
-        terms: pairs of a coefficient and a delta.
+    unchanged are left out. A tensor stored whole is taken unscaled from the terms with a positive coefficient, which
+    have to agree on it.
 
     Example:
         >>> from sparsify import SparseDelta
         >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
         >>> _ = tuned.load_state_dict({"weight": base.weight + 2, "bias": base.bias})
-        >>> delta = SparseDelta.diff(base, tuned)
-        >>> half = 0.5 * delta
+        >>> half = 0.5 * SparseDelta.diff(base, tuned)
         >>> half
         DeltaSum(0.5 * SparseDelta(2 entries in 1 tensor, 0 tensors stored whole))
         >>> with half.applied(base):
@@ -90,8 +84,6 @@ class DeltaSum(Summable):
     """
 
     def __init__(self, terms: Terms) -> None:
-        if not terms:
-            raise SparsifyError("a sum of deltas has to have a term: give at least one pair of a number and a delta.")
         self.terms = terms
 
     def entries_only(self) -> DeltaSum:
@@ -103,15 +95,14 @@ class DeltaSum(Summable):
 
         Args:
             base: the plain model, or the path of its checkpoint, which is read a tensor at a time.
-            kind: ``"replace"``: the result stores the new values in the base's dtype, and loads without arithmetic;
-                ``"add"``: it stores the differences, in float32 at least, which a base in another dtype takes, too.
+            kind: what the result stores: ``"replace"``: the new values, in the base's dtype; ``"add"``: the
+                differences, in float32 at least, which a base in another dtype takes, too.
 
         Returns:
             A :class:`sparsify.SparseDelta`.
 
         Raises:
-            BaseMismatchError: when the base is not the one that the terms were trained on.
-            SparsifyError: when the terms do not fit together, or the result cannot be a delta.
+            SparsifyError: when the base is not that of the terms, or they do not fit together.
         """
         if kind not in KINDS:
             raise SparsifyError(f"kind={kind!r}; expected one of {', '.join(KINDS)}.")
@@ -126,8 +117,7 @@ class DeltaSum(Summable):
             target = base_tensor(name, bases)
             parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
             dtypes += [(name, part.dtype, target.dtype) for _, part in parts]
-            combined = _combine(name, parts, target, kind)
-            if combined is not None:
+            if (combined := _combine(name, parts, target, kind)) is not None:
                 tensors[name] = combined
         warn_of_casts(dtypes, "the base", stacklevel=3)
         return type(self.terms[0][1])(tensors, dense, self._config())
@@ -146,20 +136,17 @@ class DeltaSum(Summable):
         return self.terms
 
     def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The dense tensors, on which the terms agree."""
+        """The tensors stored whole, on which the terms agree."""
         dense: dict[str, Tensor] = {}
         for factor, delta in self.terms:
             for name, tensor in delta.whole.items():
                 if name in names:
-                    raise SparsifyError(
-                        f"tensor `{name}` is changed at entries by one delta and stored whole by another: these two "
-                        "cannot be summed."
-                    )
+                    problem = "changed at entries by one delta and stored whole by another: these two cannot be summed."
+                    raise SparsifyError(f"tensor `{name}` is {problem}")
                 if factor > 0 and not same_values(dense.setdefault(name, tensor), tensor):
+                    remedy = "sum the entries alone: `(a + b).entries_only()`, `--entries-only` on the command line."
                     raise SparsifyError(
-                        f"tensor `{name}` is stored whole by several deltas and differs between them; there is no base "
-                        "to sum it on: sum the entries alone (`(a + b).entries_only()`; `--entries-only` on the "
-                        "command line), and keep a head for each task."
+                        f"tensor `{name}` is stored whole by several deltas and differs in them; {remedy}"
                     )
         return dense
 

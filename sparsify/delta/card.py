@@ -1,7 +1,6 @@
 """The model card of a delta: ``card.md``, filled with what was trained and how to load it.
 
-The generated part of a card lies between two comments; a later push replaces that part only. Names and values come from
-a file that is not trusted: they are escaped, so that they are shown as text.
+The generated part of a card lies between two comments. Names and values in it are escaped, since a file is not trusted.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ def model_card(
 
 
 def update_card(present: str | None, generated: str) -> str:
-    """The card to write: with the new generated part and metadata in addition to the present text and metadata.
-
-    A hand-written card is returned unchanged.
-    """
+    """The card to write: the present one with the new generated part and metadata; a hand-written one unchanged."""
     from huggingface_hub import ModelCard
 
     if present is None:

@@ -1,7 +1,6 @@
-"""Checks whether a base is the one that a delta was trained on, without a change to either.
+"""Checks whether a base, in memory or in files, is the one that a delta was trained on, without a change to either.
 
-In: a delta's tensors, and a base in memory or in files. Out: a :class:`CheckReport`, or an error that names the tensor
-that does not fit. Of a base in files, only the pages that hold changed entries are read.
+Of a base in files, only the pages that hold changed entries are read.
 """
 
 from __future__ import annotations
@@ -15,13 +14,7 @@ from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import Base, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.patch_plan import (
-    check_fits,
-    counted,
-    is_verified,
-    new_values,
-    plan_delta,
-)
+from sparsify.delta.patch_plan import check_fits, counted, is_verified, new_values, plan_delta
 from sparsify.errors import BaseMismatchError
 
 _IN_FILES = "the checkpoint"
@@ -29,22 +22,13 @@ _IN_FILES = "the checkpoint"
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of a check that found nothing wrong.
+    """The result of a check that found nothing wrong."""
 
-    Attributes:
-        tensors: number of tensors changed at entries.
-        entries: number of changed entries.
-        whole: number of tensors stored whole.
-        unchecked: names of tensors whose values could not be checked, since the base has them in another dtype, or not
-            quantized as in training.
-        missing: names of tensors stored whole that a checkpoint does not have; a merge adds them.
-    """
-
-    tensors: int
-    entries: int
-    whole: int = 0
-    unchecked: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    tensors: int  # number of tensors changed at entries
+    entries: int  # number of changed entries
+    whole: int = 0  # number of tensors stored whole
+    unchecked: tuple[str, ...] = ()  # names of tensors whose values could not be checked: another dtype, not quantized
+    missing: tuple[str, ...] = ()  # names of tensors stored whole that a checkpoint lacks; a merge adds them
 
     def __str__(self) -> str:
         what = f"{counted(self.entries, 'entry', 'entries')} in {counted(self.tensors, 'tensor')}"
@@ -55,17 +39,16 @@ class CheckReport:
                 f"names and shapes fit; the base has {number} (`{self.unchecked[0]}`) in another dtype than the delta "
                 "was trained on, or not quantized as then, so the values there cannot be checked"
             )
-        whole = f" {counted(self.whole, 'tensor')} stored whole" if self.whole else ""
-        if self.missing:
-            whole += f", {len(self.missing)} of them not in the base"
-        return f"{what}: {verdict}.{whole + '.' if whole else ''}"
+        missing = f", {len(self.missing)} of them not in the base" if self.missing else ""
+        whole = f" {counted(self.whole, 'tensor')} stored whole{missing}." if self.whole else ""
+        return f"{what}: {verdict}.{whole}"
 
 
 def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckReport:
     """Checks a delta against a model or the path of a checkpoint; see :meth:`sparsify.SparseDelta.check`."""
     if not isinstance(base, nn.Module):
         return check_checkpoint(tensors, whole, Checkpoint(base))[0]
-    old = {patch.name: patch.old for patch in plan_delta(tensors, whole, base)}
+    old = {patch.name: patch.old for patch in plan_delta(tensors, whole, base, warn=False)}
     unchecked = tuple(name for name, delta in tensors.items() if not is_verified(delta, old[name]))
     return CheckReport(len(tensors), sum(delta.count for delta in tensors.values()), len(whole), unchecked)
 
@@ -104,20 +87,15 @@ def checked_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout
 def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layout:
     """Where a tensor's entries are stored.
 
-    transformers may rename or rearrange a tensor that is stored under the same name as another one of the model's, so
-    that name alone counts only where the stored values match the delta's digest.
+    transformers may rename another tensor to a stored name, which therefore counts only where the values match.
     """
     layout = checkpoint.layout(name)
-    if name not in checkpoint.stored or _matches(delta, checkpoint, layout):
+    if name not in checkpoint.stored:
+        return layout
+    fits = tuple(layout.shape) == delta.shape and checkpoint.dtype(layout) == delta.dtype
+    if fits and digest(checkpoint.take(layout, delta.indices)) == delta.base_sha256:
         return layout
     return next(iter(checkpoint.converted(name)), layout)
-
-
-def _matches(delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> bool:
-    """Whether the stored values at the entries have the digest of those that the delta was trained on."""
-    if tuple(layout.shape) != delta.shape or checkpoint.dtype(layout) != delta.dtype:
-        return False
-    return digest(checkpoint.take(layout, delta.indices)) == delta.base_sha256
 
 
 def _check_distinct(name: str, layout: Layout, owners: dict[tuple[object, ...], str]) -> None:
@@ -126,6 +104,6 @@ def _check_distinct(name: str, layout: Layout, owners: dict[tuple[object, ...], 
         first = owners.setdefault((window.key, window.offset), name)
         if first != name:
             raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta, so "
-                "one would overwrite the other: give the base with these weights untied, as it was in training."
+                f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta: give "
+                "the base with these weights untied, as it was in training."
             )

@@ -1,7 +1,4 @@
-"""Compares a model with its base entry by entry, and takes the entries that differ, or the most changed of them.
-
-In: a base and a model tuned from it, in memory or as a checkpoint, read a tensor at a time. Out: a delta's parts.
-"""
+"""Compares a model with its base, both in memory or on disk, and takes the entries that differ, or the most changed."""
 
 from __future__ import annotations
 
@@ -51,7 +48,10 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
                 f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model: load the base "
                 "with these weights untied, or tie the tuned model's."
             )
-    tensors = {name: _replacement(indices, old[name], new[name]) for name, (indices, _) in found.items()}
+    tensors = {}
+    for name, (indices, _) in found.items():
+        fixed = tuple(new[name].shape), new[name].dtype, "replace", digest(take(old[name], indices))
+        tensors[name] = TensorDelta(indices, take(new[name], indices), *fixed)
     held = squared if budget is None else sum(float(sizes.square().sum()) for _, sizes in found.values())
     kept = sum(part.count for part in tensors.values())
     config = {"changed": changed, "kept": kept, "squared_share": held / squared if squared else 1.0}
@@ -59,7 +59,7 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
 
 
 def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """The largest of some tensors' changes, positions (any,) and sizes (any,); of equal ones, the first."""
+    """The largest of some tensors' changes (positions, sizes); of equal ones, the first."""
     sizes = torch.cat([sizes for _, sizes in changes.values()])
     kept = torch.ones_like(sizes, dtype=torch.bool)
     if (spare := sizes.numel() - budget) > 0:
@@ -75,14 +75,11 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
 def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors, ties: Iterable[list[str]]) -> None:
     """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
-        raise BaseMismatchError(
-            f"`{wrapped[0]}` is a layer that PEFT has put an adapter on, so the tuned model has its change apart from "
-            "the weights: merge it first (`model.merge_and_unload()`)."
-        )
+        raise BaseMismatchError(f"`{wrapped[0]}` is a layer with PEFT's adapter: merge it, `model.merge_and_unload()`.")
     if names and not any(name in old for name in names):
         raise BaseMismatchError(
-            f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned. A "
-            "checkpoint is taken for what its `config.json` says, which has to be next to the weights."
+            f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned, a "
+            "checkpoint's `config.json` next to its weights."
         )
     for first, *others in ties:
         for other in others:
@@ -102,13 +99,12 @@ def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
     check_has_values(name, new)
     if before.shape != new.shape:
         raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: a "
-            "delta cannot resize it. Resize the base's first (`resize_token_embeddings`, say)."
+            f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: "
+            "resize the base's first (`resize_token_embeddings`, say)."
         )
     if before.dtype != new.dtype:
-        raise BaseMismatchError(
-            f"tensor `{name}` is {before.dtype} in the base, {new.dtype} in the tuned model: load both in one dtype."
-        )
+        dtypes = f"{before.dtype} in the base, {new.dtype} in the tuned model"
+        raise BaseMismatchError(f"tensor `{name}` is {dtypes}: load both in one dtype.")
     return new.dtype in DTYPES.values()
 
 
@@ -120,8 +116,3 @@ def _changes(name: str, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if bad := int((~change.isfinite()).sum()):
         raise SparsifyError(f"tensor `{name}`: {bad} changes are not finite, so one of the two models has diverged.")
     return indices.cpu(), change
-
-
-def _replacement(indices: Tensor, old: Tensor, new: Tensor) -> TensorDelta:
-    base_sha256 = digest(take(old, indices))
-    return TensorDelta(indices, take(new, indices), tuple(new.shape), new.dtype, "replace", base_sha256)

@@ -1,15 +1,11 @@
-"""The changed entries of one tensor: their parts, the checks that make them valid, and the encodings of positions.
-
-In memory, positions are flat int64 indices. In a file they are in the smallest of three encodings, which ``format.md``
-specifies.
-"""
+"""The changed entries of one tensor, checked, and the encodings of their positions, which ``format.md`` specifies."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,16 +27,16 @@ class TensorDelta:
     """The changed entries of one tensor parameter, which the constructor checks.
 
     Args:
-        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing. There is at least one, unless
-            there is an ``initializer``.
+        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing; at least one, unless there is
+            an ``initializer``.
         values: (count,) on the CPU, finite: the trained values, or differences.
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
         base_sha256: SHA-256 of the base's values at the indices; with an ``initializer``, of all initial values.
         initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
-        quantization: how the base was quantized, such as ``"bitsandbytes nf4"``; its values are then the dequantized
-            ones, in ``dtype``. ``None`` for an ordinary base.
+        quantization: how the base was quantized, such as ``"bitsandbytes nf4"``, if it was; its values are then the
+            dequantized ones, in ``dtype``.
 
     Raises:
         SparsifyError: when the parts do not fit together.
@@ -57,17 +53,29 @@ class TensorDelta:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        _check_indices(self.indices, math.prod(self.shape))
+        indices, numel = self.indices, math.prod(self.shape)
+        if bool((indices[1:] <= indices[:-1]).any()):
+            raise SparsifyError("indices are not strictly increasing")
+        if self.count and not 0 <= int(indices[0]) <= int(indices[-1]) < numel:
+            ends = f"they go from {int(indices[0])} to {int(indices[-1])}, in a tensor of {numel} entries"
+            raise SparsifyError(f"indices are out of range: {ends}")
         if bad := int((~self.values.isfinite()).sum()):
-            raise SparsifyError(
-                f"{bad} of {self.count} values are not finite, and a model that holds them computes nothing of use: "
-                "take a delta from before the training diverged."
-            )
+            remedy = "take a delta from before the training diverged."
+            raise SparsifyError(f"{bad} of {self.count} values are not finite: {remedy}")
 
     @property
     def count(self) -> int:
         """Number of entries."""
         return self.indices.numel()
+
+    def equals(self, other: TensorDelta) -> bool:
+        """Whether the entries are equal in every bit, and of the same base."""
+        fixed = ("shape", "dtype", "kind", "base_sha256", "initializer", "quantization")
+        return (
+            all(getattr(self, field) == getattr(other, field) for field in fixed)
+            and torch.equal(self.indices, other.indices)
+            and same_values(self.values, other.values)
+        )
 
 
 TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
@@ -75,30 +83,6 @@ NamedTensors: TypeAlias = Mapping[str, Tensor]
 DeltaParts: TypeAlias = tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]  # dense tensors, config
 StrPath: TypeAlias = str | os.PathLike[str]
 Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint
-
-
-def same_entries(left: TensorDelta, right: TensorDelta) -> bool:
-    """Whether two tensors' entries are equal in every bit, and of the same base."""
-    fixed = ("shape", "dtype", "kind", "base_sha256", "initializer", "quantization")
-    return (
-        all(getattr(left, field) == getattr(right, field) for field in fixed)
-        and torch.equal(left.indices, right.indices)
-        and same_values(left.values, right.values)
-    )
-
-
-def merge(known: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    """Merges new entries (k,) into known ones (n,): parallel tensors on the CPU, of which the first ascends in both.
-
-    It takes much less time than sorting all of them where the new ones are few.
-    """
-    n, k = known[0].numel(), new[0].numel()
-    places = torch.searchsorted(known[0], new[0]) + torch.arange(k, device="cpu")
-    is_known = torch.ones(n + k, dtype=torch.bool, device="cpu")
-    is_known[places] = False
-    order = is_known.cumsum(0) - 1
-    order[places] = torch.arange(n, n + k, device="cpu")
-    return [torch.cat(parts).index_select(0, order) for parts in zip(known, new, strict=True)]
 
 
 def encode_indices(indices: Tensor) -> Tensor:
@@ -128,10 +112,8 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
     Their order and range are not checked; a position beyond int64 comes out negative.
     """
     if stored.dim() != 1 or stored.dtype not in (torch.uint16, torch.uint32, torch.uint64):
-        raise DeltaFormatError(
-            f"indices are {stored.dtype} of shape {tuple(stored.shape)}, expected one dimension of uint16, uint32 or "
-            "uint64"
-        )
+        expected = "expected one dimension of uint16, uint32 or uint64"
+        raise DeltaFormatError(f"indices are {stored.dtype} of shape {tuple(stored.shape)}, {expected}")
     is_gaps, found = stored.dtype == torch.uint16, stored.numel()
     if is_gaps:
         found -= sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in stored.split(_CHUNK))
@@ -160,44 +142,35 @@ def _decode_gaps(stored: Tensor, count: int) -> Tensor:
 
 def _check_types(tensor: TensorDelta) -> None:
     """Raises unless kind, dtypes, devices and counts of a tensor's parts fit together."""
-    indices, values = tensor.indices, tensor.values
-    kinds = KINDS if tensor.initializer is None else KINDS[:1]
-    if tensor.kind not in kinds:
-        raise SparsifyError(f"kind is {tensor.kind!r:.120}, expected one of {', '.join(kinds)}")
-    if tensor.dtype not in DTYPES.values():
-        raise SparsifyError(f"dtype is {tensor.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
-    if indices.dtype != torch.int64:
-        raise SparsifyError(f"indices are {indices.dtype}, expected torch.int64")
-    if values.dtype not in DTYPES.values() or (tensor.kind == "replace" and values.dtype != tensor.dtype):
-        raise SparsifyError(f"values are {values.dtype}, expected the base's {tensor.dtype} for kind {tensor.kind!r}")
-    least = 1 if tensor.initializer is None else 0
-    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() < least:
-        raise SparsifyError(
-            f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}, expected one dimension, "
-            "equally long, with at least one entry"
-        )
-    if not _is_text("[0-9a-f]{64}", tensor.base_sha256):
-        raise SparsifyError(f"base_sha256 is {tensor.base_sha256!r:.120}, expected 64 lower-case hex digits")
-    is_quantized = tensor.quantization is not None
-    if is_quantized and (tensor.initializer is not None or not _is_text("[ -~]{1,100}", tensor.quantization)):
-        raise SparsifyError(
-            f"quantization is {tensor.quantization!r:.120}, expected None, or 1 to 100 characters of printable ASCII "
-            "where the tensor is not drawn"
-        )
-    if indices.device.type != "cpu" or values.device.type != "cpu":
-        raise SparsifyError(f"indices are on {indices.device} and values on {values.device}, expected both on cpu")
+    indices, values, quantization = tensor.indices, tensor.values, tensor.quantization
+    is_drawn = tensor.initializer is not None
+    kinds, dtypes = KINDS[:1] if is_drawn else KINDS, DTYPES.values()
+    require(tensor.kind in kinds, "kind is", tensor.kind, one_of(kinds))
+    require(tensor.dtype in dtypes, "dtype is", tensor.dtype, one_of(dtypes))
+    require(indices.dtype == torch.int64, "indices are", indices.dtype, "torch.int64")
+    fits = values.dtype in dtypes and (tensor.kind == "add" or values.dtype == tensor.dtype)
+    require(fits, "values are", values.dtype, f"the base's {tensor.dtype} for kind {tensor.kind!r}")
+    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() < (not is_drawn):
+        shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
+        raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
+    sha = tensor.base_sha256
+    require(_is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
+    fits = quantization is None or (not is_drawn and _is_text("[ -~]{1,100}", quantization))
+    expected = "None, or 1 to 100 characters of printable ASCII where the tensor is not drawn"
+    require(fits, "quantization is", quantization, expected)
+    for device in (indices.device, values.device):
+        require(device.type == "cpu", "indices or values are on", device, "both on cpu")
+
+
+def require(fits: bool, what: str, found: object, expected: str) -> None:
+    """Raises for a part that is other than expected, whose text may come from a file."""
+    if not fits:
+        raise SparsifyError(f"{what} {found!r:.120}, expected {expected}")
+
+
+def one_of(names: Iterable[object]) -> str:
+    return f"one of {', '.join(map(str, names))}"
 
 
 def _is_text(pattern: str, value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-def _check_indices(indices: Tensor, numel: int) -> None:
-    """Raises unless positions (count,) are strictly increasing and lie in a tensor of ``numel`` entries."""
-    if not indices.numel():
-        return
-    if bool((indices[1:] <= indices[:-1]).any()):
-        raise SparsifyError("indices are not strictly increasing")
-    first, last = int(indices[0]), int(indices[-1])
-    if first < 0 or last >= numel:
-        raise SparsifyError(f"indices are out of range: they go from {first} to {last}, in a tensor of {numel} entries")

@@ -36,16 +36,10 @@ from sparsify.delta.entries import (
     TensorDeltas,
     decode_indices,
     encode_indices,
+    one_of,
+    require,
 )
-from sparsify.delta.metadata import (
-    METADATA_KEY,
-    PAYLOAD_KEY,
-    check_object,
-    describe,
-    parse,
-    parse_json,
-    to_json,
-)
+from sparsify.delta.metadata import METADATA_KEY, PAYLOAD_KEY, check_object, describe, parse, parse_json, to_json
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
 FILE_NAME = "sparse_delta.safetensors"
@@ -59,13 +53,10 @@ _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
 def write(
     path: StrPath, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], sidecar: StrPath | None = None
 ) -> None:
-    """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``.
+    """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``; makes folders if need be.
 
-    A file that was there before stays until the new one is complete. Folders are made if need be.
-
-    Raises:
-        SparsifyError: when ``config`` does not go into JSON, a name is in both mappings, or a reader would refuse a
-            name, the config or the header's length. Nothing is written then.
+    A file that was there before stays until the new one is complete. Raises before anything is written where
+    ``config`` does not go into JSON, or a reader would refuse a name, the config or the header's length.
     """
     data, document = to_bytes(tensors, whole, config)
     for_people = (json.dumps(document, indent=2) + "\n").encode()
@@ -89,14 +80,11 @@ def to_bytes(
     try:
         data = bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
     except KeyError as error:
-        raise SparsifyError(
-            f"safetensors has no dtype {error}, which a tensor stored whole is in: convert it, or leave it out."
-        ) from error
+        remedy = "which a tensor stored whole is in: convert it, or leave it out."
+        raise SparsifyError(f"safetensors has no dtype {error}, {remedy}") from error
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
-        raise SparsifyError(
-            f"the delta's header takes {header_bytes:,} bytes, more than the {MAX_HEADER_BYTES:,} that a reader "
-            "accepts: shorten `config`, or split the delta."
-        )
+        most = f"more than the {MAX_HEADER_BYTES:,} that a reader accepts: shorten `config`, or split the delta."
+        raise SparsifyError(f"the delta's header takes {header_bytes:,} bytes, {most}")
     document[PAYLOAD_KEY] = payload_digest(data)
     fill_in(data, placeholder, document[PAYLOAD_KEY])
     return data, document
@@ -120,16 +108,13 @@ def header_end(data: bytes | bytearray) -> int:
 def replace_file(path: Path, data: bytes | bytearray) -> None:
     """Replaces a file atomically: whenever the process may die, the old or the new one is there, complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A folder of its own inside the target's: same file system, usual permissions, gone whatever error comes. An
-    # interrupt would leave it behind.
+    # in a folder of its own inside the target's: same file system, usual permissions, gone whatever error comes
     with uninterrupted(), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         complete = Path(folder) / path.name
         with complete.open("wb") as file:
             file.write(data)
             file.flush()
-            # Without it some file systems rename first and write later: after a power cut the old file would be gone
-            # and the new one empty. The folder is not synced: either file may be there then, but a complete one.
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # else, after a power cut, some file systems have renamed and not written
         os.replace(complete, path)
 
 
@@ -140,8 +125,7 @@ def read(path: StrPath) -> DeltaParts:
         Its contents, in memory of their own: the file may be deleted or replaced.
 
     Raises:
-        DeltaFormatError: when anything in the file is not as ``format.md`` says, a bit of its payload has changed
-            since it was written, or it is no regular file.
+        DeltaFormatError: when anything in the file is not as ``format.md`` says, or it is no regular file.
         OSError: when the file cannot be opened.
     """
     with _opened(path) as file:
@@ -158,10 +142,7 @@ def read_contents(
     file.seek(0)
     data = file.read()
     if document.get(PAYLOAD_KEY) not in (None, payload_digest(data)):  # not in a file of version 1
-        raise DeltaFormatError(
-            "its payload does not have the SHA-256 that its metadata records, so it was damaged or changed after "
-            "it was written"
-        )
+        raise DeltaFormatError("its payload does not have the SHA-256 that its metadata records: it was damaged")
     with torch.device("cpu"):  # whatever the default device is
         stored = _stored(data)
     tensors = {name: _restore(name, record, stored) for name, record in records.items()}
@@ -173,14 +154,13 @@ def read_contents(
 
 
 def _stored(data: bytes) -> dict[str, Tensor]:
-    """The stored tensors by key; some dtypes, such as float4, can only be read from a file of their own."""
+    """The stored tensors by key; float4 and the like can only be read from a file of their own."""
     try:
         return safetensors.torch.load(data)
     except KeyError:
         with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, FILE_NAME)
-            copy.write_bytes(data)
-            return safetensors.torch.load_file(copy)
+            Path(folder, FILE_NAME).write_bytes(data)
+            return safetensors.torch.load_file(Path(folder, FILE_NAME))
 
 
 def payload_hash(path: StrPath) -> str | None:
@@ -191,10 +171,7 @@ def payload_hash(path: StrPath) -> str | None:
 
 @contextmanager
 def _opened(path: StrPath) -> Iterator[BinaryIO]:
-    """Opens a file, once, so that one that is replaced meanwhile is read as it was.
-
-    Errors about its contents become a ``DeltaFormatError`` that names it.
-    """
+    """Opens a file once, so that one that is replaced meanwhile is read as it was; errors in it name it."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe may never end
         raise DeltaFormatError(f"`{path}` is no regular file, so it is not read: copy what it gives into a file first.")
     with open(path, "rb") as file, refused(f"`{path}` is no delta that can be used", "download or save it again"):
@@ -203,7 +180,7 @@ def _opened(path: StrPath) -> Iterator[BinaryIO]:
 
 @contextmanager
 def refused(what: str, remedy: str) -> Iterator[None]:
-    """Errors about the contents of a file, whatever their type, become a ``DeltaFormatError``."""
+    """Turns errors about a file's contents, whatever their type, into a ``DeltaFormatError``."""
     try:
         yield
     except (SafetensorError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
@@ -240,23 +217,15 @@ def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelt
         shape, dtype, count, recipe = (record.get(key) for key in ("shape", "dtype", "count", "drawn"))
         is_list = isinstance(shape, list) and len(shape) <= _MAX_DIMS
         is_shape = is_list and all(type(size) is int and 0 <= size <= _MAX_NUMEL for size in shape)
-        if not is_shape or math.prod(shape) > _MAX_NUMEL:
-            raise DeltaFormatError(f"`shape` is not a list of at most {_MAX_DIMS} sizes, with fewer than 2^63 entries")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise DeltaFormatError(f"`dtype` is {dtype!r:.120}, expected one of {', '.join(DTYPES)}")
-        if type(count) is not int:
-            raise DeltaFormatError(f"`count` is {count!r:.120}, expected an integer")
+        is_shape = is_shape and math.prod(shape) <= _MAX_NUMEL
+        require(is_shape, "`shape` is", shape, f"a list of at most {_MAX_DIMS} sizes, with fewer than 2^63 entries")
+        require(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, one_of(DTYPES))
+        require(type(count) is int, "`count` is", count, "an integer")
         if recipe is not None:
             check_object("`drawn`", recipe, {field.name for field in fields(InitializerRecipe)})
-        return TensorDelta(
-            indices=decode_indices(stored[f"{name}.indices"], count),
-            values=stored[f"{name}.values"],
-            shape=tuple(shape),
-            dtype=DTYPES[dtype],
-            kind=record.get("kind", "replace"),
-            base_sha256=record["base_sha256"],
-            initializer=None if recipe is None else InitializerRecipe(**recipe),
-            quantization=record.get("quantization"),
-        )
+        indices, values = decode_indices(stored[f"{name}.indices"], count), stored[f"{name}.values"]
+        kind, sha, quantization = record.get("kind", "replace"), record["base_sha256"], record.get("quantization")
+        drawn = None if recipe is None else InitializerRecipe(**recipe)
+        return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, drawn, quantization)
     except SparsifyError as error:
         raise DeltaFormatError(f"tensor `{name}`: {error}") from error

@@ -1,12 +1,7 @@
-"""Where a delta is kept: a folder, a file, or a repository on the Hugging Face Hub.
-
-In: a path or a repository's id. Out: the path of a delta file to read, or a delta that is written or pushed. The hub's
-errors come with the remedy.
-"""
+"""Where a delta is kept: a folder, a file, or a repository on the Hugging Face Hub, whose errors come with a remedy."""
 
 from __future__ import annotations
 
-import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +18,6 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
 _CARD_NAME = "README.md"
-_BRANCH = re.compile(r"(?!.*\.\.)[\w.+@#-]+(/[\w.+@#-]+)*")  # those of git's rules that a mistake is likely to break
 
 
 def is_repo_id(text: object) -> bool:
@@ -48,8 +42,8 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
             return Path(hf_hub_download(str(path), FILE_NAME, revision=revision, library_name="sparsify", **options))
     if revision is not None:
         raise SparsifyError(
-            f"revision={revision!r} of `{path}`, which is taken for a path, and paths have no revisions: leave it "
-            "out, or give the id of a repository on the hub and rename the path that hides it."
+            f"revision={revision!r} of `{path}`, which is taken for a path, and has none: leave it out, or give the id "
+            "of a repository on the hub and rename the path that hides it."
         )
     if file.is_dir():
         file = file / FILE_NAME
@@ -73,11 +67,12 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
     """Writes a delta into a folder, or, where the path ends in ``.safetensors``, as that file alone."""
     if path.suffix == ".safetensors" and not path.is_dir():
         write(path, tensors, whole, config)
-    elif path.is_file():
-        remedy = "give a folder, or a path that ends in `.safetensors`."
-        raise SparsifyError(f"`{path}` is a file, and a delta is saved into a folder: {remedy}")
-    else:
-        write(path / FILE_NAME, tensors, whole, config, sidecar=path / CONFIG_NAME)
+        return
+    if path.is_file():
+        raise SparsifyError(
+            f"`{path}` is a file, and a delta is saved into a folder: give one, or a path that ends in `.safetensors`."
+        )
+    write(path / FILE_NAME, tensors, whole, config, sidecar=path / CONFIG_NAME)
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,26 +83,19 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def push(
-    tensors: TensorDeltas,
-    whole: NamedTensors,
-    config: Mapping[str, Any],
-    repo_id: str,
-    *,
-    private: bool | None,
-    token: str | bool | None,
-    revision: str | None,
-    create_pr: bool,
-    message: str | None,
-) -> CommitInfo:
+    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], repo_id: str,
+    *, private: bool | None, token: str | bool | None, revision: str | None, create_pr: bool, message: str | None,
+) -> CommitInfo:  # fmt: skip
     """Commits a delta and its card to a repository; arguments as in ``SparseDelta.push_to_hub``."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    _check_destination(repo_id, revision)
+    if not is_repo_id(repo_id):
+        raise SparsifyError(f"{repo_id!r:.100} is no repository's id: expected one such as 'user/name'.")
     public = public_config(config)
     if config.get("base_model_name_or_path") and not public["base_model_name_or_path"]:
         warnings.warn(
-            "the base is recorded as a path of this machine, which is left out of what is published: for others to "
-            "find the base, set `delta.config['base_model_name_or_path']` to its id on the hub and push again.",
+            "the base is recorded as a path of this machine, which is left out of what is published: to name it, set "
+            "`delta.config['base_model_name_or_path']` to its id on the hub and push again.",
             stacklevel=3,
         )
     api = HfApi(token=token, library_name="sparsify")
@@ -127,25 +115,9 @@ def push(
             if text != present:
                 (folder / _CARD_NAME).write_bytes(text.encode())
             # not upload_folder, which may make several commits: a reader could see half of the files
-            return api.create_commit(
-                repo_id,
-                [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file) for file in sorted(folder.iterdir())],
-                commit_message=message or "Upload a sparse delta",
-                revision=revision,
-                create_pr=create_pr,
-            )
-
-
-def _check_destination(repo_id: object, revision: object) -> None:
-    """Raises where a repository, or a branch of it, cannot have such a name."""
-    if not is_repo_id(repo_id):
-        raise SparsifyError(
-            f"{repo_id!r:.100} is no repository's id: expected one such as 'user/name', of letters, digits, '-', '_' "
-            "and '.'"
-        )
-    if revision is not None and not (isinstance(revision, str) and _BRANCH.fullmatch(revision)):
-        expected = "expected the name of a branch to push to, or None for `main`."
-        raise SparsifyError(f"revision={revision!r:.100}; {expected}")
+            added = [CommitOperationAdd(file.name, file) for file in sorted(folder.iterdir())]
+            message = message or "Upload a sparse delta"
+            return api.create_commit(repo_id, added, commit_message=message, revision=revision, create_pr=create_pr)
 
 
 @contextmanager

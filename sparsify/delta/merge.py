@@ -1,8 +1,6 @@
 """Merges a delta into a checkpoint's files, without a model: shard by shard, in the memory of one tensor.
 
-In: a delta's tensors and the folder of a checkpoint. Out: the folder of a checkpoint that any library loads. Each file
-of weights is copied by the operating system, and only the changed entries are then written into the copy, in place.
-
+Each file of weights is copied by the operating system, and only the changed entries are then written into the copy.
 Everything is checked before the first byte is written, and the new folder appears when it is complete, or not at all.
 """
 
@@ -21,16 +19,16 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from sparsify.core.devices import put
 from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
-from sparsify.delta.checkpoint.reader import INDEX_NAME, METADATA_KEY, WEIGHTS_NAME, Checkpoint, Stored, read_json
-from sparsify.delta.entries import NamedTensors, StrPath, TensorDelta, TensorDeltas
+from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_json
+from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
-from sparsify.delta.patches import patches_of
+from sparsify.delta.patches import WeightPatch, patches_of
 from sparsify.errors import SparsifyError
 
 # Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.
@@ -42,10 +40,7 @@ _MOST_LABELS = 2**16  # a head for them takes no more memory than a vocabulary's
 
 
 def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], base: StrPath, out: StrPath) -> Path:
-    """Writes the checkpoint that a delta makes of another one; see :meth:`sparsify.SparseDelta.merge`.
-
-    With dense tensors, ``architecture`` and ``model_config`` of ``config`` go into ``config.json``.
-    """
+    """Writes the checkpoint that a delta makes of another one; see :meth:`sparsify.SparseDelta.merge`."""
     check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
@@ -54,15 +49,16 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     warn_of_casts(dtypes, "the checkpoint")
     places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
-    if METADATA_KEY in new:
-        clash = f"a tensor stored whole is called `{METADATA_KEY}`, as the metadata of a safetensors file are"
-        raise SparsifyError(f"{clash}: rename the module.")
     model_config = _updated_config(source / "config.json", config, whole)
     index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
+    file_names = [file.name for file in checkpoint.files]
+    if new:
+        number = len(file_names) + 1
+        file_names = [f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)]
     with _appearing_folder(out) as folder:
         _copy_descriptions(source, folder)
-        _write_shards({**tensors, **whole}, checkpoint, places, folder, _file_names(checkpoint, new))
-        _write_index(checkpoint, index, new, folder, _file_names(checkpoint, new))
+        _write_shards({**tensors, **whole}, checkpoint, places, folder, file_names)
+        _write_index(checkpoint, index, new, folder, file_names)
         if model_config is not None:
             _write_json(folder / "config.json", model_config)
     return out
@@ -94,12 +90,9 @@ def _updated_config(path: Path, config: Mapping[str, Any], whole: NamedTensors) 
 
 
 def _write_shards(
-    parts: Mapping[str, TensorDelta | Tensor],
-    checkpoint: Checkpoint,
-    places: Mapping[str, Sequence[Layout]],
-    folder: Path,
+    parts: Mapping[str, Any], checkpoint: Checkpoint, places: Mapping[str, Sequence[Layout]], folder: Path,
     file_names: Sequence[str],
-) -> None:
+) -> None:  # fmt: skip
     """Copies the files of weights one by one, and writes the changes of each into its copy."""
     total = sum(file.stat().st_size for file in checkpoint.files)
     with tqdm(desc="merging", total=total, unit="B", unit_scale=True, disable=None) as progress:
@@ -111,19 +104,19 @@ def _write_shards(
                 if any(key in targets for layout in layouts for key in layout.keys):
                     for patch in patches_of(name, parts[name], checkpoint, layouts):
                         if patch.name in targets:
-                            _write(targets[patch.name], patch.values, patch.indices)
+                            _write(targets[patch.name], patch)
             progress.update(copy.stat().st_size)
 
 
-def _write(stored: Stored, values: Tensor, indices: Tensor | None) -> None:
-    """Writes values into a stored tensor's file, by way of its memory, which is unmapped with its last reference."""
-    if values.numel():
+def _write(stored: Stored, patch: WeightPatch) -> None:
+    """Writes a patch into a stored tensor's file, by way of its memory, which is unmapped with its last reference."""
+    if patch.values.numel():
         data = np.memmap(stored.file, dtype=np.uint8, mode="r+", offset=stored.begin, shape=(stored.nbytes,))
-        memory = torch.from_numpy(data).view(values.dtype)
-        if indices is None:
-            memory.copy_(values)
+        memory = torch.from_numpy(data).view(patch.dtype)
+        if patch.indices is None:
+            memory.copy_(patch.values)
         else:
-            put(memory, indices, values)
+            put(memory, patch.indices, patch.values)
 
 
 def _write_index(
@@ -148,18 +141,10 @@ def _write_index(
     _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _file_names(checkpoint: Checkpoint, new: NamedTensors) -> list[str]:
-    """The names of the base's files of weights in the new folder and, if the base lacks tensors, of one more."""
-    if not new:
-        return [file.name for file in checkpoint.files]
-    number = len(checkpoint.files) + 1
-    return [f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)]
-
-
 def _copy_descriptions(source: Path, folder: Path) -> None:
-    """Copies the files that describe the model (config, tokenizer, licence), and folders of only such files."""
+    """Copies the files that describe the model (config, tokenizer), and folders of only such files."""
     for path in source.iterdir():
-        # Links to folders are not followed: they may lead anywhere, also back here. Nor can a pipe be copied.
+        # no links to folders, which may lead anywhere, also back here; nor pipes
         is_folder = path.is_dir() and not path.is_symlink()
         files = [file for file in (path.rglob("*") if is_folder else [path]) if file.is_file()]
         if not any(_LEFT_OUT.fullmatch(part.name) for part in (path, *files)):
@@ -172,10 +157,8 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
 def _check_folders(base: Any, out: StrPath) -> tuple[Path, Path]:
     """Both as paths; raises unless the base is a folder and the other one is free."""
     if isinstance(base, nn.Module):
-        raise SparsifyError(
-            f"`merge` works on files, and got a {type(base).__name__} as the base: give the folder of its checkpoint, "
-            "or `apply` the delta to the model and `save_pretrained` it."
-        )
+        remedy = "give the folder of its checkpoint, or `apply` the delta to the model and `save_pretrained` it."
+        raise SparsifyError(f"`merge` works on files, and got a {type(base).__name__} as the base: {remedy}")
     source, out = Path(base), Path(out).resolve()  # a link to a folder, or ".", cannot be renamed over
     if not source.is_dir():
         raise SparsifyError(f"`{source}` is not a folder: give the one with the base's `config.json` and weights.")

@@ -1,7 +1,6 @@
-"""Writes and checks the JSON object in a delta file's header.
+"""Writes and checks the JSON object in a delta file's header, from the parts of a delta or from untrusted text.
 
-In: the parts of a delta, or untrusted text. Out: the text, or an object whose fields and names are checked, but for the
-records of tensors. Nothing from a file reaches a message, a terminal or the rest of the library unchecked.
+Records of tensors are checked elsewhere; nothing else from a file reaches a message or the library unchecked.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ _CHARACTERS_PER_COLON = 10  # and so of a key: one takes some 200 bytes while it
 _MOST_DIGITS = 310  # of an integer that a float holds, and its sign
 
 _DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
-_DEFAULT_KIND = "replace"
 
 
 def describe(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def describe(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, An
         name: {
             "shape": list(tensor.shape),
             "dtype": dtype_names[tensor.dtype],
-            **({} if tensor.kind == _DEFAULT_KIND else {"kind": tensor.kind}),
+            **({} if tensor.kind == "replace" else {"kind": tensor.kind}),
             "count": tensor.count,
             "base_sha256": tensor.base_sha256,
             **({} if tensor.initializer is None else {"drawn": asdict(tensor.initializer)}),
@@ -57,10 +55,8 @@ def to_json(document: Mapping[str, Any]) -> str:
         text = json.dumps(document, allow_nan=False, separators=(",", ":"))
         parse_json(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise SparsifyError(
-            f"the delta's config does not go into JSON ({error}), so it cannot be saved: keep it to strings, finite "
-            "numbers, booleans, None, lists and dicts."
-        ) from error
+        remedy = "keep it to strings, finite numbers, booleans, None, lists and dicts."
+        raise SparsifyError(f"the delta's config does not go into JSON ({error}): {remedy}") from error
     return text
 
 
@@ -73,10 +69,8 @@ def parse(header: Any) -> dict[str, Any]:
     document = parse_json(text)
     version = document.get("format_version") if isinstance(document, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        raise DeltaFormatError(
-            f"its format version is {version!r:.120}, this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the "
-            "file is newer"
-        )
+        remedy = f"this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the file is newer"
+        raise DeltaFormatError(f"its format version is {version!r:.120}, {remedy}")
     check_object("metadata", document, {*_DOCUMENT_KEYS, *([PAYLOAD_KEY] if version > 1 else [])})
     tensors, whole = document["tensors"], document["whole"]
     if not (isinstance(tensors, dict) and isinstance(whole, list) and isinstance(document["config"], dict)):
@@ -89,9 +83,9 @@ def check_not_extended(config: Mapping[str, Any], what: str) -> None:
     """Raises where a delta is of a model with PEFT's or our adapters, and ``what`` needs the base's own tensors."""
     if extended := [key for key in (PEFT_KEY, ADAPTERS_KEY) if config.get(key)]:
         plain = "merge_and_unload() of it is a plain model" if PEFT_KEY in extended else "save_adapters(model, folder)"
+        maker = "PEFT" if PEFT_KEY in extended else "add_adapters"
         raise SparsifyError(
-            f"{what} goes by the base's own tensors, and this delta is of modules that "
-            f"{'PEFT' if PEFT_KEY in extended else 'add_adapters'} put into the base: take "
+            f"{what} goes by the base's own tensors, and this delta is of modules that {maker} put into the base: take "
             f"load_model(base, delta), and {plain}."
         )
 
@@ -99,19 +93,12 @@ def check_not_extended(config: Mapping[str, Any], what: str) -> None:
 def check_object(where: str, value: Any, keys: Set[str], optional: Set[str] = frozenset()) -> None:
     """Raises unless a parsed value is an object with some keys, none of which is null."""
     if not isinstance(value, dict) or not keys <= set(value) <= keys | optional or None in value.values():
-        raise DeltaFormatError(
-            f"{where}: expected a JSON object with exactly the keys {', '.join(sorted(keys))}, none of which is null"
-        )
+        names = ", ".join(sorted(keys))
+        raise DeltaFormatError(f"{where}: expected a JSON object with exactly the keys {names}, none of which is null")
 
 
 def parse_json(text: str) -> Any:
-    """Parses JSON, strictly by the standard, from a source that is not trusted.
-
-    Raises:
-        ValueError: for text that is no JSON; NaN, Infinity, or a number beyond floats; an object with a key twice;
-            half of a surrogate pair; objects and lists that are too many, or too deep in each other.
-        RecursionError: for some that are far too deep.
-    """
+    """Parses JSON strictly, from a source that is not trusted; raises ``ValueError`` or ``RecursionError``."""
     if text.count("{") + text.count("[") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_OPENING:
         raise DeltaFormatError(f"{len(text):,} characters of JSON open more objects and lists than a reader accepts")
     if text.count(":") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_COLON:
@@ -122,14 +109,12 @@ def parse_json(text: str) -> Any:
 
 
 def _int(digits: str) -> int:
-    """An integer; one beyond floats is refused unconverted, which would take time that grows with its square."""
-    if len(digits) > _MOST_DIGITS:
+    if len(digits) > _MOST_DIGITS:  # converting takes time that grows with the square
         raise DeltaFormatError(f"the number {digits:.40} is not finite as a float")
     return int(digits)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; raises where parsers would differ about it."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise DeltaFormatError("an object has a key twice")

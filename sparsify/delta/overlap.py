@@ -1,7 +1,4 @@
-"""Compares two deltas: the entries that both change, and the directions in which they change them.
-
-In: two deltas, and their base for directions. Out: an :class:`Overlap`.
-"""
+"""Compares two deltas: the entries that both change and, on their base, the directions in which they change them."""
 
 from __future__ import annotations
 
@@ -20,23 +17,14 @@ from sparsify.errors import SparsifyError
 
 @dataclass(frozen=True)
 class Overlap:
-    """The result of :func:`overlap`.
+    """The result of :func:`overlap`; without a base ``cosine`` and ``opposed`` are ``None``."""
 
-    Attributes:
-        shared: number of entries that both deltas change.
-        union: number of entries that either changes.
-        cosine: of the two changes on the shared entries; ``None`` without a base, nan where nothing is shared.
-        opposed: number of shared entries that the two move in opposite directions; ``None`` without a base.
-        by_tensor: number of shared entries by tensor, for those that have any.
-        conflicting_whole: tensors that both store whole, with different values: a sum of the two is an error.
-    """
-
-    shared: int
-    union: int
-    cosine: float | None
-    opposed: int | None
-    by_tensor: dict[str, int]
-    conflicting_whole: tuple[str, ...]
+    shared: int  # number of entries that both deltas change
+    union: int  # number of entries that either changes
+    cosine: float | None  # of the two changes on the shared entries; nan where nothing is shared
+    opposed: int | None  # number of shared entries that move in opposite directions
+    by_tensor: dict[str, int]  # number of shared entries by tensor, for those that have any
+    conflicting_whole: tuple[str, ...]  # tensors that both store whole, with different values
 
     @property
     def jaccard(self) -> float:
@@ -58,21 +46,17 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
     Args:
         a: a delta.
         b: the other one.
-        base: the plain model, or the path of its checkpoint; for cosine and opposed directions, since a replacement
-            does not know what it replaces.
+        base: the plain model, or the path of its checkpoint; for cosine and opposed directions.
 
     Raises:
-        BaseMismatchError: when the base is not that of both deltas.
-        SparsifyError: when a tensor has another shape in the two deltas.
+        SparsifyError: when the base is not that of both deltas, or a tensor has another shape in the two.
 
     Example:
-        >>> from torch import nn
-        >>> base, one, two = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
-        >>> for model, change in ((one, [1.0, 2.0, 0.0]), (two, [0.0, -2.0, 3.0])):
-        ...     _ = model.load_state_dict({"weight": base.weight + torch.tensor(change), "bias": base.bias})
-        >>> print(overlap(SparseDelta.diff(base, one), SparseDelta.diff(base, two), base))
-        1 of 3 entries shared (Jaccard 0.3333)
-        cosine on shared entries -1.0000; 1 pulled in opposite directions
+        >>> base, tuned = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        >>> delta = SparseDelta.diff(base, tuned)
+        >>> print(overlap(delta, delta, base))
+        4 of 4 entries shared (Jaccard 1.0000)
+        cosine on shared entries 1.0000; 0 pulled in opposite directions
     """
     for delta in (a, b):
         check_not_drawn(delta.tensors, "a comparison")
@@ -99,11 +83,8 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
     warn_of_casts(dtypes, "the base", stacklevel=3)
     cosine = float(products[0] / (products[1] * products[2]).sqrt())
     both = a.whole.keys() & b.whole.keys()
-    return Overlap(
-        shared=shared,
-        union=a.num_entries + b.num_entries - shared,
-        cosine=None if base is None else cosine,
-        opposed=None if base is None else opposed,
-        by_tensor=dict(sorted(by_tensor.items())),
-        conflicting_whole=tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name]))),
-    )
+    conflicting = tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name])))
+    union, by_tensor = a.num_entries + b.num_entries - shared, dict(sorted(by_tensor.items()))
+    if base is None:
+        return Overlap(shared, union, None, None, by_tensor, conflicting)
+    return Overlap(shared, union, cosine, opposed, by_tensor, conflicting)

@@ -1,13 +1,19 @@
-"""Writes to a model's tensors that can be undone, all of them planned and checked before the first is carried out.
+"""What goes onto a base model and off again: writes that are planned and checked before the first is carried out.
 
-In: a model and a delta's tensors. Out: a list of :class:`PlannedWrite`, each with the values that it replaces.
+    base model --apply--> the trained model --swap--> another one --revert--> the base
+
+Each :class:`PlannedWrite` keeps the values that it replaces, so that an undo restores every bit.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +22,7 @@ from sparsify.common.names import check_names, check_plain, named_tensors, near_
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, send
+from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -27,8 +34,7 @@ _PLAIN = (Tensor, nn.Parameter)  # types of tensors that are not quantized
 class PlannedWrite(NamedTuple):
     """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
 
-    ``old`` and ``new``, (count,) or ``shape``, are on the CPU, in the tensor's dtype at planning. A write that is
-    ``checked`` is carried out only on a tensor that holds ``old``; any other replaces what is there.
+    ``old`` and ``new``, (count,) or ``shape``, are on the CPU. A write that is not ``checked`` replaces any values.
     """
 
     name: str
@@ -40,7 +46,7 @@ class PlannedWrite(NamedTuple):
 
     @property
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices, old and new values (count,) of a write at entries."""
+        """Indices, old and new values (count,)."""
         assert self.indices is not None
         return self.indices, self.old, self.new
 
@@ -53,7 +59,7 @@ class PlannedWrite(NamedTuple):
 
     def write(self, target: Tensor) -> None:
         """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
-        # Not no_grad: a model that was loaded in inference mode can be written to in inference mode only.
+        # not no_grad: a model loaded in inference mode can be written to in inference mode only
         with torch.inference_mode():
             new = on_device(self.new.to(target.dtype), target.device)
             if self.indices is None:
@@ -64,7 +70,6 @@ class PlannedWrite(NamedTuple):
                 put(target, on_device(self.indices, target.device), new)
 
     def inverse(self) -> PlannedWrite:
-        """The write that undoes this one."""
         return self._replace(old=self.new, new=self.old)
 
 
@@ -74,7 +79,7 @@ PatchPlan: TypeAlias = list[PlannedWrite]
 def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = ()) -> dict[str, Tensor]:
     """A model's tensors by plain name; raises unless each is there, with data, and under one of the names only.
 
-    The model must not be in training. ``dense`` are those of the names whose tensors a delta stores dense.
+    ``dense`` are those of the names whose tensors a delta stores whole. A model in training is refused.
     """
     check_plain(model)
     available = named_tensors(model)
@@ -91,23 +96,28 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
         check_has_values(name, tensor)
-        # Two parameters over one storage count as one tensor, too; a tensor without storage is only itself.
+        # two parameters over one storage are one tensor, too; one without storage is only itself
         first = first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)
         if first != name:
             raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this model and two in the delta, so one would overwrite "
-                "the other: load the base with these weights untied, as it was in training."
+                f"`{first}` and `{name}` are one tensor in this model and two in the delta: load the base with these "
+                "weights untied, as it was in training."
             )
     special = {name: tensor for name, tensor in targets.items() if type(tensor) not in _PLAIN and name not in dense}
     return targets | with_quantized_deltas(special, model) if special else targets
 
 
-def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module) -> PatchPlan:
-    """Plans the writes of a delta; raises where the model is not its base."""
+def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module, *, warn: bool = True) -> PatchPlan:
+    """Plans the writes of a delta; raises where the model is not its base, and may warn of dtypes that differ."""
     check_names(tensors, whole)
     targets = find_targets([*tensors, *whole], model, whole)
     plan = [plan_entries(name, part, targets[name]) for name, part in tensors.items()]
-    return plan + [plan_dense(name, tensor, targets[name]) for name, tensor in whole.items()]
+    plan += [plan_dense(name, tensor, targets[name]) for name, tensor in whole.items()]
+    if warn:
+        parts: list[TensorDelta | Tensor] = [*tensors.values(), *whole.values()]
+        dtypes = [(write.name, part.dtype, write.old.dtype) for write, part in zip(plan, parts, strict=True)]
+        warn_of_casts(dtypes, stacklevel=5)
+    return plan
 
 
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> PlannedWrite:
@@ -121,7 +131,7 @@ def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> PlannedWrite:
 
 
 def plan_dense(name: str, tensor: Tensor, target: Tensor, old: Tensor | None = None) -> PlannedWrite:
-    """Plans the replacement of all values, which are ``old``, or are read; raises as :func:`check_fits`."""
+    """Plans the replacement of all values, which are ``old``, or are read; raises where they cannot be replaced."""
     check_fits(name, tensor, target.shape, target.dtype)
     new = tensor.detach().cpu().to(target.dtype)
     return PlannedWrite(name, tuple(tensor.shape), None, own_copy(target) if old is None else old, new)
@@ -134,54 +144,43 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
     if digest(values) != delta.base_sha256:
         raise BaseMismatchError(
             f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from: the "
-            "delta is damaged, or this version of sparsify or numpy draws other numbers, which it should not; please "
-            "report it. A delta of the same training that this version saves holds the values themselves."
+            "delta is damaged, or numpy draws other numbers; please report it."
         )
     if not values.isfinite().all():
-        raise BaseMismatchError(
-            f"tensor `{name}` is drawn with a scale of {delta.initializer.scale}, beyond its {delta.dtype}."
-        )
+        scale = delta.initializer.scale
+        raise BaseMismatchError(f"tensor `{name}` is drawn with a scale of {scale}, beyond its {delta.dtype}.")
     return put(values, delta.indices, delta.values)
 
 
 def new_values(
     name: str, delta: TensorDelta, old: Tensor, place: str = "the model", *, is_quantized: bool = False
 ) -> Tensor:
-    """The trained values (count,) in the base's dtype, from the base's values (count,) at the delta's indices.
-
-    Raises:
-        BaseMismatchError: when the base's values are not those that the delta was trained on, or the trained ones are
-            not finite in its dtype.
-    """
-    if (delta.quantization or "").endswith(TRANSPOSED) and not (is_verified(delta, old) or is_quantized):
+    """The trained values (count,) in the base's dtype, from the base's values (count,); raises for another base."""
+    comparable = old.dtype == delta.dtype
+    is_base = comparable and digest(old) == delta.base_sha256
+    if (delta.quantization or "").endswith(TRANSPOSED) and not (is_base or is_quantized):
         raise BaseMismatchError(
             f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
-            f"values than it had then, so there is no telling which way round: load the base quantized as in training, "
-            f"or dequantize that, in {delta.dtype}."
+            f"values: load the base quantized as in training, or dequantize that, in {delta.dtype}."
         )
-    if old.dtype == delta.dtype and digest(old) != delta.base_sha256:
+    if comparable and not is_base:
         if delta.quantization is None or delta.kind != "add" or is_quantized:
             raise BaseMismatchError(
-                f"tensor `{name}` does not hold the values that the delta was trained on, so the two together would be "
-                "a model that nobody trained: load the exact base, and revert any other delta first. (A head that is "
-                "drawn at random has no exact base: train it with modules_to_save=[...].)"
+                f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
+                "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save=[...].)"
             )
         # the same words for every tensor, so that Python shows them once
         warnings.warn(
-            f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values: if "
-            "all is well the weights from before they were quantized, but that cannot be checked. The changes are "
-            "added to them. For an exact result load the base quantized as in training, or dequantize that.",
+            f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values, if "
+            "all is well the weights from before they were quantized, which cannot be checked: the changes are added. "
+            "For an exact result load the base quantized as in training, or dequantize that.",
             stacklevel=2,
         )
     return trained_values(name, delta.kind, delta.values, old, place)
 
 
 def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str = "the model") -> Tensor:
-    """The trained values (count,) in the base's dtype, from a delta's values and the base's, which are not checked.
-
-    Raises:
-        BaseMismatchError: when they are not finite in that dtype.
-    """
+    """The trained values (count,) in the base's dtype, which has to hold them; the base's values are not checked."""
     if kind == "replace" and values.dtype == old.dtype:
         return values
     new = values.to(old.dtype)
@@ -189,10 +188,8 @@ def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str
         wide = torch.promote_types(old.dtype, torch.float32)
         new = (old.to(wide) + values.to(wide)).to(old.dtype)
     if bad := int((~new.isfinite()).sum()):
-        raise BaseMismatchError(
-            f"tensor `{name}`: {bad} of {new.numel()} trained values are not finite in {place}'s {new.dtype}: "
-            "load the base in the dtype that it was trained in."
-        )
+        problem = f"{bad} of {new.numel()} trained values are not finite in {place}'s {new.dtype}"
+        raise BaseMismatchError(f"tensor `{name}`: {problem}: load the base in the dtype that it was trained in.")
     return new
 
 
@@ -205,13 +202,12 @@ def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
     """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
     if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
         raise SparsifyError(
-            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is one that the base "
-            "does not have, drawn from a seed: apply the delta to a model that has such a module instead."
+            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is drawn from a seed: "
+            "apply the delta to a model that has such a module instead."
         )
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
-    """Raises where a tensor is on the meta device."""
     if tensor.is_meta:
         raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
 
@@ -220,29 +216,24 @@ def check_fits(
     name: str, part: TensorDelta | Tensor, shape: Sequence[int], dtype: torch.dtype, place: str = "the model"
 ) -> None:
     """Raises where a base's tensor has another shape than a delta's, or cannot hold its values."""
+    is_dense = isinstance(part, Tensor)
     remedy = "Give the base that the delta was trained on."
-    if isinstance(part, Tensor):
+    if is_dense:
         remedy = "The delta stores it whole: build the model with that head or module as it was in training."
     if tuple(shape) != tuple(part.shape):
-        raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta. {remedy}"
-        )
-    if not isinstance(part, Tensor) and dtype not in DTYPES.values():
-        raise BaseMismatchError(
-            f"tensor `{name}` is {dtype} in {place}, which cannot take trained values of {part.dtype}: "
-            "load the base unquantized."
-        )
-    if isinstance(part, Tensor) and dtype != part.dtype and not (dtype.is_floating_point and part.is_floating_point()):
+        shapes = f"has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta"
+        raise BaseMismatchError(f"tensor `{name}` {shapes}. {remedy}")
+    if not is_dense and dtype not in DTYPES.values():
+        dtypes = f"is {dtype} in {place}, which cannot take trained values of {part.dtype}"
+        raise BaseMismatchError(f"tensor `{name}` {dtypes}: load the base unquantized.")
+    if is_dense and dtype != part.dtype and not (dtype.is_floating_point and part.dtype.is_floating_point):
         raise BaseMismatchError(f"tensor `{name}` is {dtype} in {place}, {part.dtype} in the delta. {remedy}")
 
 
 def warn_of_casts(
     dtypes: Iterable[tuple[str, torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
 ) -> None:
-    """Warns once about all tensors whose dtype in the delta, the first, is not the one in the base, the second.
-
-    ``stacklevel`` is that of ``warnings.warn``; by default the caller of a delta's method.
-    """
+    """Warns once about tensors whose dtype in the delta, the first, is not that in the base; by default for a verb."""
     casts = {name: (trained, held) for name, trained, held in dtypes if trained != held}
     if casts:
         name, (trained, held) = next(iter(casts.items()))
@@ -254,25 +245,15 @@ def warn_of_casts(
         )
 
 
-def write_plan(
-    plan: PatchPlan,
-    model: nn.Module,
-    held: str = "the base's values, which something else has changed since the delta was checked against them",
-    remedy: str = REMEDY,
-) -> None:
-    """Carries out all patches of a plan or, where one fails or does not fit, none; ``held`` says what it replaces.
-
-    Where a patch that was not checked has to be undone, its tensor gets ``old``.
-    """
+def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values", remedy: str = REMEDY) -> None:
+    """Carries out all writes of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
     targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
     done: PatchPlan = []
     try:
         for patch in plan:  # each is checked right before it is written, while its entries are in the cache
             if not patch.fits(targets[patch.name]):
-                raise SparsifyError(
-                    f"tensor `{patch.name}` no longer holds {held} (another delta, training, or two casts). Nothing "
-                    f"was changed: {remedy}."
-                )
+                problem = f"no longer holds {held} (another delta, training, or two casts)"
+                raise SparsifyError(f"tensor `{patch.name}` {problem}. Nothing was changed: {remedy}.")
             done.append(patch)  # before the write, which may fail halfway
             patch.write(targets[patch.name])
     except BaseException:
@@ -283,8 +264,7 @@ def write_plan(
 
 def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
     """Puts back what a plan replaced, if the model still holds what it wrote."""
-    held = "the delta's values, so that reverting would undo what came after"
-    write_plan([patch.inverse() for patch in plan], model, held, remedy)
+    write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
 
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
@@ -305,3 +285,83 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+class Applicable(ABC):
+    """A delta, or a sum of deltas: writes its values into models in place, and keeps and puts back what was there."""
+
+    @cached_property
+    def _applied(self) -> WeakKeyDictionary[nn.Module, PatchPlan]:
+        return WeakKeyDictionary()  # it keeps no model alive
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_applied"}  # a copy is applied to nothing
+
+    @abstractmethod
+    def plan(self, model: nn.Module) -> PatchPlan:
+        """Plans and checks the writes of :meth:`apply`; nothing is written."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Writes the delta's values into a base model, in place, after all checks; returns the model.
+
+        A base in another dtype than in training, or not quantized as then, cannot be checked: one warning says so, and
+        the values are cast or added. Over a quantized weight nothing is written: the trained entries' part of its
+        layer's output is added to that, and no state dict holds them.
+
+        Args:
+            model: the base that the delta was trained on, wrapped or not, on any device.
+
+        Raises:
+            BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
+            SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
+        """
+        if model in self._applied:
+            raise SparsifyError("this delta is already applied to this model: call `revert(model)` first.")
+        self._write(self.plan(model), model)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Puts back, bit for bit, what :meth:`apply` replaced; returns the model, which may have moved or been cast.
+
+        Raises:
+            SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
+        """
+        self._undo(model)
+        return model
+
+    def swap(self, model: nn.Module, other: Applicable) -> nn.Module:
+        """Reverts this delta, applies another one of the same base, and returns the model.
+
+        Raises:
+            SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
+        """
+        with uninterrupted():
+            plan = self._undo(model)
+            try:
+                return other.apply(model)
+            except BaseException:
+                self._write(plan, model)
+                raise
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Applies the delta for the length of a ``with`` block, however that ends."""
+        self.apply(model)
+        try:
+            yield model
+        finally:
+            self.revert(model)
+
+    def _write(self, plan: PatchPlan, model: nn.Module) -> None:
+        with uninterrupted():
+            write_plan(plan, model)
+            self._applied[model] = plan
+
+    def _undo(self, model: nn.Module) -> PatchPlan:
+        if model not in self._applied:
+            raise SparsifyError(
+                "this delta is not applied to this model: pass the object that `apply` got, not a copy or a wrapper."
+            )
+        with uninterrupted():
+            undo_plan(self._applied[model], model)
+            return self._applied.pop(model)

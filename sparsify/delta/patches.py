@@ -1,8 +1,4 @@
-"""A delta as patches of a checkpoint's tensors, the form in which inference engines take changed weights.
-
-In: a delta's tensors and, where names or layouts differ from the model's at run time, the checkpoint that the engine
-loaded. Out: a stream of :class:`WeightPatch`, each in the checkpoint's coordinates.
-"""
+"""A delta as patches of a checkpoint's tensors, the form in which inference engines take changed weights."""
 
 from __future__ import annotations
 
@@ -25,29 +21,19 @@ class WeightPatch(NamedTuple):
     """New values for some entries of one tensor of a checkpoint, or for all of them.
 
     The fields are those of vLLM's ``CheckpointWeightPatch``, in its order: ``CheckpointWeightPatch(*patch)`` is one.
-
-    Attributes:
-        name: the tensor's name in the checkpoint.
-        shape: its shape there.
-        dtype: its dtype there.
-        values: (count,) in that dtype: the new values.
-        indices: (count,) int64, flat row-major positions, strictly increasing; None where all values are given.
     """
 
-    name: str
+    name: str  # in the checkpoint, as are shape and dtype
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Tensor
-    indices: Tensor | None = None
+    values: Tensor  # (count,) the new values
+    indices: Tensor | None = None  # (count,) int64, flat row-major, strictly increasing; None where values are for all
 
 
 def make_patches(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: StrPath | None = None
 ) -> Iterator[WeightPatch]:
-    """Patches that turn a delta's base into the trained model; see :meth:`sparsify.SparseDelta.patches`.
-
-    With a checkpoint, a tensor that is stored in pieces, or under two names, comes as several patches.
-    """
+    """Patches that turn a delta's base into the trained model; see :meth:`sparsify.SparseDelta.patches`."""
     check_names(tensors, whole)
     check_not_drawn(tensors, "a stream of patches")
     if checkpoint is not None:

@@ -2,8 +2,7 @@
 
     y = layer(x) + x D^T        D (out, in), sparse: trained minus dequantized values
 
-In: a linear layer with a quantized weight. Out: an object that is read and written at single entries like the weight's
-tensor. It keeps the written entries in buffers of the layer that are not in its state dict.
+The written entries are in buffers of the layer that are not in its state dict.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _HANDLE = "_sparsify_quantized_delta"  # attribute of a layer with a delta: the 
 
 
 class QuantizedDelta:
-    """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use.
-
-    Raises:
-        BaseMismatchError: when the weight cannot be dequantized.
-    """
+    """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use."""
 
     is_meta = False
 

@@ -3,8 +3,7 @@
     model in training --from_model--> SparseDelta <--save, load--> file, <--push_to_hub, load--> hub
     plain base model  <--apply, revert--> SparseDelta
 
-A delta needs no training code: ``from_model`` asks the model's own engine. Every verb takes time and memory of the
-order of the budget; what it replaces in a model is kept and put back by ``revert``, never computed back.
+A delta needs no training code: ``from_model`` asks the model's own engine.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
 from sparsify.delta.check import CheckReport, check_base
 from sparsify.delta.diff import diff
-from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, same_entries
+from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
-from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta, warn_of_casts
+from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
 from sparsify.delta.patches import WeightPatch, make_patches
 from sparsify.delta.peft.reading import read_adapter
 from sparsify.errors import SparsifyError
@@ -40,8 +39,7 @@ class SparseDelta(Summable):
     """The entries that training changed, and their trained values.
 
     Two deltas are equal (``==``) where they change the same entries of the same base to the same values, and store the
-    same dense tensors, all to the bit; ``config`` and the order of tensors do not count. Since a delta may be changed
-    in place, it has no hash: use its name, or the file's, as a key.
+    same tensors whole, all to the bit; ``config`` and the order of tensors do not count.
 
     Args:
         tensors: changed entries by the tensor's plain name.
@@ -50,7 +48,6 @@ class SparseDelta(Summable):
 
     Example:
         >>> import copy
-        >>> import torch
         >>> base = nn.Linear(3, 1)
         >>> tuned = copy.deepcopy(base)
         >>> tuned.weight.data[0, 1] = 5.0
@@ -60,8 +57,6 @@ class SparseDelta(Summable):
         >>> with delta.applied(base):
         ...     base.weight[0, 1].item()
         5.0
-        >>> torch.equal(base.weight, tuned.weight)
-        False
     """
 
     def __init__(
@@ -79,50 +74,40 @@ class SparseDelta(Summable):
             model: a model that ``sparsify`` prepared, also within DDP or ``torch.compile``; it is only read.
             budget: keep only the first ``budget`` entries in order of unmasking; all by default.
 
-        Returns:
-            A delta with memory of its own: training on does not change it.
-
         Raises:
             SparsifyError: when the model is not sparsified, or holds values that cannot be a delta.
 
         Warns:
-            UserWarning: when parameters train that no delta holds, since they became trainable, or were added or
-                replaced, after ``sparsify``, or are outside of the module that it was given.
+            UserWarning: when parameters train that ``sparsify`` was not given, and so no delta holds.
         """
         engine = find_engine(model)
         if engine is None:
             raise SparsifyError(
-                f"this {type(model).__name__} is not sparsified, so there is nothing to take a delta from: pass the "
-                "model that `sparsify(model, ...)` returned, before `desparsify`. What full fine-tuning changed is "
-                "`SparseDelta.diff(base, model)`."
+                f"this {type(model).__name__} is not sparsified: pass the model that `sparsify(model, ...)` returned, "
+                "before `desparsify`. What full fine-tuning changed is `SparseDelta.diff(base, model)`."
             )
         return cls(*engine.source.export(budget, model))
 
     @classmethod
     def load(
-        cls,
-        path: StrPath,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: StrPath | None = None,
-        local_files_only: bool = False,
-    ) -> SparseDelta:
+        cls, path: StrPath, *, revision: str | None = None, token: str | bool | None = None,
+        cache_dir: StrPath | None = None, local_files_only: bool = False,
+    ) -> SparseDelta:  # fmt: skip
         """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub.
 
         The payload is compared with its SHA-256, which takes about a second a gigabyte.
 
         Args:
-            path: the folder, or the file itself; a string that is no path here but could be the id of a repository on
-                the hub, ``"user/name"``, is taken for one.
+            path: the folder, or the file itself; or the id of a repository on the hub, ``"user/name"``, that is no path
+                here.
             revision: of the repository: branch, tag or commit.
             token: for the hub: a token, ``True`` for the stored one, ``False`` for none.
             cache_dir: where to keep what the hub sent; huggingface_hub's cache by default.
-            local_files_only: take it from the cache, make no network request.
+            local_files_only: make no network request.
 
         Raises:
-            SparsifyError: when there is nothing at the path, or the hub does not hand it out; a ``revision`` of a path.
-            DeltaFormatError: when the file is broken, even by one changed bit, or is no delta, or no regular file.
+            SparsifyError: when there is nothing at the path, or the hub does not hand it out.
+            DeltaFormatError: when the file is broken, even by one changed bit, or is no delta.
         """
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
@@ -137,13 +122,12 @@ class SparseDelta(Summable):
             base: the pretrained model, plain, or the path of its checkpoint, which is read a tensor at a time.
             tuned: the fine-tuned model, or the path of its checkpoint. Tensors that the base lacks are stored whole;
                 those that only the base has are left out.
-            budget: keep the entries with the largest absolute change only, in the whole model; ``None``: all, exactly.
+            budget: keep the entries with the largest absolute change only, in the whole model; all by default.
             progress: show a progress bar.
 
         Raises:
-            BaseMismatchError: when a tensor has another shape or dtype in the two, or is tied in one of them only, or
-                when they have no tensor in common.
-            SparsifyError: when the models do not differ, the budget is no positive number, or a change is not finite.
+            BaseMismatchError: when a tensor has another shape or dtype in the two, or is tied in one of them only.
+            SparsifyError: when the models do not differ, or a change is not finite.
         """
         return cls(*diff(base, tuned, budget, progress=progress))
 
@@ -154,9 +138,6 @@ class SparseDelta(Summable):
         Args:
             folder: with ``adapter_config.json`` and ``adapter_model.safetensors``; pickles are not read.
             base: the model that the adapter was trained on, in the dtype it is used in, or the path of its checkpoint.
-
-        Returns:
-            The entries that differ from the base, with the values that PEFT computes with.
 
         Raises:
             DeltaFormatError: when the adapter is broken, or of another type.
@@ -172,31 +153,23 @@ class SparseDelta(Summable):
                 for people to read. A path that ends in ``.safetensors`` is the file itself, and all that is written.
 
         Raises:
-            SparsifyError: when ``config`` does not go into JSON, a name is both in ``tensors`` and in ``whole``, or the
-                path is that of another file. Nothing is written then.
+            SparsifyError: when ``config`` does not go into JSON, or the path is that of another file.
         """
         hub.save(Path(path), self.tensors, self.whole, self.config)
 
     def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
-    ) -> CommitInfo:
+        self, repo_id: str, *, private: bool | None = None, token: str | bool | None = None,
+        revision: str | None = None, create_pr: bool = False, commit_message: str | None = None,
+    ) -> CommitInfo:  # fmt: skip
         """Puts the delta on the hub, with a model card, in one commit; the repository is made if need be.
 
-        In a card that is there already only the part between our two comments is renewed; a card without them is left
-        unchanged. A base that is a folder of this machine is not published; to name it, set
-        ``config["base_model_name_or_path"]`` to its id on the hub first.
+        Of a card that is there already only the generated part is renewed. A base that is a folder of this machine is
+        not published; to name it, set ``config["base_model_name_or_path"]`` to its id on the hub first.
 
         Args:
             repo_id: ``"user/name"``; a bare name goes to the token's owner.
             private: whether a new repository is private; the owner's default where ``None``.
-            token: a token that may write, ``None`` or ``True`` for the one that ``hf auth login`` stored.
+            token: a token that may write; by default the stored one.
             revision: the branch to write to, made if need be; with ``create_pr`` it has to be there.
             create_pr: open a pull request instead of writing to the branch.
             commit_message: the commit's first line.
@@ -205,16 +178,13 @@ class SparseDelta(Summable):
             huggingface_hub's ``CommitInfo``: its ``oid`` is a revision for :meth:`load`.
 
         Raises:
-            SparsifyError: when ``repo_id`` is none, the delta cannot be saved, or the hub does not take it.
+            SparsifyError: when the hub does not take it.
         """
         options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
         return hub.push(self.tensors, self.whole, self.config, repo_id, message=commit_message, **options)
 
     def plan(self, model: nn.Module) -> PatchPlan:
-        plan = plan_delta(self.tensors, self.whole, model)
-        parts: dict[str, Any] = {**self.tensors, **self.whole}
-        warn_of_casts((patch.name, parts[patch.name].dtype, patch.old.dtype) for patch in plan)
-        return plan
+        return plan_delta(self.tensors, self.whole, model)
 
     def check(self, base: Base) -> CheckReport:
         """Checks whether a base is the one that the delta was trained on; nothing is changed.
@@ -227,7 +197,6 @@ class SparseDelta(Summable):
 
         Raises:
             BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
-            SparsifyError: when there is no checkpoint at the path, or the model is being trained sparsely.
         """
         check_not_extended(self.config, "check")
         return check_base(self.tensors, self.whole, base)
@@ -235,8 +204,8 @@ class SparseDelta(Summable):
     def merge(self, base: StrPath, out: StrPath) -> Path:
         """Writes the trained model as an ordinary checkpoint, shard by shard, in the memory of one tensor.
 
-        All checks come before the first write, and the new folder appears complete or not at all. The base's config,
-        tokenizer and the like are copied; dense tensors that the base lacks go into a shard of their own.
+        The new folder appears complete or not at all. The base's config, tokenizer and the like are copied; dense
+        tensors that the base lacks go into a shard of their own.
 
         Args:
             base: the folder of the checkpoint that the delta was trained on, in safetensors files.
@@ -247,8 +216,7 @@ class SparseDelta(Summable):
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the delta's base.
-            SparsifyError: when there is no checkpoint, ``out`` is not free, or transformers converts a tensor at load
-                in a way that entries cannot be followed through.
+            SparsifyError: when ``out`` is not free, or entries cannot be followed into the files.
         """
         check_not_extended(self.config, "merge")
         return merge(self.tensors, self.whole, self.config, base, out)
@@ -257,9 +225,8 @@ class SparseDelta(Summable):
         """Yields the delta as patches of a checkpoint's tensors, the form in which inference engines take weights.
 
         Args:
-            checkpoint: the path of the checkpoint that the engine has loaded. Names, shapes and dtypes of the patches
-                are then the checkpoint's, also where transformers renames or fuses tensors at load, and everything is
-                checked before the first patch. Without it they are the model's at run time.
+            checkpoint: the path of the checkpoint that the engine has loaded. Patches have its names, shapes and dtypes
+                then, and everything is checked before the first; otherwise those of the model at run time.
 
         Returns:
             Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None where all of a
@@ -268,22 +235,12 @@ class SparseDelta(Summable):
         Raises:
             BaseMismatchError: when the checkpoint is not that of the delta's base.
             SparsifyError: without a checkpoint, when the delta stores differences.
-
-        Example:
-            >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> for patch in SparseDelta.diff(base, tuned, progress=False).patches():
-            ...     print(patch.name, patch.shape, patch.indices.tolist())
-            weight (1, 2) [0, 1]
-            bias (1,) [0]
         """
         check_not_extended(self.config, "patches")
         return make_patches(self.tensors, self.whole, checkpoint)
 
     def entries_only(self) -> SparseDelta:
-        """The same delta without the tensors that it stores whole, such as a head: the changed entries alone.
-
-        Deltas of tasks with a head each can be summed this way: ``(a + 0.5 * b).entries_only()``.
-        """
+        """The same delta without the tensors that it stores whole, such as a head."""
         return SparseDelta(self.tensors, config=self.config)
 
     def __eq__(self, other: object) -> bool:
@@ -292,7 +249,7 @@ class SparseDelta(Summable):
         return (
             self.tensors.keys() == other.tensors.keys()
             and self.whole.keys() == other.whole.keys()
-            and all(same_entries(part, other.tensors[name]) for name, part in self.tensors.items())
+            and all(part.equals(other.tensors[name]) for name, part in self.tensors.items())
             and all(same_values(tensor, other.whole[name]) for name, tensor in self.whole.items())
         )
 
@@ -302,7 +259,7 @@ class SparseDelta(Summable):
     def support(self) -> dict[str, Tensor]:
         """The changed entries' flat indices (count,) by tensor name: a strategy for :func:`sparsify.sparsify`.
 
-        A warm start trains the same entries on: ``delta.apply(base)``, then ``sparsify(base, None, delta.support)``.
+        For a warm start: ``delta.apply(base)``, then ``sparsify(base, None, delta.support)``.
         """
         return {name: tensor.indices for name, tensor in self.tensors.items()}
 
@@ -313,10 +270,7 @@ class SparseDelta(Summable):
 
     @property
     def entries_in_whole(self) -> int:
-        """Number of entries that were trained in tensors stored whole, such as a sparse LoRA's, by ``config``.
-
-        Those of a dense head, and of a delta that was saved before this was recorded, are not counted.
-        """
+        """Number of entries that were trained in tensors stored whole, such as a sparse LoRA's, by ``config``."""
         recorded = self.config.get(ENTRIES_IN_WHOLE_KEY)
         most = sum(tensor.numel() for tensor in self.whole.values())
         return recorded if type(recorded) is int and 0 < recorded <= most else 0

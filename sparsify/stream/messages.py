@@ -31,7 +31,7 @@ _OPTIONAL = {f"{dtype}.{role}" for dtype in DTYPES for role in ("known", "places
 
 
 class Message(NamedTuple):
-    """A message: which version it makes, and what it changes in the base (a snapshot) or in the version before."""
+    """Which version a message makes, and what it changes in the base (a snapshot) or in the version before."""
 
     chain: str
     version: int

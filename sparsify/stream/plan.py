@@ -1,8 +1,4 @@
-"""Plans what a stream's message writes into a follower's model, all of it checked before the first write.
-
-In: the changes in a message, the model, and what the follower holds of the version before. Out: the writes to the
-message's version, and what is held then.
-"""
+"""Plans what a stream's message writes into a follower's model, all of it checked before the first write."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sparsify.delta.entries import TensorDelta, merge
+from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patch_plan import (
     PatchPlan,
     PlannedWrite,
@@ -21,7 +17,6 @@ from sparsify.delta.patch_plan import (
     plan_dense,
     plan_entries,
     trained_values,
-    warn_of_casts,
 )
 from sparsify.errors import DeltaFormatError
 from sparsify.stream.version import Changes, KnownValues, spread
@@ -37,27 +32,20 @@ class EntryType(NamedTuple):
     quantization: str | None
     sent_dtype: torch.dtype  # of the values in messages
 
-    @classmethod
-    def of(cls, part: TensorDelta) -> EntryType:
-        return cls(part.dtype, part.kind, part.quantization, part.values.dtype)
+
+def _type_of(part: TensorDelta) -> EntryType:
+    return EntryType(part.dtype, part.kind, part.quantization, part.values.dtype)
 
 
 class Held(NamedTuple):
-    """What a follower holds: the writes from the base to its version, by tensor name.
+    """What a follower holds: the writes from the base to its version, by tensor name."""
 
-    Attributes:
-        entries: writes of entries, in the order of the names.
-        types: of these entries.
-        whole: writes of dense tensors.
-    """
-
-    entries: dict[str, PlannedWrite]
-    types: dict[str, EntryType]
-    whole: dict[str, PlannedWrite]
+    entries: dict[str, PlannedWrite]  # in the order of the names
+    types: dict[str, EntryType]  # of these
+    whole: dict[str, PlannedWrite]  # of dense tensors
 
     @property
     def plan(self) -> PatchPlan:
-        """The writes from the base."""
         return [*self.entries.values(), *self.whole.values()]
 
     def is_all_sent_again(self, changes: Changes) -> bool:
@@ -69,9 +57,7 @@ class Held(NamedTuple):
 def plan_snapshot(changes: Changes, model: nn.Module) -> Held:
     """Plans a whole version on the base; raises where the model is not the base."""
     plan = {write.name: write for write in plan_delta(changes.tensors, changes.whole, model)}
-    parts: dict[str, TensorDelta | Tensor] = {**changes.tensors, **changes.whole}
-    warn_of_casts((name, parts[name].dtype, write.old.dtype) for name, write in plan.items())
-    types = {name: EntryType.of(part) for name, part in changes.tensors.items()}
+    types = {name: _type_of(part) for name, part in changes.tensors.items()}
     return Held({name: plan[name] for name in sorted(types)}, types, {name: plan[name] for name in changes.whole})
 
 
@@ -85,7 +71,7 @@ def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPl
     for name, part in changes.tensors.items():
         _check(name not in whole, f"it has entries of `{name}`, which is stored whole")
         steps.append(plan_entries(name, part, targets[name]))
-        fits = types.setdefault(name, EntryType.of(part)) == EntryType.of(part)
+        fits = types.setdefault(name, _type_of(part)) == _type_of(part)
         entries[name] = _merged(entries[name], steps[-1], fits) if name in entries else steps[-1]
     for name, tensor in changes.whole.items():
         _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
@@ -116,7 +102,9 @@ def _known_values(
 
 def _merged(known: PlannedWrite, more: PlannedWrite, fits: bool) -> PlannedWrite:
     """The write of known and of new entries of one tensor, in ascending order."""
-    indices, old, new = merge(known.entries, more.entries)
+    parts = [torch.cat(pair) for pair in zip(known.entries, more.entries, strict=True)]
+    order = parts[0].argsort()
+    indices, old, new = (part[order] for part in parts)
     twice = bool((indices[1:] == indices[:-1]).any())
     _check(fits and known.shape == more.shape and not twice, f"it has other entries of `{known.name}`")
     return known._replace(indices=indices, old=old, new=new)
@@ -135,7 +123,5 @@ def _sample(plan: PatchPlan) -> PatchPlan:
 def _check(fits: bool, problem: str) -> None:
     """Raises where a message makes no sense after the version before it."""
     if not fits:
-        raise DeltaFormatError(
-            f"this update does not go with the version that the model holds: {problem}. Nothing was changed: ask for "
-            "`snapshot()`."
-        )
+        unfit = "this update does not go with the version that the model holds"
+        raise DeltaFormatError(f"{unfit}: {problem}. Nothing was changed: ask for `snapshot()`.")

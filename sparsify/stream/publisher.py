@@ -30,8 +30,8 @@ _MAX_INDEX = 2**31 - 1
 class DeltaUpdate:
     """A version of a model in training, as a message to its followers: ``bytes(update)`` are what to send.
 
-    It does not change any more, so that another thread may ask for its bytes, which are made once. It holds the two
-    versions that it is between: to keep many, keep their bytes.
+    It does not change any more: any thread may ask for its bytes, which are made once. It holds the two versions that
+    it is between: to keep many, keep their bytes.
 
     Attributes:
         chain: the publisher's id.
@@ -68,23 +68,20 @@ class DeltaUpdate:
 
         Returns:
             Patches with int32 positions; of ``update()`` those that bring the version before to this one, of
-            ``snapshot()`` those that bring the base to it. For vLLM's sparse weight transfer a patch ``p`` with indices
-            is ``SparseWeightPatch(name=p.name, indices=p.indices, values=p.values, full_shape=p.shape)``.
+            ``snapshot()`` those that bring the base to it.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the model's base.
             SparsifyError: when the model was extended by adapters, or quantized and no checkpoint is given; when a
-                dense tensor is the base's again, whose values are not known; while the patches are read, when one has
-                a position that int32 cannot hold.
+                dense tensor is the base's again; while the patches are read, when int32 cannot hold a position.
         """
         check_not_extended(self._state.config, "patches")
-        tensors, whole, _ = self._state.delta_parts() if self._before is None else ({}, {}, None)
-        if self._before is not None:
+        if self._before is None:
+            tensors, whole, _ = self._state.delta_parts()
+        else:
             if gone := sorted(self._before.whole.keys() - self._state.whole.keys()):
-                raise SparsifyError(
-                    f"`{gone[0]}` is the base's again, and its values are not known here: load the engine's checkpoint "
-                    "afresh, and take the patches of `snapshot()`."
-                )
+                remedy = "load the engine's checkpoint afresh, and take the patches of `snapshot()`."
+                raise SparsifyError(f"`{gone[0]}` is the base's again, whose values are not known here: {remedy}")
             tensors, whole = changed_entries(self._before, self._state), changed_whole(self._before, self._state)
         return (_with_int32(patch) for patch in make_patches(tensors, whole, checkpoint))
 
@@ -95,10 +92,8 @@ class DeltaUpdate:
 class DeltaPublisher:
     """Makes the messages of a model in training.
 
-    It keeps the entries of the last version, with their base's values, and the tensors stored whole, in host memory;
-    on the model's device, the entries' places in the flat delta, and their base's values. A version has the values that
-    ``SparseDelta.from_model(model)`` would have at that moment. A new publisher begins a new chain, so that followers
-    of an earlier run notice.
+    It keeps the last version in host memory. A version has the values that ``SparseDelta.from_model(model)`` would have
+    at that moment. A new publisher begins a new chain, so that followers of an earlier run notice.
 
     With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
 
@@ -138,15 +133,12 @@ class DeltaPublisher:
     def update(self) -> DeltaUpdate:
         """Makes the next version, of what the model holds now; call it between optimizer steps.
 
-        It waits for the values to be copied to the host and, where entries were unmasked, merges these into the sorted
-        ones there. The bytes are made when they are asked for.
-
         Returns:
             What changed since the last version: new entries with their positions, and new values of earlier ones. It
             is a snapshot where entries have left or changed their base or dtype, as after an earlier state was loaded.
 
         Raises:
-            SparsifyError: when trained values are not finite, or as ``SparseDelta.from_model``; the version stays.
+            SparsifyError: as ``SparseDelta.from_model``, when trained values are not finite, say; the version stays.
         """
         number, before = self._last
         self._last = number + 1, self._export()

@@ -23,9 +23,8 @@ _REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `sn
 class DeltaSubscriber:
     """Keeps a plain model at the last version of a model in training.
 
-    A message is written completely or not at all, and is checked before, as are the values in memory that it replaces:
-    all of them or, where an update has all trained values, a sample. Threads that use the model while messages arrive
-    do so within :meth:`reading`.
+    A message is checked, as are the values that it replaces (all or, where an update has all trained values, a sample),
+    and written completely or not at all. Threads use the model within :meth:`reading`.
 
     Args:
         model: the base that the publisher's model was sparsified from, wrapped or not, on any device; it is changed in
@@ -50,15 +49,7 @@ class DeltaSubscriber:
         self._lock, self._applying = ReadWriteLock(), threading.Lock()
 
     def apply(self, update: bytes | DeltaUpdate) -> int:
-        """Brings the model to the version of a message, which has to be a snapshot, or follow the model's version.
-
-        It waits for the threads that are :meth:`reading`.
-
-        Args:
-            update: the message, as it was sent.
-
-        Returns:
-            The version that the model holds now.
+        """Brings the model to the version of a message, once no thread is :meth:`reading`; returns the version.
 
         Raises:
             DeltaFormatError: when the message is damaged: have it sent again.
@@ -86,7 +77,6 @@ class DeltaSubscriber:
     def reading(self) -> Iterator[int | None]:
         """Keeps the model at one version, which is given, for the length of a ``with`` block.
 
-        Any number of threads may read at a time; an update that arrives waits for them, and later ones for the update.
         Work that the block starts on a GPU has to be on the stream that updates are applied on, usually the default.
         """
         with self._lock.reading():
@@ -95,11 +85,10 @@ class DeltaSubscriber:
     def _check_order(self, message: Message) -> None:
         """Raises unless a message brings the model to a later version."""
         at = "no version yet" if self.version is None else f"version {self.version}"
-        if message.chain in self._left or (message.chain == self.chain and message.version <= (self.version or 0)):
-            raise StaleUpdateError(
-                f"this is version {message.version} of {'an earlier' if message.chain in self._left else 'this'} run, "
-                f"and the model holds {at}{' of a later one' if message.chain in self._left else ''}: drop it."
-            )
+        has_left = message.chain in self._left
+        if has_left or (message.chain == self.chain and message.version <= (self.version or 0)):
+            run, at = ("an earlier run", f"{at} of a later one") if has_left else ("this run", at)
+            raise StaleUpdateError(f"this is version {message.version} of {run}, and the model holds {at}: drop it.")
         if not message.snapshot and (message.chain != self.chain or message.version - 1 != self.version):
             other = "" if message.chain == self.chain or self.chain is None else " of another run"
             raise MissingUpdateError(

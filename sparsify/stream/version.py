@@ -1,7 +1,5 @@
 """One version of a model in training, and what changed from one to the next: what a stream sends.
 
-    Version 6, Version 7  --difference-->  Changes: new entries, values of known entries, dense tensors
-
 The entries of a version are in the order of their tensors' names, and ascending in each tensor. Both ends of a stream
 know this order, so that the values of known entries are sent without positions.
 """
@@ -15,15 +13,13 @@ import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.entries import DeltaParts, TensorDelta, merge
+from sparsify.delta.entries import DeltaParts, TensorDelta
 
 
 class TrainedEntries(NamedTuple):
     """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`.
 
-    Attributes:
-        slots: (count,) int64: the order of unmasking, among the entries of the whole model.
-        base: (count,) in ``dtype``: the base's values.
+    ``base`` (count,) in ``dtype`` has the base's values.
     """
 
     shape: tuple[int, ...]
@@ -31,64 +27,37 @@ class TrainedEntries(NamedTuple):
     kind: str
     quantization: str | None
     indices: Tensor
-    slots: Tensor
     base: Tensor
     values: Tensor
 
-    @property
-    def sort(self) -> tuple[object, ...]:
-        """What two versions of a tensor have in common."""
-        return *self[:4], self.values.dtype
-
-    def split(self, unmasked: int) -> tuple[Tensor, Tensor]:
-        """Numbers, ascending, of the first ``unmasked`` entries of the model, and of the others."""
-        is_early = self.slots < unmasked
-        return is_early.nonzero().flatten(), is_early.logical_not().nonzero().flatten()
-
-    def keeps(self, before: TrainedEntries, unmasked: int) -> bool:
-        """Whether those of the first ``unmasked`` entries of the model are the ones before, over the same base."""
-        known, _ = self.split(unmasked)
-        pairs = zip(self[4:7], before[4:7], strict=True)
-        return all(same_values(part.index_select(0, known), other) for part, other in pairs)
+    def find(self, before: TrainedEntries) -> Tensor | slice | None:
+        """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one sort and over one base."""
+        if (self[:4], self.values.dtype) != (before[:4], before.values.dtype):
+            return None
+        if self.indices is before.indices and self.base is before.base:
+            return slice(None)
+        places = torch.searchsorted(self.indices, before.indices).clamp_(max=self.indices.numel() - 1)
+        pairs = zip(self[4:6], before[4:6], strict=True)
+        return places if all(same_values(part.index_select(0, places), old) for part, old in pairs) else None
 
     def delta(self, chosen: Tensor | None = None) -> TensorDelta:
-        """The entries, or those ``chosen`` by their numbers (n,)."""
+        """The entries, or those ``chosen`` by a mask (count,)."""
         parts = self.indices, self.base, self.values
-        indices, base, values = parts if chosen is None else [part.index_select(0, chosen) for part in parts]
+        indices, base, values = parts if chosen is None else [part[chosen] for part in parts]
         sha = digest(base)
         return TensorDelta(indices, values, self.shape, self.dtype, self.kind, sha, quantization=self.quantization)
 
 
 class Version(NamedTuple):
-    """A model's trained state.
-
-    Attributes:
-        tensors: entries by tensor name, in the order of the names.
-        whole: dense tensors by name.
-        config: a delta's.
-        unmasked: number of entries in all.
-        generation: how often a state was loaded. Versions of the same generation have the same entries, but for those
-            that were unmasked in between.
-    """
+    """A model's trained state: entries by tensor, in the order of the names, dense tensors, and a delta's config."""
 
     tensors: dict[str, TrainedEntries]
     whole: dict[str, Tensor]
     config: dict[str, Any]
-    unmasked: int
-    generation: int
 
     def delta_parts(self) -> DeltaParts:
         """The parts of the :class:`sparsify.SparseDelta` of this version."""
         return {name: entries.delta() for name, entries in self.tensors.items()}, self.whole, self.config
-
-    def continues(self, old: Version) -> bool:
-        """Whether it has all that an earlier version has, and more entries, other values and dense tensors at most."""
-        if not (old.whole.keys() <= self.whole.keys() and old.tensors.keys() <= self.tensors.keys()):
-            return False
-        pairs = [(entries, self.tensors[name]) for name, entries in old.tensors.items()]
-        return all(before.sort == after.sort for before, after in pairs) and (
-            self.generation == old.generation or all(after.keeps(before, old.unmasked) for before, after in pairs)
-        )
 
 
 class KnownValues(NamedTuple):
@@ -114,7 +83,7 @@ class Changes(NamedTuple):
 
 def difference(old: Version, new: Version) -> Changes | None:
     """What changed from one version to another; ``None`` where that is more than new entries, values and tensors."""
-    if not new.continues(old):
+    if not (old.whole.keys() <= new.whole.keys() and old.tensors.keys() <= new.tensors.keys()):
         return None
     tensors: dict[str, TensorDelta] = {}
     pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -123,9 +92,10 @@ def difference(old: Version, new: Version) -> Changes | None:
         if before is None:
             tensors[name] = entries.delta()
             continue
-        if before.values.numel() < values.numel():
-            known, new_ones = entries.split(old.unmasked)
-            tensors[name] = entries.delta(new_ones)
+        if (known := entries.find(before)) is None:
+            return None
+        if isinstance(known, Tensor) and known.numel() < values.numel():
+            tensors[name] = entries.delta(torch.ones_like(values, dtype=torch.bool).index_fill_(0, known, False))
             values = values.index_select(0, known)
         befores, afters = pairs.setdefault(values.dtype, ([], []))
         befores.append(before.values)
@@ -143,19 +113,17 @@ def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
 
 def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
     """What brings the entries of an earlier version to those of a later one, by tensor name."""
-    if not new.continues(old):
-        names = sorted(old.tensors.keys() | new.tensors.keys())
-        return {name: _after(old.tensors.get(name), new.tensors.get(name)).delta() for name in names}
     found = {}
-    for name, entries in new.tensors.items():
-        if (before := old.tensors.get(name)) is None:
-            found[name] = entries.delta()
+    for name in sorted(old.tensors.keys() | new.tensors.keys()):
+        before, after = old.tensors.get(name), new.tensors.get(name)
+        known = None if before is None or after is None else after.find(before)
+        if before is None or after is None or known is None:
+            found[name] = _after(before, after).delta()
             continue
-        known, new_ones = entries.split(old.unmasked)
-        differ = as_bits(entries.values.index_select(0, known)) != as_bits(before.values)
-        changed = torch.cat([known[differ], new_ones]).sort().values
-        if changed.numel():
-            found[name] = entries.delta(changed)
+        changed = torch.ones_like(after.indices, dtype=torch.bool)
+        changed[known] = as_bits(after.values[known]) != as_bits(before.values)
+        if bool(changed.any()):
+            found[name] = after.delta(changed)
     return found
 
 
@@ -180,8 +148,9 @@ def _after(before: TrainedEntries | None, after: TrainedEntries | None) -> Train
     if after is None:
         return reverted
     left = torch.isin(before.indices, after.indices, invert=True)
-    more = [part[left].to(own.dtype) for part, own in zip(reverted[4:], after[4:], strict=True)]
-    return TrainedEntries(*after[:4], *merge(after[4:], more))
+    parts = [torch.cat([own, part[left].to(own.dtype)]) for part, own in zip(reverted[4:], after[4:], strict=True)]
+    order = parts[0].argsort()
+    return TrainedEntries(*after[:4], *(part[order] for part in parts))
 
 
 def _changed(old: Tensor, new: Tensor) -> KnownValues:

@@ -195,10 +195,6 @@ REGEX = {
     "targets": lora_config(target_modules=r".*\.(query|value)"),
     "excluded": lora_config(exclude_modules=r".*\.0\..*value"),
     "layers": lora_config(layers_to_transform=[1], layers_pattern=["laye[r]+"]),
-    "ranks": lora_config(alpha_pattern={"v.*": 5}, rank_pattern={r".*0.*query": 2, "query": 3}),
-    "feedforward": IA3Config(
-        target_modules=r".*(value|dense)", feedforward_modules=r".*\d.*dense", task_type="SEQ_CLS"
-    ),
 }
 
 
@@ -209,9 +205,6 @@ def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_mat
     assert not any(char in json.dumps(delta.config["peft"]["default"]) for char in "*+(")
     loaded = load_model(folder, delta)
     assert torch.equal(logits(loaded), logits(model))
-    for key in ("r", "scaling"):
-        found, expected = ([getattr(m, key) for m in one.modules() if hasattr(m, key)] for one in (loaded, model))
-        assert found == expected
 
 
 @needs_limits

@@ -6,7 +6,6 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
 from sparsify.delta.card import model_card, update_card
 from sparsify.delta.entries import TensorDelta
@@ -88,11 +87,6 @@ def test_a_config_of_any_kind_gives_a_card_with_the_strategys_name_for_a_tag(con
     assert data == {"library_name": "sparsify", "tags": ["sparsify", "sparse", "selective-fine-tuning", *tag]}
 
 
-def test_a_delta_of_redrawn_tensors_alone_has_a_card():
-    text = make_card({"layers.0.lora_B.weight": entries(0, InitializerRecipe("constant", 0.0))}, {})
-    assert "0 changed entries in 1 tensors" in text
-
-
 # Names from a file that is not trusted
 
 HOSTILE = [
@@ -129,9 +123,6 @@ def test_a_card_stays_small_whatever_the_number_of_tensors():
     card = make_card(many, {f"h{index}": torch.zeros(1) for index in range(500)})
     assert "| 2,380 more | | |" in card
     assert len(card) < 40_000
-
-
-# A card that is there already
 
 
 @pytest.mark.parametrize(

@@ -116,22 +116,6 @@ def test_whole_tensors_come_back_bit_for_bit_whatever_their_layout(path):
         assert digest(tensor) == digest(whole[name])
 
 
-def test_what_was_read_does_not_depend_on_the_file(path, good):
-    result = read(path)
-    with path.open("r+b") as file:
-        file.seek(-40, os.SEEK_END)
-        file.write(bytes(40))
-    assert result.tensors["b.values"].values.tolist() == [3.0, 4.0]
-    assert result.tensors["a"].values.tolist() == [1.0, -2.0, 0.5]
-
-
-def test_the_sidecar_is_the_metadata_for_people(path, tmp_path):
-    write(path, {"a": entries()}, {}, {"steps": 3}, sidecar=tmp_path / "c.json")
-    document = json.loads((tmp_path / "c.json").read_text())
-    assert document == json.loads(split(path.read_bytes())[0]["__metadata__"]["sparse_delta"])
-    assert document["config"] == {"steps": 3}
-
-
 # The payload's hash
 
 
@@ -164,12 +148,16 @@ def test_files_get_the_usual_permissions(path, good):
     assert path.stat().st_mode == plain.stat().st_mode
 
 
+LISTS = {"log": [[]] * 50_000}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"a": {1, 2}}, "config does not go into JSON"),
         ({"a": math.nan}, "config does not go into JSON"),
         ({1: "x", "1": "y"}, "a key twice"),
+        (LISTS, "open more objects and lists than a reader accepts"),
     ],
 )
 def test_a_config_that_could_not_be_read_is_not_written(path, config, message):
@@ -188,10 +176,8 @@ def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"indices": (4, 1, 7)}, "not strictly increasing"),
         ({"indices": (1, 1, 7)}, "not strictly increasing"),
         ({"indices": (-1, 1, 7)}, "out of range: they go from -1 to 7, in a tensor of 80000 entries"),
-        ({"indices": (0, 1, 80_000)}, "out of range: they go from 0 to 80000"),
         ({"values": (1.0, math.nan, math.inf)}, "2 of 3 values are not finite"),
         ({"values": (1.0, 2.0)}, r"indices have shape \(3,\) and values \(2,\)"),
         ({"indices": (), "values": ()}, "at least one entry"),
@@ -214,11 +200,9 @@ def test_entries_that_make_no_sense_cannot_be_built(change, message):
         (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
         (join({}, b""), "no metadata `sparse_delta`"),
         (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
-        (join({"__metadata__": {"sparse_delta": 3}}, b""), "no metadata `sparse_delta`"),
         (join(b"[]", b""), "its header does not begin with"),
         (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
         (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "(recursion|Expecting)"),  # by Python's version
-        (join({"__metadata__": {"sparse_delta": "[]"}}, b""), "format version is None"),
         (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
     ],
 )
@@ -253,21 +237,17 @@ def nested(depth):
     [
         (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
         (set_in("format_version", to=True), "format version is True"),
-        (set_in("format_version", to=2.0), "format version is 2.0"),
         (set_in("format_version", to="\x1b[2J" * 1000), r"format version is '\\x1b\[2J.*, this sparsify reads 1 to 2"),
         (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
         (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
         (set_in("payload_sha256", to=None), "none of which is null"),
         (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
         (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
+        (set_in("config", "log", to=LISTS["log"]), "open more objects and lists than a reader accepts"),
         (set_in("config", "steps", to=10**1000), "the number 1000.* is not finite as a float"),
-        (set_in("config", "steps", to=-(10**309)), "the number -1000.* is not finite as a float"),
         (set_in("config", "steps", to=math.nan), "the number nan is not finite"),
         (set_in("whole", to=["a\x1b[31m"]), r"name is 'a\\x1b\[31m', expected a string of 1 to 1,000 ch"),
-        (set_in("whole", to=["a\u202eb"]), r"name is 'a\\u202eb'"),
         (set_in("whole", to=["\udc80"]), "surrogates not allowed"),
-        (set_in("whole", to=["n" * 1001]), "name is 'nnn"),
-        (set_in("whole", to=[7]), "name is 7"),
         (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
         (set_in("whole", to=["a", "head.weight"]), "tensor `a` is there twice"),
         (set_in("whole", to=[]), "`head.weight.whole` is there, contrary to its metadata"),
@@ -275,24 +255,19 @@ def nested(depth):
         (set_in("whole", to={}), "`whole` a list"),
         (set_in("extra", to=1), "metadata: expected a JSON object with exactly the keys config, format_version"),
         (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
-        (set_in("tensors", to=[]), "`tensors` and `config` have to be objects"),
         (lambda d: d["tensors"].pop("a") and None, "`a.indices` is there"),
-        (set_in("tensors", "", to={}), "name is ''"),
         (set_in("tensors", "a", to=None), "tensor `a`: its record: expected a JSON object"),
         (set_in("tensors", "a", "more", to=1), "tensor `a`: .* with exactly the keys base_sha256"),
-        (set_in("tensors", "a", "shape", to="80000"), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[2, -1]), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[True, 80_000]), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[1] * 65), "tensor `a`: `shape`"),
         (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "fewer than 2.63 entries"),
         (set_in("tensors", "a", "shape", to=[2, 35_000]), "tensor `a`: indices are out of range"),
-        (set_in("tensors", "a", "dtype", to=[]), "tensor `a`: `dtype` is "),
         (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are torch.bfloat16, expected .* torch.float16"),
         (set_in("tensors", "a", "kind", to={}), "tensor `a`: kind is {}"),
         (set_in("tensors", "a", "count", to=3.0), "tensor `a`: `count` is 3.0"),
         (set_in("tensors", "a", "count", to=2), "tensor `a`: indices hold 3 entries, expected 2"),
         (set_in("tensors", "a", "base_sha256", to="G" * 64), "tensor `a`: base_sha256 is 'GGG.*, expected 64 lower"),
-        (set_in("tensors", "a", "base_sha256", to=0), "tensor `a`: base_sha256 is 0"),
         (set_in("tensors", "a", "quantization", to="x" * 101), "tensor `a`: quantization is 'xxx"),
         (set_in("tensors", "a", "quantization", to="nf4\n"), "tensor `a`: quantization is 'nf4"),
         (set_in("tensors", "a", "quantization", to=None), "tensor `a`: .*none of which is null"),
@@ -347,13 +322,6 @@ def test_a_config_is_as_deep_as_is_allowed(path):
             write(path, {}, {}, config)
 
 
-def test_a_config_of_very_many_lists_is_refused_both_ways(path, good):
-    with pytest.raises(SparsifyError, match="open more objects and lists than a reader accepts"):
-        write(path, {}, {}, {"log": [[]] * 50_000})
-    with pytest.raises(DeltaFormatError, match="open more objects and lists than a reader accepts"):
-        read_bytes(path, edited(good, set_in("config", "log", to=[[]] * 50_000)))
-
-
 @pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b", "a"])
 def test_names_that_a_reader_refuses_are_not_written(path, name):
     with pytest.raises(SparsifyError, match=r"a tensor's name is|tensor `a` is there twice"):
@@ -388,14 +356,12 @@ def u16(*numbers):
         ({"other": torch.zeros(1)}, "`other` is there"),
         ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: indices .* and values \(3, 1\)"),
         ({"a__values": torch.ones(3)}, "tensor `a`: values are torch.float32, expected the base's torch.bfloat16"),
-        ({"a__values": torch.tensor([1, math.inf, 2]).bfloat16()}, "tensor `a`: 1 of 3 values are not finite"),
         ({"b__values__values": torch.ones(2).long()}, "tensor `b.values`: values are torch.int64, expected"),
         ({"a__indices": torch.tensor([1, 2, 3])}, "tensor `a`: indices are torch.int64 .*, expected one dimension"),
         ({"a__indices": u16(1, 2)}, "tensor `a`: indices hold 2 entries, expected 3"),
         ({"a__indices": u16(1, 2, 3, ESCAPE)}, "tensor `a`: indices end in the escape 0xFFFF"),
         ({"a__indices": u16(1, ESCAPE, 9, 0)[:, None]}, r"tensor `a`: indices are torch.uint16 of shape \(4, 1\)"),
         ({"a__indices": u16(1, 20_000, ESCAPE, 0)}, "tensor `a`: indices are out of range: they go from 1 to 85538"),
-        ({"a__indices": torch.tensor([1, 4]).to(torch.uint32)}, "tensor `a`: indices hold 2 entries, expected 3"),
         ({"a__indices": torch.tensor([1, 4, 4]).to(torch.uint32)}, "tensor `a`: indices are not strictly increasing"),
         ({"a__indices": torch.tensor([-3, -2, -1]).to(torch.uint64)}, "tensor `a`: indices are out of range"),
     ],

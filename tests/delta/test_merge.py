@@ -61,12 +61,6 @@ def test_a_merged_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, out, 
     assert os.access(next(out.glob("*.safetensors")), os.W_OK)
 
 
-def test_differences_are_merged(model, base, out):
-    delta = (0.5 * make_delta(model)).on(model, kind="add")
-    delta.merge(base, out)
-    assert bits(load(model, out)) == bits(delta.apply(model))
-
-
 def with_two_copies(base, change=0.0):
     """A GPT-2's checkpoint that stores the table of its embedding and its head each, the last entry changed."""
     tensors = load_file(save(gpt2(), base, shards=False) / "model.safetensors")
@@ -131,9 +125,6 @@ def test_another_dtype_is_cast_with_one_warning(model, tmp_path, out):
     assert bits(load(model, out, dtype=torch.bfloat16)) == bits(half)
 
 
-# Tensors stored whole
-
-
 @needs_transformers_5("4 loads no head beside an encoder that is stored without its prefix")
 @pytest.mark.parametrize("shards", [True, False])
 def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
@@ -167,8 +158,7 @@ def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
     [
         {"architecture": "a.b", "model_config": {"auto_map": {"AutoModel": "stranger/code--m.M"}, "hidden_size": 9}},
         {"architecture": 3, "model_config": {"num_labels": 10**9}},
-        {"model_config": {"id2label": {"x": "a", "1": "b"}}},
-        {"model_config": {"id2label": {"0": "a", "1": []}}},
+        {"model_config": {"id2label": {"x": "a", "1": []}}},
         {"model_config": {"num_labels": [2]}},
         {"model_config": [2]},
     ],
@@ -187,20 +177,6 @@ def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
-def test_a_tensor_with_the_name_of_the_headers_metadata_is_refused(base, out, nothing_written):
-    with pytest.raises(SparsifyError, match="`__metadata__`, as the metadata of a safetensors file are: rename"):
-        SparseDelta({}, {"__metadata__": torch.zeros(2)}).merge(base, out)
-
-
-def test_a_broken_config_is_an_error_before_anything_is_written(model, tmp_path, out):
-    base = save(model, tmp_path / "base")
-    (base / "config.json").write_bytes(b"[" * 100_000)
-    delta = SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, {"architecture": "BertModel"})
-    with pytest.raises(SparsifyError, match=r"config.json` is no JSON that can be used"):
-        delta.merge(base, out)
-    assert not out.exists()
-
-
 @needs_limits
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels", "vocab_size"])
 def test_a_config_of_a_billion_layers_is_not_built(model, tmp_path, out, key):
@@ -211,41 +187,6 @@ def test_a_config_of_a_billion_layers_is_not_built(model, tmp_path, out, key):
     delta = make_delta(model)
     within_limits(lambda: delta.merge(base, out), seconds=10)
     assert files(out).keys() == files(base).keys()
-
-
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
-def test_numbers_of_less_than_a_byte_are_refused(tmp_path, out, dtype):
-    base = tmp_path / "base"
-    base.mkdir()
-    nbytes = {"F4": 2, "F6_E2M3": 3}[dtype]
-    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, nbytes]}}).encode()
-    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
-    with pytest.raises(SparsifyError, match=f"`w` of .* is stored in {dtype}, several numbers to some bytes"):
-        SparseDelta({}, {"w": torch.zeros(4)}).merge(base, out)
-
-
-@pytest.mark.parametrize("metadata", [[1], "text", None, {"total_size": {"a": []}}])
-def test_odd_metadata_of_an_index_does_not_matter(model, tmp_path, out, metadata):
-    base = save(model, tmp_path / "base")
-    index = json.loads((base / "model.safetensors.index.json").read_text())
-    (base / "model.safetensors.index.json").write_text(json.dumps({**index, "metadata": metadata}))
-    delta = make_delta(model)
-    delta.whole["new.weight"] = torch.ones(3)
-    delta.merge(base, out)
-    merged = json.loads((out / "model.safetensors.index.json").read_text())
-    shard = load_file(out / merged["weight_map"]["new.weight"])
-    assert torch.equal(shard["new.weight"], torch.ones(3))
-    assert merged["metadata"]["total_parameters"] == sum(t.numel() for t in model.state_dict().values()) + 3
-
-
-def test_without_whole_tensors_the_config_stays_as_it_is(model, base, out):
-    delta = make_delta(model)
-    delta.config |= {"architecture": "BertModel", "model_config": {"num_labels": 16}}
-    delta.merge(base, out)
-    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
-
-
-# Files that are copied
 
 
 def test_what_describes_the_model_comes_along_and_nothing_else(model, tmp_path, out):
@@ -282,9 +223,6 @@ def test_links_to_files_are_followed_and_links_to_folders_and_pipes_left_out(mod
     assert files(out).keys() == files(base).keys() | {"extra/kept.json"}
     assert not any(path.is_symlink() for path in out.iterdir())
     assert bits(load(model, out)) == bits(make_delta(model).apply(model))
-
-
-# All or nothing
 
 
 def test_the_wrong_base_is_refused_before_anything_is_written(base, out, nothing_written):

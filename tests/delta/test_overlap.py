@@ -79,9 +79,3 @@ def test_deltas_of_different_models_are_refused():
         overlap(task(base, 1), task(base, 2), make_base(seed=3))
     with pytest.raises(BaseMismatchError, match=r"the model has no tensor `0.weight`"):
         overlap(task(base, 1), task(base, 1), torch.nn.Linear(1, 1))
-
-
-def test_a_base_in_another_dtype_is_compared_on_with_a_warning():
-    base = make_base()
-    with pytest.warns(UserWarning, match="whether it is the right base cannot be checked"):
-        overlap(task(base, 1), task(base, 1), base.bfloat16())

@@ -9,7 +9,7 @@ from models import build, train
 from quantized_models import SCHEMES, dequantized, quantized_build
 from safetensors.torch import load_file
 
-from sparsify import BaseMismatchError, DeltaSwitch, SparseDelta, SparsifyError, desparsify, overlap, sparsify
+from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, overlap, sparsify
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.quantized_delta import has_quantized_delta
 
@@ -103,20 +103,6 @@ def test_another_base_or_one_quantized_otherwise_is_refused_and_left_alone(schem
         with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
             delta.apply(other)
         assert torch.equal(logits(other, batch), before)
-
-
-def test_deltas_are_switched_on_a_quantized_base():
-    base, first, one, batch = trained("nf4")
-    _, second, two, _ = trained("nf4", seed=1)
-    before = logits(base, batch)
-    switch = DeltaSwitch(base)
-    switch.attach("one", one)
-    switch.attach("two", two)
-    for name, model in (("one", first), ("two", second), ("one", first)):
-        switch.activate(name)
-        torch.testing.assert_close(logits(base, batch), logits(model, batch), **ROUNDING)
-    switch.deactivate()
-    assert torch.equal(logits(base, batch), before)
 
 
 @pytest.mark.parametrize("kind", ["replace", "add"])

@@ -37,14 +37,6 @@ def test_pieces_in_several_dtypes_are_an_error(tmp_path):
         checkpoint.dtype(layout)
 
 
-# Broken checkpoints
-
-
-def test_a_name_that_is_not_there_is_a_key_error(folder):
-    with pytest.raises(KeyError, match="nothing"):
-        Checkpoint(folder)["nothing"]
-
-
 def test_an_empty_folder_is_no_checkpoint(tmp_path):
     with pytest.raises(SparsifyError, match=r"holds no checkpoint: expected a folder with `model.safetensors`"):
         open_base(tmp_path)

@@ -97,14 +97,6 @@ def unchanged(model):
 # From a model
 
 
-def test_a_delta_holds_what_the_engine_exports(model, delta):
-    assert list(delta.tensors) == ["0.weight", "2.bias", "2.weight"]
-    assert delta.num_entries == 5
-    assert repr(delta) == "SparseDelta(5 entries in 3 tensors, 0 tensors stored whole)"
-    model._sparsify_engine = FakeEngine({})
-    assert SparseDelta.from_model(model, budget=2).config == {**CONFIG, "budget": 2}
-
-
 @pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile, lambda m: as_in_ddp(as_in_ddp(torch.compile(m)))])
 def test_the_engine_is_found_within_wrappers(model, wrap):
     model._sparsify_engine = FakeEngine({"0.bias": trained_entries(model[0].bias, [2])})
@@ -135,12 +127,8 @@ def test_a_folder_round_trip_keeps_everything(tmp_path, dtype):
     assert_same(SparseDelta.load(folder), delta)
     assert_same(SparseDelta.load(str(folder / "sparse_delta.safetensors")), delta)
     assert json.loads((folder / "sparse_delta_config.json").read_text())["config"] == delta.config
-
-
-def test_a_path_to_a_file_is_that_file_alone(tmp_path, delta):
     delta.save(tmp_path / "sub" / "a.safetensors")
     assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.safetensors"]
-    assert_same(SparseDelta.load(tmp_path / "sub" / "a.safetensors"), delta)
 
 
 def test_what_cannot_be_saved_leaves_no_folder_and_no_file_behind(tmp_path, delta):
@@ -164,12 +152,6 @@ def test_a_complex_buffer_is_put_back_and_one_without_a_file_dtype_is_refused(tm
     with pytest.raises(SparsifyError, match=r"safetensors has no dtype torch.complex128"):
         delta.save(tmp_path / "new")
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_loading_what_is_not_there_says_so(tmp_path, name):
-    with pytest.raises(SparsifyError, match="does not exist, so there is no delta to load: give the folder"):
-        SparseDelta.load(tmp_path / name)
 
 
 def test_the_default_device_does_not_matter(tmp_path):
@@ -243,23 +225,13 @@ def with_changed(delta, name, **fields):
     delta.tensors[name] = replace(delta.tensors[name], **fields)
 
 
-def test_entries_alone_leave_out_what_is_stored_whole():
-    delta = make_delta(make_model(), {"1.running_mean": torch.ones(4)})
-    alone = delta.entries_only()
-    assert (alone.whole, alone.tensors, alone.config) == ({}, delta.tensors, delta.config)
-    assert list(delta.whole) == ["1.running_mean"]
-
-
 def test_what_was_trained_in_tensors_stored_whole_is_said():
     whole = {"a": torch.ones(4), "b": torch.ones(8)}
     alone = SparseDelta({}, whole, {"entries_in_whole": 9})
     assert repr(alone) == "SparseDelta(2 tensors stored whole, with 9 trained entries)"
-    both = SparseDelta(make_delta(make_model()).tensors, whole, {"entries_in_whole": 1})
-    assert repr(both) == "SparseDelta(5 entries in 3 tensors, 2 tensors stored whole, with 1 trained entry)"
+    assert alone.entries_only().whole == {}
     for nonsense in (0, -1, 13, True, "9", None, 2.0):
-        found = SparseDelta({}, whole, {"entries_in_whole": nonsense})
-        assert found.entries_in_whole == 0
-        assert repr(found) == "SparseDelta(0 entries in 0 tensors, 2 tensors stored whole)"
+        assert SparseDelta({}, whole, {"entries_in_whole": nonsense}).entries_in_whole == 0
 
 
 # Apply and revert
@@ -343,14 +315,6 @@ def test_two_tensors_of_the_delta_that_are_one_in_the_model_are_an_error(tie):
     assert bits(model) == before
 
 
-@pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile])
-def test_a_wrapped_base_is_as_good_as_a_plain_one(model, delta, unchanged, wrap):
-    wrapped = wrap(model)
-    delta.apply(wrapped)
-    assert bits(model) == bits(delta.apply(make_model()))
-    delta.revert(wrapped)
-
-
 def test_writing_is_seen_by_autograd(model, delta):
     output = model[2](torch.ones(1, 4, requires_grad=True))
     delta.apply(model)
@@ -388,12 +352,6 @@ def test_a_model_that_was_cast_is_reverted_to_the_cast_base(model, delta, dtype)
     model.to(dtype)
     delta.revert(model)
     assert bits(model) == expected
-
-
-def test_parameters_that_were_replaced_are_found_by_name(model, delta, unchanged):
-    delta.apply(model)
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    delta.revert(model)
 
 
 def test_deltas_are_reverted_in_reverse_order(model, unchanged):
@@ -444,16 +402,13 @@ def test_swap_leaves_what_applying_the_other_alone_would_or_fails_and_changes_no
 
 
 def test_reverting_what_is_not_applied_is_an_error(model, delta, unchanged):
-    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
-        delta.revert(model)
-    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
-        delta.swap(model, make_delta(model))
+    for call in (delta.revert, lambda model: delta.swap(model, make_delta(model))):
+        with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
+            call(model)
     delta.apply(model)
     with pytest.raises(SparsifyError, match="pass the object that `apply` got, not a copy"):
         delta.revert(copy.deepcopy(model))
     delta.revert(model)
-    with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
-        delta.revert(model)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, copy.copy, lambda delta: pickle.loads(pickle.dumps(delta))])
@@ -514,14 +469,6 @@ def test_a_model_that_does_not_fit_is_refused_by_tensor(model, delta, change, me
     assert bits(model) == before
 
 
-def test_a_base_that_differs_elsewhere_only_is_accepted(model, delta):
-    with torch.no_grad():
-        model[0].weight.view(-1)[1] += 1
-    before = bits(model)
-    delta.apply(model)
-    assert bits(model) != before
-
-
 def test_applying_twice_is_refused(model, delta):
     delta.apply(model)
     now = bits(model)
@@ -531,11 +478,6 @@ def test_applying_twice_is_refused(model, delta):
     with pytest.raises(BaseMismatchError, match="revert any other delta first"):
         copy.deepcopy(delta).apply(model)
     assert bits(model) == now
-
-
-def test_meta_tensors_are_refused(delta):
-    with pytest.raises(SparsifyError, match=r"`0.weight` is on the meta device and has no values: load"):
-        delta.apply(make_model().to("meta"))
 
 
 def test_a_sparsified_model_is_refused_both_ways(model, delta):

@@ -73,17 +73,6 @@ def test_a_delta_is_attached_while_another_is_active_unless_it_is_of_another_bas
     assert bits(base) == before
 
 
-def test_a_detached_delta_is_off_and_gone(base, switch):
-    before = bits(base)
-    switch.activate("1")
-    switch.detach("1")
-    assert switch.active is None
-    assert bits(base) == before
-    assert len(switch) == 3
-    with pytest.raises(SparsifyError, match=r"no delta called '1' is attached"):
-        switch.activate("1")
-
-
 def test_names_are_taken_once_and_one_of_another_type_is_named(switch, deltas):
     with pytest.raises(SparsifyError, match="no delta called None is attached"):
         switch.activate(None)

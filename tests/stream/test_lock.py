@@ -25,19 +25,6 @@ def until(condition):
         time.sleep(0.001)
 
 
-def test_readers_share_it():
-    lock, both = ReadWriteLock(), threading.Barrier(2)
-
-    def read():
-        with lock.reading():
-            both.wait(SECONDS)  # passes only if the other one is in at the same time
-
-    threads = [started(read), started(read)]
-    for thread in threads:
-        thread.join(SECONDS)
-    assert not both.broken
-
-
 def test_a_waiting_writer_comes_before_later_readers():
     lock, order = ReadWriteLock(), []
 

@@ -1,8 +1,5 @@
 """Maps a model's names at run time to the tensors in a checkpoint that transformers renames or fuses at load.
 
-In: the names and shapes of the tensors in a checkpoint, and the folder with its ``config.json``. Out: for a name of the
-model's state dict at run time, a :class:`~sparsify.delta.checkpoint.fused_layout.Layout` of its entries.
-
 The rules are transformers' own. The model is built without weights, and the conversions that ``from_pretrained`` would
 run on tensors (renaming, stacks of experts, chunks of fused projections) are run on layouts. Other conversions
 (permuting, interleaving, dequantizing) are an error by name. Transformers 4 only renames tensors.
@@ -27,12 +24,10 @@ _COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that a
 class Conversion:
     """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers.
 
-    Attributes:
-        layouts: by name at run time; in place of one that cannot be followed, the names of transformers' operations.
+    ``layouts`` are by name at run time; in place of one that cannot be followed are the names of operations.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-        """From the stored tensors' shapes by name, and the folder of ``config.json``; raises if that has no model."""
         model = _model_without_weights(folder, len(shapes))
         self._prefix: str = model.base_model_prefix
         self._tied = tied_names(model)
@@ -44,19 +39,14 @@ class Conversion:
         return [alias for plain in tied for alias in self._prefixed(plain) if alias in self.layouts]
 
     def find(self, name: str) -> list[Layout]:
-        """Finds a tensor's layouts: several where a tied tensor is stored under several names, none if it is missing.
-
-        ``name`` is that at run time, in a model that may have a head that the checkpoint's lacks, or lack its.
-        """
+        """A tensor's layouts: several where a tied tensor is stored under several names, none if it is missing."""
         found: dict[tuple[str, ...], Layout] = {}
         for alias in self.aliases(name):
             layout = self.layouts[alias]
             if isinstance(layout, str):
-                raise SparsifyError(
-                    f"transformers converts tensor `{name}` at load in a way that single entries cannot be followed "
-                    f"through ({layout}), so it has no place of its own in the checkpoint's files: load the model with "
-                    "`from_pretrained`, `apply` the delta, and `save_pretrained`."
-                )
+                how = f"in a way that single entries cannot be followed through ({layout})"
+                remedy = "load the model with `from_pretrained`, `apply` the delta, and `save_pretrained`."
+                raise SparsifyError(f"transformers converts tensor `{name}` at load {how}: {remedy}")
             found.setdefault(tuple(layout.keys), layout)
         return list(found.values())
 
@@ -68,11 +58,7 @@ class Conversion:
 
 
 def _model_without_weights(folder: Path, num_tensors: int) -> Any:
-    """Builds the model of a folder's ``config.json`` on the meta device; runs no code from the folder.
-
-    The number of tensors in the checkpoint bounds that of layers. Raises where there is no config, or no model can be
-    built.
-    """
+    """Builds the model of a folder's ``config.json`` on the meta device; runs no code from the folder."""
     file = folder / "config.json"
     if not file.is_file():
         raise SparsifyError(f"`{folder}` has no `config.json` that says what model it is")
@@ -106,9 +92,9 @@ def _check_counts(config: object, num_tensors: int) -> None:
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | str]:
-    """Layouts by name at run time; the names of its operations for a conversion that no layout can follow.
+    """Layouts by name at run time, or the names of operations that no layout can follow.
 
-    Follows ``convert_and_load_state_dict_in_model`` of transformers step by step, dtypes and devices left out.
+    As ``convert_and_load_state_dict_in_model`` of transformers, dtypes and devices left out.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -146,7 +132,7 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lay
 
 
 def _renamed_by_transformers_4(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Names at run time by stored name: legacy names, and those of a vision-language model, are mapped to today's."""
+    """Names at run time by stored name, of which some are legacy names."""
     from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]
 
     classes = [cls.__name__.lower() for cls in type(model).__mro__]

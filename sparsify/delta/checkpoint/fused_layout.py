@@ -1,12 +1,9 @@
 """The places where a tensor's entries are stored that is made of others: stacked, joined, chunked, split, transposed.
 
-In: stored tensors, of which only names and shapes matter. Out: a :class:`Layout`, which torch's own functions take in
-place of a tensor, and which gives for any flat index the stored tensor that holds that entry, and its position there.
-
     Layout.stored("gate.0", (4, 3)), Layout.stored("gate.1", (4, 3))  --torch.stack-->  Layout of shape (2, 4, 3)
 
-A layout is a set of windows: boxes of the tensor that together fill it, each a strided view of one stored tensor.
-Nothing of the tensor's own size is allocated.
+Torch's own functions take a layout in place of a tensor. It is a set of windows: boxes that together fill the tensor,
+each a strided view of one stored tensor. Nothing of the tensor's own size is allocated.
 """
 
 from __future__ import annotations
@@ -19,17 +16,11 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """A box of a tensor whose entries all are in one stored tensor.
-
-    Attributes:
-        key: the stored tensor's name.
-        start: the box's first coordinate, in each dimension.
-        place: the box as a view of the stored tensor, on the meta device.
-    """
+    """A box of a tensor whose entries all are in one stored tensor, called ``key``."""
 
     key: str
-    start: tuple[int, ...]
-    place: Tensor
+    start: tuple[int, ...]  # the box's first coordinate, in each dimension
+    place: Tensor  # the box as a view of the stored tensor, on the meta device
 
     @property
     def offset(self) -> int:
@@ -47,17 +38,11 @@ class Window(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Those of the located entries that are in one window.
-
-    Attributes:
-        key: the stored tensor's name.
-        indices: (count,) int64, flat in the stored tensor, strictly increasing.
-        entries: (count,) int64, numbers of these among the located entries.
-    """
+    """Those of the located entries that are in one window, of the stored tensor called ``key``."""
 
     key: str
-    indices: Tensor
-    entries: Tensor
+    indices: Tensor  # (count,) int64, flat in the stored tensor, strictly increasing
+    entries: Tensor  # (count,) int64, numbers of these among the located entries
 
 
 class Layout:
@@ -86,7 +71,6 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Lets torch's functions take a layout for a tensor."""
         if func not in _FUNCTIONS:
             raise NotImplementedError(f"{getattr(func, '__name__', func)} of a layout")
         return _FUNCTIONS[func](*args, **(kwargs or {}))
@@ -96,7 +80,6 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return len(self.shape)
 
     def contiguous(self) -> Layout:
-        """Itself: the memory format of a copy does not matter to a layout."""
         return self
 
     @property
@@ -105,11 +88,7 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return list(dict.fromkeys(window.key for window in self.windows))
 
     def locate(self, indices: Tensor) -> list[Part]:
-        """Finds the stored tensors that hold some entries, and their positions there: a part for each window of any.
-
-        Args:
-            indices: (count,) int64, flat row-major positions in this tensor, strictly increasing.
-        """
+        """Finds where entries at flat positions (count,) int64, strictly increasing, are stored, by window."""
         if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
             window = self.windows[0]
             return [Part(window.key, indices + window.offset, torch.arange(indices.numel()))]
@@ -129,7 +108,7 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return parts
 
     def assemble(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor itself, from stored ones by name: a view if it is a single box, else a copy of all boxes."""
+        """The tensor itself, from stored ones by name: a view if it is a single box."""
         if len(self.windows) == 1:
             return self.windows[0].view(read(self.windows[0].key))
         result = torch.empty(self.shape, dtype=read(self.windows[0].key).dtype)

@@ -1,9 +1,7 @@
 """A base's tensors by name, from a model or from safetensors files, which are never read as a whole.
 
-In: a model, or the path of a checkpoint as ``save_pretrained`` writes it, in one file or in shards. Out: a mapping from
-names to tensors. A checkpoint's tensors are mapped from their file on access, so that a few entries of each cost a few
-pages of memory, whatever the model's size. They have the names in the files, and those that the model has at run time,
-where transformers renames or fuses them at load.
+A checkpoint's tensors are mapped from their file on access, so that a few entries of each cost a few pages of memory.
+They have the names in the files, and those that the model has at run time, where transformers renames or fuses them.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
 _MOST_JSON_BYTES = 2**26
-_SUB_BYTE = ("F4", "F6_")  # dtypes of less than a byte, in safetensors' words
 
 
 class Stored(NamedTuple):
@@ -43,7 +40,7 @@ class Stored(NamedTuple):
 
 
 def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The tensors of a base: a model's, which must not be in training, by plain name; a :class:`Checkpoint`'s."""
+    """The tensors of a base by name: a model's, which must not be in training, or a :class:`Checkpoint`'s."""
     if not isinstance(base, nn.Module):
         return Checkpoint(base)
     check_plain(base)
@@ -59,10 +56,10 @@ def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each mapped from its file on access.
+    """The tensors of a checkpoint by name; iteration is over the names in the files.
 
-    Iteration is over the names in the files. Access also takes a name at run time, and gives the tensor that
-    ``from_pretrained`` would make from the files; only then is transformers imported.
+    Access also takes a name at run time, for which transformers is imported, and gives the tensor that
+    ``from_pretrained`` would make.
 
     Attributes:
         path: the folder, or the file.
@@ -79,9 +76,9 @@ class Checkpoint(Mapping[str, Tensor]):
         for file in self.files:
             for name, stored in _read_header(file).items():
                 if name in self.stored:
+                    first = self.stored[name].file.name
                     raise SparsifyError(
-                        f"`{name}` is both in `{self.stored[name].file.name}` and in `{file.name}` of `{self.path}`: "
-                        "the checkpoint is damaged, download or save it again."
+                        f"`{name}` is both in `{first}` and in `{file.name}`: download or save it again."
                     )
                 self.stored[name] = stored
 
@@ -100,32 +97,21 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.stored)
 
     def plain_names(self) -> list[str]:
-        """The tensors' names at run time, or those in the files where transformers does not know the model.
-
-        A tied tensor that is stored under several names is listed once. Imports transformers.
-        """
+        """The tensors' names at run time, each tied one's once, or those in the files of a model that is not known."""
         if isinstance(self._conversion, SparsifyError):
             return list(self)
         first = {name: self._conversion.aliases(name)[0] for name in self._conversion.layouts}
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
-        """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model.
-
-        Imports transformers, unless all of them are stored under their own names.
-        """
+        """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model."""
         others = [name for name in names if name not in self.stored]
         if not others or isinstance(self._conversion, SparsifyError):
             return []
         return [name for name in others if not self._conversion.aliases(name)]
 
     def read(self, name: str) -> Tensor:
-        """A stored tensor, mapped from its file, by its name in the files; raises where numbers are packed in bytes."""
-        if self.stored[name].dtype.startswith(_SUB_BYTE):
-            raise SparsifyError(
-                f"`{name}` of `{self.path}` is stored in {self.stored[name].dtype}, several numbers to some bytes, of "
-                "which no single one can be changed: give the base unquantized."
-            )
+        """A stored tensor, mapped from its file, by its name there."""
         with safe_open(self.stored[name].file, framework="pt", device="cpu") as file:
             return file.get_tensor(name)
 
@@ -143,14 +129,11 @@ class Checkpoint(Mapping[str, Tensor]):
         raise BaseMismatchError(f"{text}, nor does transformers load one under that name. {remedy}.")
 
     def converted(self, name: str) -> list[Layout]:
-        """The layouts that transformers loads a tensor from, if it knows the model; see :meth:`Conversion.find`."""
+        """The layouts that transformers loads a tensor from; see :meth:`Conversion.find`."""
         return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
-        """All layouts of a tensor, one of which is ``first``: several where a tied one is stored under several names.
-
-        ``from_pretrained`` ties such tensors only where the stored ones are equal, so they have to change together.
-        """
+        """All layouts of a tensor, of which one is ``first``: equal copies of a tied one have to change together."""
         try:
             tied = [layout for layout in self.converted(name) if layout.keys != first.keys]
         except SparsifyError:  # stored as in the delta, though transformers would convert it
@@ -169,8 +152,8 @@ class Checkpoint(Mapping[str, Tensor]):
         """The dtype of a tensor; raises where it is made of stored tensors of several dtypes."""
         if len({self.stored[key].dtype for key in layout.keys}) > 1:
             raise SparsifyError(
-                f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}` are one tensor in the "
-                "model, but are stored in several dtypes: save the checkpoint again in one dtype."
+                f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}` are stored in several "
+                "dtypes: save the checkpoint again in one, since the model has them as one tensor."
             )
         return self.read(layout.keys[0]).dtype
 
@@ -190,18 +173,14 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     if (path / INDEX_NAME).is_file():
         return _shards(path / INDEX_NAME)
     if not path.exists():
-        raise SparsifyError(
-            f"`{path}` does not exist, so there is no checkpoint to open: give a path here. One on the hub has to be "
-            f"downloaded first, which `hf download {path}` does and prints its path."
-        )
-    raise SparsifyError(
-        f"`{path}` holds no checkpoint: expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors "
-        "file. A checkpoint in another format can be converted with `from_pretrained` and `save_pretrained`."
-    )
+        download = f"one on the hub has to be downloaded first, which `hf download {path}` does."
+        raise SparsifyError(f"`{path}` does not exist: give the path of a checkpoint; {download}")
+    expected = f"expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors file."
+    raise SparsifyError(f"`{path}` holds no checkpoint: {expected}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a checkpoint or adapter; raises where there is none."""
+    """The JSON object in a file of a checkpoint or adapter."""
     try:
         if not path.is_file():  # nor a pipe, which may never end
             raise FileNotFoundError("there is no such file")
@@ -210,10 +189,8 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, indent=2)  # fails at a lower depth than reading
     except (OSError, ValueError, RecursionError) as error:
-        raise SparsifyError(
-            f"`{path}` is no JSON that can be used ({brief(error)}): give the folder that was saved, or "
-            "download it again."
-        ) from error
+        text = f"`{path}` is no JSON that can be used ({brief(error)})"
+        raise SparsifyError(f"{text}: give the folder that was saved, or download it again.") from error
     if not isinstance(document, dict):
         raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
     return document
@@ -227,11 +204,9 @@ def _shards(index: Path) -> tuple[Path, ...]:
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
-    names = sorted(set(weight_map.values()))
-    for name in names:
         if not os.path.isfile(index.parent / name):  # Path.is_file raises for a name that no file can have
             raise SparsifyError(f"the shard {name!r:.100} that `{index}` names is missing: download it again.")
-    return tuple(index.parent / name for name in names)
+    return tuple(index.parent / name for name in sorted(set(weight_map.values())))
 
 
 def _read_header(file: Path) -> dict[str, Stored]:

@@ -1,17 +1,15 @@
-"""Records the adapters that PEFT added to a base before training, and adds them again.
+"""Records the adapters that PEFT added to a base before training, and adds them again, on the meta device.
 
-In: a model, or a delta's record of one. Out: the record, in JSON types; or the base with the same modules, on the meta
-device. A record is not trusted: it is checked, and nothing is imported or allocated because of it alone.
-
-PEFT interprets many settings as regular expressions, and some of these would take for ever. So a record holds the names
-of the modules that they matched, and no recorded expression is run that could match in more than one way.
+A record is not trusted: it is checked, and nothing is imported or allocated because of it alone. PEFT interprets many
+settings as regular expressions, some of which would take for ever: a record holds the names of the modules that they
+matched, and no recorded expression is run that could match in more than one way.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -28,7 +26,6 @@ _NOT_TAKEN = ("auto_mapping", "base_model_name_or_path", "megatron_config", "meg
 # and compiles an expression anew where there are more than `re` keeps
 _MAX_ITEMS = 256
 _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
-_PATTERNS = ("rank_pattern", "alpha_pattern")  # settings of single modules, by a regular expression
 
 
 def record_peft_adapters(model: nn.Module, configs: Mapping[Any, Any], held: Collection[str]) -> dict[str, Any]:
@@ -53,14 +50,13 @@ def add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module
                 else:
                     model = get_peft_model(model, peft_config, name, low_cpu_mem_usage=True)
     except Exception as error:  # PEFT does not check the settings
-        raise SparsifyError(
-            f"PEFT cannot build the adapter that the delta records ({brief(error)}): {REMEDY}."
-        ) from error
+        problem = f"PEFT cannot build the adapter that the delta records ({brief(error)})"
+        raise SparsifyError(f"{problem}: {REMEDY}.") from error
     return model
 
 
 def _adapted(model: nn.Module, adapter: str) -> list[str]:
-    """The names of the modules that one of PEFT's adapters changes, in the model that PEFT was given."""
+    """The names of the modules that one of PEFT's adapters changes."""
     return [
         name
         for name, module in model.named_modules()
@@ -70,27 +66,12 @@ def _adapted(model: nn.Module, adapter: str) -> list[str]:
 
 
 def _by_name(settings: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """PEFT's settings, with regular expressions replaced by the names of the adapted modules."""
-    found = dict(settings)
-    patterns = [found.get(key) or () for key in (*_MODULES, "layers_pattern")]
-    if any(map(_may_backtrack, chain.from_iterable([p] if isinstance(p, str) else p for p in patterns))):
-        forward = found.get("feedforward_modules")
-        if isinstance(forward, str):
-            found["feedforward_modules"] = _any_of(name for name in names if re.fullmatch(forward, name))
-        found["target_modules"] = _any_of(names)
-        found |= {key: None for key in ("exclude_modules", "layers_to_transform", "layers_pattern") if key in found}
-    for key in _PATTERNS:
-        given = found.get(key)
-        if isinstance(given, dict) and any(map(_may_backtrack, given)):
-            # the first that matches counts, as in PEFT
-            firsts = {name: next((p for p in given if re.match(rf"(.*\.)?({p})$", name)), None) for name in names}
-            kinds = dict.fromkeys(pattern for pattern in firsts.values() if pattern is not None)
-            found[key] = {_any_of((n for n in names if firsts[n] == kind), start="^"): given[kind] for kind in kinds}
-    return found
-
-
-def _any_of(names: Iterable[str], start: str = "") -> str:
-    return "|".join(start + re.escape(name) for name in names)
+    """PEFT's settings, with a regular expression that selects modules replaced by the names of those it selected."""
+    patterns = [settings.get(key) or () for key in (*_MODULES, "layers_pattern")]
+    if not any(map(_may_backtrack, chain.from_iterable([p] if isinstance(p, str) else p for p in patterns))):
+        return settings
+    dropped = [key for key in ("exclude_modules", "layers_to_transform", "layers_pattern") if key in settings]
+    return {**settings, **dict.fromkeys(dropped), "target_modules": "|".join(map(re.escape, names))}
 
 
 def _may_backtrack(pattern: str) -> bool:
@@ -111,10 +92,8 @@ def _peft_config(name: str, settings: Any, most_items: int) -> Any:
     if kind not in _REBUILT:
         raise SparsifyError(f"the delta records an adapter {name!r:.100} of type {kind!r:.100}: {REMEDY}.")
     if isinstance(settings.get("init_lora_weights"), str) and settings["init_lora_weights"] != "gaussian":
-        raise SparsifyError(
-            f"the delta records init_lora_weights={settings['init_lora_weights']!r:.100}, which changes the base's own "
-            f"weights: {REMEDY}."
-        )
+        setting = f"init_lora_weights={settings['init_lora_weights']!r:.100}, which changes the base's own weights"
+        raise SparsifyError(f"the delta records {setting}: {REMEDY}.")
     config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     names = {field.name for field in fields(config_class) if field.init} - {*_NOT_TAKEN, "peft_type"}
     taken = {key: value for key, value in settings.items() if key in names}
@@ -128,16 +107,12 @@ def _peft_config(name: str, settings: Any, most_items: int) -> Any:
 
 def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
     """Raises where a setting has too many items, or an expression that could take for ever to match."""
+    given = f"the delta records an adapter {brief(adapter, 100)!r} with"
     if isinstance(value, (dict, list)) and len(value) > most:
-        raise SparsifyError(
-            f"the delta records an adapter {brief(adapter, 100)!r} with {len(value):,} items in `{key}`, expected at "
-            f"most {most:,}: {REMEDY}."
-        )
+        raise SparsifyError(f"{given} {len(value):,} items in `{key}`, expected at most {most:,}: {REMEDY}.")
     if isinstance(value, str) and _may_backtrack(value):
-        raise SparsifyError(
-            f"the delta records an adapter {brief(adapter, 100)!r} with a regular expression in `{key}` "
-            f"({brief(value, 100)!r}), which may take for ever and is not run: {REMEDY}."
-        )
+        problem = f"a regular expression in `{key}` ({brief(value, 100)!r}), which may take for ever and is not run"
+        raise SparsifyError(f"{given} {problem}: {REMEDY}.")
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     for item in value if isinstance(value, list) else ():

@@ -1,43 +1,99 @@
 """Reads PEFT's SHiRA and Supertuning adapters, which are not trusted: all checks first, and no pickle.
 
-In: a folder, and the base. Out: entries that replace the base's values by those that PEFT computes with, and the
-tensors of ``modules_to_save``. Padding, and entries that were never trained, are left out.
+    folder that PEFT wrote + base --read_adapter--> entries with the values that PEFT computes, tensors stored whole
+
+Both methods give a layer a number of places that follows from its size. An unused place holds 0.0, and a position may
+come twice: a difference that the dtype cannot hold exactly may be stored in two parts.
 """
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
-from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta
+from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelta, one_of, require
 from sparsify.delta.patch_plan import check_fits, counted
-from sparsify.delta.peft.methods import CONFIG_NAME, METHODS, PREFIX, WEIGHTS_NAME, Method, held_dtype
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
-_PICKLE_NAME = "adapter_model.bin"
+CONFIG_NAME, WEIGHTS_NAME, _PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_PREFIX = "base_model.model."  # of every name in PEFT's files
+_MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
+
+Shape = tuple[int, ...]
 
 
-def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.PathLike[str]) -> DeltaParts:
+class Shira:
+    """r * (in_features + out_features) places in a layer; rows and columns in int32, 8 bytes an entry."""
+
+    name, values_key, indices_key = "shira", "shira_weight", "shira_indices"
+
+    def places(self, settings: Mapping[str, Any], shape: Shape) -> int:
+        """The number of places that PEFT makes for a weight of this shape (out_features, in_features)."""
+        return int(float(settings["r"]) * sum(shape))
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raises where a config, as read from its file, asks for more than entries in a layer."""
+
+    def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
+        """The flat positions (count,) int64, checked to be in the weight."""
+        rows, columns = _checked(stored, shape)
+        return rows * shape[1] + columns
+
+    def add(self, base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
+        """The values that PEFT computes with: base (n,), plus differences (count,) at positions, some of them twice."""
+        result = base.clone()
+        # in place, as PEFT does, so that the sum of a low-precision weight and float32 is rounded once
+        result += torch.sparse_coo_tensor(positions[None], differences, base.shape, check_invariants=False)
+        return result
+
+
+class Supertuning:
+    """int(numel * (1 - sparsity)) places in a layer; flat positions in int32, 4 bytes an entry. Methods as Shira's."""
+
+    name, values_key, indices_key = "supertuning", "supertuning_values", "supertuning_indices"
+
+    def places(self, settings: Mapping[str, Any], shape: Shape) -> int:
+        return int(math.prod(shape) * (1 - float(settings["sparsity"])))
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        if settings.get("r") is not None:
+            part = f"a LoRA part (`r` is {settings['r']!r:.100}, the Supra hybrid)"
+            raise SparsifyError(f"it has {part}: merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff`")
+        if not settings.get("save_precomputed_indices", True):
+            remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
+            raise SparsifyError(f"it was saved without its indices: {remedy}")
+
+    def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
+        return _checked(stored, (math.prod(shape),))
+
+    def add(self, base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
+        return base.scatter_add(0, positions, differences.to(base.dtype))
+
+
+Method = Shira | Supertuning
+METHODS: dict[str, Method] = {method.name: method for method in (Shira(), Supertuning())}
+
+
+def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
     """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
     folder, tensors = Path(folder), open_base(base)
     try:
-        config = _read_config(folder)
-        method = METHODS[config["peft_type"].lower()]
+        config = read_json(folder / CONFIG_NAME)
+        method = _find_method(config.get("peft_type"))
         method.check_settings(config)
         layers, whole = _sort(_read_weights(folder), method)
         if isinstance(base, nn.Module):
             _check_ties(layers, base)
-        entries = {
-            f"{layer}.weight": _entries(layer, parts, config, method, tensors) for layer, parts in layers.items()
-        }
+        found = {f"{layer}.weight": _entries(layer, own, config, method, tensors) for layer, own in layers.items()}
         saved = config.get("modules_to_save")
         _check_saved(whole, saved if isinstance(saved, list) else [], tensors)
     except BaseMismatchError:
@@ -51,29 +107,24 @@ def read_adapter(folder: str | os.PathLike[str], base: nn.Module | str | os.Path
         "base_model_revision": config.get("revision"),
         "converted_from": {key: config.get(key) for key in ("peft_type", "peft_version")},
     }
-    return {name: entry for name, entry in entries.items() if entry is not None}, whole, origin
+    return {name: entry for name, entry in found.items() if entry is not None}, whole, origin
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The adapter's config, of one of the sparse methods."""
-    config = read_json(folder / CONFIG_NAME)
-    peft_type = config.get("peft_type")
-    if not isinstance(peft_type, str) or peft_type.lower() not in METHODS:
-        raise SparsifyError(
-            f"its `peft_type` is {peft_type!r:.100}, and only {' and '.join(map(str.upper, METHODS))} change entries: "
-            "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
-        )
-    return config
+def _find_method(peft_type: object) -> Method:
+    method = METHODS.get(peft_type.lower()) if isinstance(peft_type, str) else None
+    if method is None:
+        others = " and ".join(map(str.upper, METHODS))
+        raise SparsifyError(f"its `peft_type` is {peft_type!r:.100}, and only {others} change entries: {_MERGE}")
+    return method
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors by plain name, in memory of their own."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickle = f", and a `{_PICKLE_NAME}` can run code: load it with PEFT if you trust it, and save it again"
         raise SparsifyError(f"it has no `{WEIGHTS_NAME}`: give the folder that PEFT's `save_pretrained` wrote{pickle}")
     with safe_open(path, framework="pt", device="cpu") as file:
-        return {key.removeprefix(PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        return {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
 
 
 def _sort(stored: Mapping[str, Tensor], method: Method) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
@@ -100,25 +151,20 @@ def _check_ties(layers: Iterable[str], base: nn.Module) -> None:
     for name in (f"{layer}.weight" for layer in layers):
         if others := [other for other in ties.get(name, []) if other != name]:
             raise SparsifyError(
-                f"it changes `{name}`, which in this base is one tensor with `{others[0]}`, and PEFT changes it in one "
-                "place only: merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
+                f"it changes `{name}`, which in this base is one tensor with `{others[0]}`, in one place only: {_MERGE}"
             )
 
 
 def _entries(
-    layer: str,
-    parts: tuple[Tensor, Tensor],
-    config: Mapping[str, Any],
-    method: Method,
-    tensors: Mapping[str, Tensor],
+    layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: Method, tensors: Mapping[str, Tensor]
 ) -> TensorDelta | None:
     """One layer's entries, checked; None where nothing differs from the base."""
     weight = base_tensor(f"{layer}.weight", tensors)
     shape, (values, stored) = tuple(weight.shape), parts
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
         raise BaseMismatchError(
-            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter changes the "
-            "weight of a linear layer: give the base that it was trained on, unquantized."
+            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter is of a linear "
+            "layer: give the base that it was trained on, unquantized."
         )
     try:
         places = method.places(config, shape)
@@ -130,19 +176,18 @@ def _entries(
             f"the base's weight of shape {shape}: give the base that it was trained on."
         )
     try:
-        if values.dtype not in DTYPES.values():
-            raise SparsifyError(f"values are {values.dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
+        require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
         positions = method.read_positions(stored, shape)
         if positions.shape != values.shape:
             raise SparsifyError(f"there are {counted(positions.numel(), 'index', 'indices')} for {places:,} values")
         indices, owners = positions.unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
-        trained = method.add(base, owners, values.to(held_dtype(base.dtype)))
+        trained = method.add(base, owners, values.to(torch.promote_types(base.dtype, torch.float32)))
         changed = trained != base  # also where it is not a number, which the entries' own check refuses
         if not changed.any():
             return None
-        base_sha256 = digest(base[changed])
-        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", base_sha256)
+        sha = digest(base[changed])
+        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", sha)
     except SparsifyError as error:
         raise SparsifyError(f"layer `{layer}`: {error}") from error
 
@@ -154,3 +199,19 @@ def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[object], tensors: 
             check_fits(name, tensor, tensors[name].shape, tensors[name].dtype)
         elif not any(f".{module}." in f".{name}" for module in saved):
             raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")
+
+
+def _checked(stored: Tensor, sizes: Shape) -> Tensor:
+    """Stored positions as int64, a row for each of the sizes."""
+    if stored.dim() != len(sizes) or (len(sizes) == 2 and stored.shape[0] != 2):
+        expected = "(2, count)" if len(sizes) == 2 else "(count,)"
+        raise SparsifyError(f"indices have shape {tuple(stored.shape)}, expected {expected}")
+    if stored.dtype not in (torch.int32, torch.int64, torch.float32):  # the last is PEFT's on Windows
+        raise SparsifyError(f"indices are {stored.dtype}, expected torch.int32")
+    if stored.is_floating_point() and not torch.equal(stored, stored.round()):
+        raise SparsifyError("indices are no whole numbers")
+    positions = stored.long()
+    for row, size in zip(positions.view(len(sizes), -1), sizes, strict=True):
+        if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
+            raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")
+    return positions
