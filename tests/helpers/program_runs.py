@@ -37,7 +37,6 @@ TINY = {
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,
     "sparsify.selection.screening.costs_of": lambda *_: FREE,
-    "sparsify.core.gradients.costs_of": lambda *_: FREE,
 }
 
 
