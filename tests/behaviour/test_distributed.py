@@ -29,11 +29,11 @@ from sparsify import (
     SparseDelta,
     Strategy,
     desparsify,
-    get_unmasker,
+    get_engine,
     register_importance,
     sparsify,
     summary,
-)
+)  # fmt: skip
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
 from sparsify.core.gradients import DenseGradient
@@ -129,10 +129,10 @@ def nothing_finite_on_one_rank(rank):
     parallel = DistributedDataParallel(model)
     scale = torch.inf if rank == 1 else 1.0
     (parallel(**own_part(batches[0], rank)) * scale).backward()
-    overflowed = not model.sparse_values.grad.isfinite().all(), get_unmasker(model).unmasked
+    overflowed = bool(model.sparse_values.grad.isnan().any()), get_engine(model).unmasked
     model.sparse_values.grad = None
     parallel(**own_part(batches[0], rank)).backward()  # as GradScaler does after a skipped step
-    return overflowed, get_unmasker(model).unmasked, unmasked_sets(model)
+    return overflowed, get_engine(model).unmasked, unmasked_sets(model)
 
 
 def no_token_on_one_rank(rank):
@@ -143,7 +143,7 @@ def no_token_on_one_rank(rank):
     hidden = model.table(batch["x"] * (1 - rank))
     loss = model.wide(hidden[hidden.abs().sum(-1) > 0]).sum()
     loss.backward()
-    return get_unmasker(model).unmasked
+    return get_engine(model).unmasked
 
 
 def parts_of_two_lengths(rank):
@@ -156,14 +156,19 @@ def parts_of_two_lengths(rank):
     return unmasked_sets(model)
 
 
-def a_small_module_on_one_rank_alone(rank):
-    """What is unmasked where the norm runs on the first rank only; ``None`` where that is an error."""
+def skipping(rank, name, forward):
+    """A model of which the second rank runs a module otherwise, and the error of its backward pass."""
     model, batches = mlp()
     sparsify(model, BUDGET, steps=STEPS)
     if rank == 1:
-        model.norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])
+        model.get_submodule(name).forward = forward
+    return model, error_of(lambda: model(**own_part(batches[0], rank)).backward())
+
+
+def a_small_module_on_one_rank_alone(rank):
+    """What is unmasked where the norm runs on the first rank only; ``None`` where that is an error."""
     with patch("sparsify.core.tensor.LARGEST_SMALL", 10):  # the norm's and all biases
-        error = error_of(lambda: model(**own_part(batches[0], rank)).backward())
+        model, error = skipping(rank, "norm", lambda x: nn.functional.layer_norm(x, x.shape[1:]))
     return unmasked_sets(model) if error == "no error" else None
 
 
@@ -195,7 +200,7 @@ def winners_of_random_tensors(rank):
         )
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator).round(decimals=seed % 3)
-        tensors = get_unmasker(sparsify(layer, 5, steps=5)).tensors
+        tensors = get_engine(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         expected, context = TopK(size, torch.float32, "cpu"), SelectionContext(topk_of(size), importance, Work())
@@ -236,11 +241,7 @@ def message(rank, *, seed=0, strategy="id3", steps=STEPS, **options):
 
 
 def message_where_one_skips(rank, name, forward):
-    model, batches = mlp()
-    sparsify(model, BUDGET, steps=STEPS)
-    if rank == 1:
-        model.get_submodule(name).forward = forward
-    return error_of(lambda: model(**own_part(batches[0], rank)).backward())
+    return skipping(rank, name, forward)[1]
 
 
 def message_of_a_check(rank):
@@ -270,10 +271,19 @@ REFUSED = {
     "a known set without DDP": (lambda rank: message(rank, strategy="pafi", ddp=False), "differ in their flat delta"),
     "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
 }  # fmt: skip
-OWN = [
-    nothing_finite_on_one_rank, no_token_on_one_rank, parts_of_two_lengths, a_small_module_on_one_rank_alone,
-    saved_and_resumed, winners_of_random_tensors,
-]  # fmt: skip
+# what every rank runs, with the same result, and whether that is right
+OWN = {
+    nothing_finite_on_one_rank: lambda found: found[:2] == ((True, 0), BUDGET // STEPS),
+    no_token_on_one_rank: lambda found: found == BUDGET // STEPS,
+    parts_of_two_lengths: lambda found: found == parts_of_two_lengths(0),
+    a_small_module_on_one_rank_alone: lambda found: found is None or _size(found) == BUDGET // STEPS,
+    saved_and_resumed: lambda found: found[1:] == (BUDGET // 2, False) and _size(found[0]) == BUDGET // STEPS * 5,
+    winners_of_random_tensors: lambda wrong: not wrong,
+}
+
+
+def _size(sets):
+    return sum(map(len, sets.values()))
 
 
 def all_scenarios(rank, way):
@@ -288,10 +298,6 @@ def all_scenarios(rank, way):
 def two(way):
     """The results of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios, way)
-
-
-def on_each(way, scenario):
-    return [result[scenario.__name__] for result in two(way)]
 
 
 in_each_way = pytest.mark.parametrize("way", WAYS)
@@ -322,8 +328,12 @@ def test_four_ranks_train_like_one_process_with_all_batches(way):
 
 
 @in_each_way
-def test_the_winners_are_those_of_the_mean_gradient_whatever_the_gradients(way):
-    assert on_each(way, winners_of_random_tensors) == [[], []]
+@pytest.mark.parametrize("scenario", OWN, ids=lambda scenario: scenario.__name__)
+def test_ranks_agree_in_a_scenario_of_its_own(scenario, way):
+    first, second = [result[scenario.__name__] for result in two(way)]
+    assert first == second
+    assert OWN[scenario](first), first
+    assert way == "cpu" or first is not None, "a device takes small tensors of which a rank has no gradient"
 
 
 @in_each_way
@@ -355,43 +365,16 @@ def test_ranks_that_part_are_told_so(name, way):
         assert all(text in result[name] for text in texts), result[name]
 
 
-@in_each_way
-def test_a_rank_that_overflows_keeps_all_ranks_from_unmasking(way):
-    first, second = on_each(way, nothing_finite_on_one_rank)
-    assert first == second
-    assert first[0] == (True, 0)
-    assert first[1] == BUDGET // STEPS
+def dying(rank, seconds, way):
+    """The error where the second rank dies in its backward pass, after some seconds; and how long it took."""
 
+    def die(*_):
+        time.sleep(seconds)
+        os._exit(0)
 
-@in_each_way
-def test_a_rank_without_tokens_takes_part(way):
-    assert on_each(way, no_token_on_one_rank) == [BUDGET // STEPS] * 2
-
-
-@in_each_way
-def test_ranks_with_different_numbers_of_tokens_select_by_the_mean_of_their_gradients(way):
-    assert on_each(way, parts_of_two_lengths) == [parts_of_two_lengths(0)] * 2
-
-
-def test_a_device_takes_small_tensors_of_which_a_rank_has_no_gradient():
-    first, second = on_each("device", a_small_module_on_one_rank_alone)
-    assert first == second
-    assert sum(map(len, first.values())) == BUDGET // STEPS
-
-
-@in_each_way
-def test_ranks_save_and_resume(way):
-    first, second = on_each(way, saved_and_resumed)
-    assert first == second
-    assert first[1] == BUDGET // 2
-    assert sum(map(len, first[0].values())) == BUDGET // STEPS * 5
-    assert first[2] is False  # nothing is left on the model of what DDP was told
-
-
-def dying(rank, die, way):
     model, batches = mlp()
     sparsify(model, BUDGET, steps=STEPS)
-    get_unmasker(model).ranks.timeout = 2
+    get_engine(model).ranks.timeout = 2
     if rank == 1:
         model.norm.register_full_backward_hook(die)
     started = time.monotonic()
@@ -400,18 +383,9 @@ def dying(rank, die, way):
     return message, time.monotonic() - started
 
 
-def vanish(*_):
-    os._exit(0)
-
-
-def stall(*_):
-    time.sleep(4)
-    os._exit(0)
-
-
-@pytest.mark.parametrize(("die", "way"), [(vanish, "cpu"), (stall, "cpu"), (vanish, "device")])
-def test_a_rank_that_dies_or_stalls_is_an_error_within_the_time_limit(die, way):
-    message, seconds = on_ranks(2, dying, die, way)[0]
+@pytest.mark.parametrize(("stalls", "way"), [(0, "cpu"), (4, "cpu"), (0, "device")])
+def test_a_rank_that_dies_or_stalls_is_an_error_within_the_time_limit(stalls, way):
+    message, seconds = on_ranks(2, dying, stalls, way)[0]
     assert "rank 0 of 2 got no answer from rank 1 within 2 s, or lost it" in message
     assert "ranks.timeout" in message
     assert seconds < 60

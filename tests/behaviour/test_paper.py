@@ -11,7 +11,6 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from scipy import stats
 from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM
@@ -260,12 +259,9 @@ def test_a_line_that_was_cut_off_is_run_again_and_spoils_no_other(tmp_path):
     assert list(runs.read(path).values()) == [first]
     runs.append(path, second)
     assert list(runs.read(path).values()) == [first, second]
-
-
-def test_a_line_from_before_a_setting_was_added_has_its_default(tmp_path):
     old = {"settings": {name: value for name, value in asdict(BASE).items() if name != "warmup"}}
-    runs.append(tmp_path / "runs.jsonl", old)
-    assert list(runs.read(tmp_path / "runs.jsonl")) == [BASE.key]
+    runs.append(path, old)  # of a version before the setting was added, whose default it has
+    assert list(runs.read(path))[2:] == [BASE.key]
 
 
 def line(rate, seed, *halves, method="id3", task="sst2", loss=0.5, **settings):
@@ -284,23 +280,14 @@ RUNS = [
 ]
 
 
-def test_the_papers_score_is_the_mean_of_each_runs_best_epoch():
+def test_the_papers_score_is_of_each_runs_best_epoch_and_the_strict_one_of_rows_that_chose_nothing():
     cell = protocol.paper_cell(RUNS)
-    assert cell.scores == (80, 72, 70, 73, 99)
+    assert (cell.scores, cell.rates) == ((80, 72, 70, 73, 99), (1, 2, 3))
     assert cell.mean == pytest.approx(78.8)
-    assert cell.rates == (1, 2, 3)
-
-
-def test_the_strict_score_is_of_rows_that_chose_nothing():
     cell = protocol.strict_cell(RUNS)
-    assert cell.rates == (1, 2)  # the first half chooses 1, the second 2
-    # seed 0: the second half at rate 1, and the first at rate 2: (60 + 60) / 2; seed 1: (62 + 62) / 2
-    assert cell.scores == (60, 62)
-    assert cell.seeds == (0, 1)
-
-
-def test_a_loss_that_was_not_finite_is_not_a_number_in_the_mean():
-    assert math.isnan(protocol.paper_cell([line(1, 0, (1, 2), loss=None)]).loss)
+    # the first half chooses rate 1, the second 2; seed 0: the second half at 1, and the first at 2: (60 + 60) / 2
+    assert (cell.scores, cell.rates, cell.seeds) == ((60, 62), (1, 2), (0, 1))
+    assert math.isnan(protocol.paper_cell([line(1, 0, (1, 2), loss=None)]).loss), "it was not finite"
 
 
 def cells(**scores):
@@ -328,11 +315,6 @@ def test_the_papers_pairs_are_all_runs_with_all_runs():
     assert significance.wilcoxon([(1, 1), (2, 2)]) == 1
 
 
-def _squared_rest(design, values):
-    """The squared error of the best linear prediction."""
-    return np.square(values - design @ np.linalg.pinv(design) @ values).sum()
-
-
 def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     scores = {0: [70, 71], 1: [74, 75], 2: [80, 82]}
     lines = [line(i, 0, (score, score), exp=float(exp)) for exp, own in scores.items() for i, score in enumerate(own)]
@@ -343,11 +325,8 @@ def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     for one in other_task:
         one["epochs"] = [{**epoch, "score": epoch["score"] - 50} for epoch in one["epochs"]]
     (both,) = significance.anova(lines + other_task, "exp").values()
-    groups, tasks = np.tile(np.repeat(np.eye(3), 2, axis=0), (2, 1)), np.repeat(np.eye(2), 6, axis=0)
-    values = np.array([score for own in scores.values() for score in own] * 2)
-    rest = [_squared_rest(design, values) for design in (tasks, np.hstack([tasks, groups]))]
-    expected = (rest[0] - rest[1]) / 2 / (rest[1] / 8)  # of the linear model of tasks and groups: 12 - 3 - 1 freedoms
-    assert both == (pytest.approx(expected), pytest.approx(stats.f.sf(expected, 2, 8)), 3)
+    ratio = expected.statistic * 8 / 3  # twice the squares, and 12 - 3 - 1 degrees of freedom in place of 6 - 3
+    assert both == (pytest.approx(ratio), pytest.approx(stats.f.sf(ratio, 2, 8)), 3)
     assert significance.anova(lines[:2], "exp") == {}
 
 

@@ -32,7 +32,7 @@ class Repo:
 
     def commit(self, branch, files, message):
         """A commit of files in addition to those already there; its id."""
-        tree = {**self.files(branch), **files} if branch in self.branches else files
+        tree = {**self.files(branch), **files}
         oid = hashlib.sha1(f"{len(self.commits)}{sorted(tree)}{message}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = tree, oid
         self.messages.append(message)
@@ -42,7 +42,7 @@ class Repo:
         return self.branches.get(revision, revision if revision in self.commits else None)
 
     def files(self, revision="main"):
-        return self.commits[self.resolve(revision)]
+        return self.commits.get(self.resolve(revision), {})
 
 
 class RefusalError(Exception):
@@ -109,9 +109,8 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusalError(401, **{"X-Error-Message": "Invalid username or password."})
         repo_id = f"{asked.get('organization') or OWNER}/{asked['name']}"
         known = repo_id in self.server.hub.repos
-        if not known:
-            private = asked.get("private") or asked.get("visibility") == "private"
-            self.server.hub.repos[repo_id] = Repo(private=bool(private))
+        private = bool(asked.get("private") or asked.get("visibility") == "private")
+        self.server.hub.repos.setdefault(repo_id, Repo(private=private))
         self.send_json({"url": f"{self.server.hub.endpoint}/{repo_id}"}, 409 if known else 200)
 
     def validate_card(self):
@@ -134,14 +133,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def commit(self, repo_id, revision):
         repo, _ = self.repo(repo_id, revision, write=True)
-        files, message, pull_request = {}, "", None
-        for line in map(json.loads, self.body.splitlines()):
-            value = line["value"]
-            if line["key"] == "header":
-                message = value["summary"]
-            elif line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-        branch, endpoint = revision, self.server.hub.endpoint
+        lines = [(line["key"], line["value"]) for line in map(json.loads, self.body.splitlines())]
+        (message,) = [value["summary"] for key, value in lines if key == "header"]
+        files = {value["path"]: base64.b64decode(value["content"]) for key, value in lines if key == "file"}
+        branch, endpoint, pull_request = revision, self.server.hub.endpoint, None
         if self.query.get("create_pr") == ["1"]:
             number = 1 + sum(name.startswith("refs/pr/") for name in repo.branches)
             branch, pull_request = f"refs/pr/{number}", f"{endpoint}/{repo_id}/discussions/{number}"

@@ -7,7 +7,7 @@ compared from equal states: the oracle then goes on from the library's choice, g
 import copy
 import io
 import pickle
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -23,10 +23,10 @@ from sparsify import (
     Strategy,
     base_weights,
     desparsify,
-    get_unmasker,
+    get_engine,
     sparsify,
     trained_state,
-)
+)  # fmt: skip
 
 SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
@@ -79,19 +79,14 @@ class Run:
         twice ("retained"); or once, and again together with a newer one ("kept").
         """
         one = self.losses(first, overflow)
-        if kind in ("one", "retained"):
-            self.passes(one, retain=kind == "retained")
-            if kind == "retained":
-                self.passes(one)
-            return
-        if kind == "kept":
+        if kind in ("retained", "kept"):
             self.passes(one, retain=True)
-        two = self.losses(second)
-        if kind == "pending":
-            self.passes(one)
+        two = self.losses(second) if kind in ("summed", "pending", "kept") else None
+        if kind in ("summed", "kept"):
+            one, two = [a + 2 * b for a, b in zip(one, two, strict=True)], None
+        self.passes(one)
+        if two is not None:
             self.passes(two)
-        else:
-            self.passes([a + 2 * b for a, b in zip(one, two, strict=True)])
 
     def losses(self, batch, overflow=None):
         """The losses of both sides, equal, and scaled."""
@@ -150,20 +145,18 @@ class Run:
     def evaluate(self, how, batch):
         """A forward pass that is not trained on."""
         models = [self.sparse, self.dense.model]
-        if how == "base":
-            with base_weights(self.sparse), torch.no_grad():
-                self.compare(
-                    "the base's loss", self.sparse(*self.batches[batch]), self.program.model()(*self.batches[batch])
-                )
-        elif how == "dropped":
+        if how == "dropped":
             self.losses(batch)
-        else:
-            for model in models:
-                model.train(how != "eval")
-            with torch.inference_mode() if how == "inference" else torch.no_grad():
-                self.compare("the loss", *(model(*self.batches[batch]) for model in models))
-            for model in models:
-                model.train()
+            return
+        if how == "base":
+            models[1] = self.program.model()
+        for model in models:
+            model.train(how != "eval")
+        base = base_weights(self.sparse) if how == "base" else nullcontext()
+        with base, torch.inference_mode() if how == "inference" else torch.no_grad():
+            self.compare("the loss", *(model(*self.batches[batch]) for model in models))
+        for model in models:
+            model.train()
 
     def step(self):
         """An optimizer step, or none after an overflow."""
@@ -225,26 +218,24 @@ class Run:
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
-        engine = get_unmasker(self.sparse)
-        active = engine.policy.active  # of repeat-S: the slots that the last choice was for
-        if active is None and self.program.selection == "repeat":
-            return self.dense.mask
-        masks = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.mask).items()}
-        for tensor in engine.tensors:
-            indices = tensor.indices if active is None else tensor.indices[active[tensor.slots]]
-            masks[tensor.name].view(-1)[indices] = True
-        return torch.cat([mask.reshape(-1) for mask in masks.values()])
+        active = get_engine(self.sparse).policy.active  # of repeat-S: the slots that the last choice was for
+        if active is None:
+            if self.program.selection == "repeat":
+                return self.dense.mask
+            active = torch.ones(self.sparse.sparse_values.shape, dtype=torch.bool)
+        return self.flat(active)
 
     def flat(self, per_slot):
         """(N,) what the library has in a flat vector (capacity,)."""
-        parts = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.delta.detach()).items()}
-        for tensor in get_unmasker(self.sparse).tensors:
+        flat = torch.zeros(self.dense.base.shape, dtype=per_slot.dtype)
+        parts = self.dense.split(flat)  # views
+        for tensor in get_engine(self.sparse).tensors:
             parts[tensor.name].view(-1)[tensor.indices] = per_slot[tensor.slots]
-        return torch.cat([part.reshape(-1) for part in parts.values()])
+        return flat
 
     def snapshot(self):
         """All that the library's side is."""
-        engine, grad = get_unmasker(self.sparse), self.sparse.sparse_values.grad
+        engine, grad = get_engine(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
         state["selected"] = torch.tensor(engine.selected)
         return state if grad is None else {**state, "gradient": grad.nan_to_num(nan=7.0)}
@@ -272,7 +263,7 @@ class Run:
     @torch.no_grad()
     def compare_weights(self):
         """The trained entries are the oracle's, and the steps as many."""
-        engine, dense = get_unmasker(self.sparse), self.dense
+        engine, dense = get_engine(self.sparse), self.dense
         assert engine.step == dense.step_number, f"{engine.step} steps were counted, not {dense.step_number}"
         values = self.flat(engine.values.detach())
         self.compare("the delta", values, dense.delta, 1e-6 if self.short else self.rounding)

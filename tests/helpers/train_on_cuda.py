@@ -1,4 +1,4 @@
-"""Trains small BERTs on CUDA devices and on the CPU, and prints a line of JSON for each run.
+"""Trains small BERTs on CUDA devices and on the CPU, streams two, and prints a line of JSON for each run.
 
     PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_cuda.py simulated
     python tests/helpers/train_on_cuda.py real
@@ -22,15 +22,17 @@ import warnings
 from collections import Counter
 from unittest.mock import patch
 
+import streams
 import torch
 from accelerate.utils import send_to_device
+from deltas import bits
 from models import build, loss_of
 from oracle import DenseOracle, unmasked_sets
 from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparsify import SparseDelta, base_weights, register_importance, sparsify
+from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, base_weights, register_importance, sparsify
 from sparsify.common.ranks import Ranks
 from sparsify.core.importance import D3, SNIP, Fisher, Magnitude
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
@@ -295,6 +297,36 @@ def run(case, place, counted):
     }
 
 
+def publish(strategy, place, counted):
+    """Whether a follower on the device had each version, and of the last one what the host waited for, by call."""
+    run = streams.Run("bert", strategy=strategy, dtype=torch.bfloat16, modules_to_save=["classifier"])
+    base = place.put(copy.deepcopy(run.base))
+    model, batches = place.put(run.model), [place.batch(batch) for batch in run.batches]
+    optimizer, equal, races = optimizer_of(model), [], Counter()
+    with place.current():
+        publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
+        follower.apply(publisher.snapshot())
+        for step in range(streams.STEPS + 1):  # nothing is unmasked in the last one
+            seen = {call: counted() for call in ("step", "update", "bytes", "apply", "read")}
+            with seen["step"]:
+                loss_of(model, batches[step]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with seen["update"]:
+                update = publisher.update()
+            with seen["bytes"]:
+                message = bytes(update)
+            with seen["apply"]:
+                follower.apply(message)
+            with seen["read"], follower.reading(), torch.no_grad():
+                loss_of(follower.model, batches[step])
+            races += sum((each.races for each in seen.values()), Counter())
+            expected = SparseDelta.from_model(model).apply(copy.deepcopy(run.base))
+            equal.append(bits(follower.model) == bits(expected))
+    waits = {call: sum(seen[call].waits.values()) for call in ("update", "bytes", "apply")}
+    return {"equal": equal, "races": races, "waits": waits}
+
+
 def main(device):
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -315,6 +347,8 @@ def main(device):
             gc.collect()
             result["left"] = bytes_on_devices() - before
             print(json.dumps({"run": [name, place], **result}), flush=True)
+    for strategy in ("id3", "pafi"):  # entries are added at each step; at none
+        print(json.dumps({"run": [strategy, "stream"], **publish(strategy, PLACES["side"], counted)}), flush=True)
 
 
 if __name__ == "__main__":
