@@ -7,17 +7,13 @@ import pytest
 import torch
 from models import build, loss_of
 from oracle import unmasked_sets
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from twins import Twins
 
-from sparsify import SparsifyError, get_unmasker, sparsify, summary
+from sparsify import SparsifyError, get_engine, sparsify, summary
 
 BUDGET, STEPS = 40, 4
-KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-def keep_products(context, operation, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 def by_default(model):
@@ -30,7 +26,7 @@ def non_reentrant(model, **options):
 
 
 def selective(model):
-    non_reentrant(model, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products))
+    non_reentrant(model, context_fn=functools.partial(create_selective_checkpoint_contexts, KEPT))
 
 
 def compare(name, prepare, wrap=lambda model: model):
@@ -56,45 +52,27 @@ def test_a_checkpointed_model_that_is_compiled_is_the_oracle(prepare):
     torch._dynamo.reset()
 
 
-def test_every_block_is_computed_again_once():
-    model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
-    calls = []
-    for block in model.bert.encoder.layer:
-        block.attention.self.register_forward_hook(lambda *_: calls.append(1))
-    loss_of(model, batches[0]).backward()
-    assert len(calls) == 2
-    non_reentrant(model)
-    loss_of(model, batches[1]).backward()
-    assert len(calls) == 2 + 4
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
+    compare(name, lambda model: None, lambda model: torch.autograd.graph.save_on_cpu()(model.__call__))
 
 
-def test_reentrant_checkpointing_is_refused_before_anything_has_changed():
+def test_reentrant_checkpointing_is_refused_before_anything_has_changed_and_blocks_are_computed_again_once():
     model, batches = build("bert")
     sparsify(model, BUDGET, steps=STEPS)
     before = copy.deepcopy(model.state_dict())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(SparsifyError, match=r"was recomputed inside a backward pass.*use_reentrant\": False"):
         loss_of(model, batches[0]).backward()
-    after = model.state_dict()
+    after, calls = model.state_dict(), []
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert model.sparse_values.grad is None
+    for block in model.bert.encoder.layer:
+        block.attention.self.register_forward_hook(lambda *_: calls.append(1))
     non_reentrant(model)
     loss_of(model, batches[0]).backward()
     assert summary(model).unmasked == BUDGET // STEPS
-
-
-def kept_on_the_cpu(model):
-    def run(**batch):
-        with torch.autograd.graph.save_on_cpu():
-            return model(**batch)
-
-    return run
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
-    compare(name, lambda model: None, kept_on_the_cpu)
+    assert len(calls) == 2 * 2
 
 
 # ------------------------------------------------------------------------------------ graphs that outlive the budget
@@ -138,7 +116,7 @@ def test_a_tensor_without_entries_costs_nothing_once_the_budget_is_spent_though_
     model.gradient_checkpointing_disable()
     kept = loss_of(model, batches[0])
     kept.backward()
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     idle = [tensor for tensor in engine.tensors if not tensor.count]
     assert idle
     assert all(engine.use(tensor) is None for tensor in idle)

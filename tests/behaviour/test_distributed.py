@@ -20,23 +20,12 @@ from rank_processes import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsify import (
-    D3,
-    SNIP,
-    Increment,
-    Magnitude,
-    Repeat,
-    SparseDelta,
-    Strategy,
-    desparsify,
-    get_engine,
-    register_importance,
-    sparsify,
-    summary,
-)  # fmt: skip
+from sparsify import SparseDelta, desparsify, get_engine, register_importance, sparsify, summary
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
 from sparsify.core.gradients import DenseGradient
+from sparsify.core.importance import D3, SNIP, Magnitude
+from sparsify.core.strategy import Increment, Repeat, Strategy
 from sparsify.core.topk import TopK
 from sparsify.integrations.distributed import check_ranks
 from sparsify.selection import screening

@@ -7,36 +7,19 @@ in between, their outputs, losses and weights stay the same.
 import copy
 import pickle
 
+import peft
 import pytest
 import torch
 from models import train
 from oracle import unmasked_sets
-from peft import (
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-    set_peft_model_state_dict,
-)
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft_twins import (
-    ADAPTERS,
-    ATTENTION,
-    OWN_MODELS,
-    RATE,
-    AdapterTwins,
-    adapted,
-    assert_close,
-    base_of,
-    lora,
-    outputs,
-    saved_names,
-)
+from peft_twins import ADAPTERS, ATTENTION, OWN_MODELS, AdapterTwins, adapted, base_of, lora, outputs, saved_names
 from safetensors.torch import load_file
-from twins import Twins, sgd, trainable
+from twins import Twins, assert_close, sgd, trainable
 
-from sparsify import SparseDelta, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, desparsify, get_engine, sparsify, summary
 from sparsify.core.module import masked_tensors
 
 adapters = pytest.mark.parametrize("name", ADAPTERS)
@@ -139,7 +122,7 @@ def test_any_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alone
     sparsify(model, 20, steps=3)
     model.set_adapter("default")
     train(model, batches, optimizer=make_optimizer(model))
-    assert get_unmasker(model).step == 3
+    assert get_engine(model).step == 3
     assert summary(model, verify=True).verification.ok
 
 
@@ -178,12 +161,12 @@ def test_two_active_adapters_are_trained_together_and_pefts_reports_work(capsys)
 
 
 def test_an_adapter_that_is_added_later_is_plain(twins):
-    frozen = {t.name: t.parameter.detach().clone() for t in get_unmasker(twins.sparse).tensors}
+    frozen = {t.name: t.parameter.detach().clone() for t in get_engine(twins.sparse).tensors}
     twins.sparse.add_adapter("late", lora(target_modules=ATTENTION, init_lora_weights=False))
     twins.sparse.double().set_adapter("late")
     late = [p for n, p in twins.sparse.named_parameters() if ".late." in n]
     assert late
-    optimizer = torch.optim.SGD(late, RATE)
+    optimizer = torch.optim.SGD(late, 0.02)
     twins.sparse(**twins.batches[0])["loss"].backward()
     assert all(parameter.grad is not None for parameter in late)
     optimizer.step()
@@ -204,7 +187,7 @@ def test_an_adapter_is_deleted_and_the_other_goes_on(name, tmp_path):
     pair.sparse.add_adapter("other", ADAPTERS[name][1]())  # a new one of the same name is another
     fresh = {n: p.detach().clone() for n, p in pair.sparse.named_parameters() if ".other" in n}
     pair.sparse.double().set_adapter("default")
-    get_unmasker(pair.sparse).weights.write()
+    get_engine(pair.sparse).weights.write()
     assert fresh
     assert all(torch.equal(pair.sparse.get_parameter(n), p.double()) for n, p in fresh.items())
     pair.sparse.delete_adapter("other")
@@ -267,7 +250,7 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
     batches = [{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(sparsify(model, 20, steps=len(batches)), batches)
-    changed = sum(int((t.parameter != before[t.name]).sum()) for t in get_unmasker(model).tensors)
+    changed = sum(int((t.parameter != before[t.name]).sum()) for t in get_engine(model).tensors)
     assert 0 < changed <= 20
     trained = outputs(model, batches[0])
     assert_close(outputs(model.merge_and_unload(), batches[0]), trained, 0.05)
@@ -331,7 +314,7 @@ def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_mode
     assert_close(sparse, dense)
     fresh = sparsify(adapted(name)[0], twins.budget, steps=2)
     with pytest.warns(UserWarning, match="loaded without index buffers"):
-        set_peft_model_state_dict(fresh, sparse)
+        peft.set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
 
 
@@ -363,7 +346,7 @@ def test_transformers_own_adapters_are_sparsified_too(tmp_path):
 
 def test_an_adapter_injected_into_any_module_is_sparsified_too():
     model, batch = OWN_MODELS["attention"][0]().double(), OWN_MODELS["attention"][1]()
-    inject_adapter_in_model(lora(target_modules=["embed", "head"], init_lora_weights=False), model)
+    peft.inject_adapter_in_model(lora(target_modules=["embed", "head"], init_lora_weights=False), model)
     train(sparsify(model.double(), 12, steps=1), [batch])
     assert all("lora_" in name for name, indices in unmasked_sets(model).items() if indices)
-    assert get_unmasker(model).unmasked == 12
+    assert get_engine(model).unmasked == 12

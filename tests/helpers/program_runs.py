@@ -14,19 +14,8 @@ import torch
 from products import FREE
 from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING, Dense
 
-from sparsify import (
-    Increment,
-    Repeat,
-    Schedule,
-    SparseDelta,
-    Static,
-    Strategy,
-    base_weights,
-    desparsify,
-    get_engine,
-    sparsify,
-    trained_state,
-)  # fmt: skip
+from sparsify import Schedule, SparseDelta, base_weights, desparsify, get_engine, sparsify, trained_state
+from sparsify.core.strategy import Increment, Repeat, Static, Strategy
 
 SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and

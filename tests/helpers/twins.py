@@ -4,7 +4,7 @@ import torch
 from models import loss_of as loss_of_output
 from oracle import DenseOracle, unmasked_sets
 
-from sparsify import get_unmasker
+from sparsify import get_engine
 
 
 def sgd(parameters, lr=0.05):
@@ -21,6 +21,10 @@ def masks_of(model):
     for name, indices in unmasked_sets(model).items():
         masks[name].view(-1)[indices] = True
     return masks
+
+
+def assert_close(found, expected, tolerance=1e-9, **options):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, **options)
 
 
 class Twins:
@@ -71,9 +75,9 @@ class Twins:
 
     def check_weights(self):
         weights = dict(self.sparse.named_parameters())
-        weights |= {tensor.name: tensor.weight for tensor in get_unmasker(self.sparse).tensors}  # of quantized ones too
+        weights |= {tensor.name: tensor.weight for tensor in get_engine(self.sparse).tensors}  # of quantized ones too
         for name, parameter in self.dense.named_parameters():
             self.assert_close(weights[name].detach(), parameter.detach(), check_device=False)
 
     def assert_close(self, found, expected, **options):
-        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance, **options)
+        assert_close(found, expected, self.tolerance, **options)
