@@ -42,11 +42,6 @@ def test_the_method_in_80_lines_unmasks_what_the_library_does():
 
 
 @pytest.fixture
-def main(example):
-    return example("text_classification").main
-
-
-@pytest.fixture
 def files(tmp_path):
     """Options that name a training and a validation file."""
     train, validation = tmp_path / "train.jsonl.gz", tmp_path / "validation.jsonl"
@@ -57,16 +52,23 @@ def files(tmp_path):
     return ["--train-file", str(train), "--validation-file", str(validation), "--batch-size", "4"]
 
 
+@pytest.fixture
+def main(example):
+    return example("text_classification").main
+
+
+def check_delta(folder):
+    delta = SparseDelta.load(folder)
+    assert delta.num_entries == 200
+    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+
+
 def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, capsys):
     result = main([*files, "--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")])
     assert result == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["strategy"] == "id3"
-    assert result["entries"] == 200
-    assert len(result["epochs"]) == 2
+    assert (result["strategy"], result["entries"], len(result["epochs"])) == ("id3", 200, 2)
     assert 0 <= result["accuracy"] <= 1
-    delta = SparseDelta.load(tmp_path / "delta")
-    assert delta.num_entries == 200
-    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+    check_delta(tmp_path / "delta")
 
 
 def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path):
@@ -165,6 +167,4 @@ def test_several_ranks_train_one_delta(name, files, tmp_path):
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 4)
     assert "bytes by this one of 2 ranks" in run.stdout
-    delta = SparseDelta.load(tmp_path / "delta")
-    assert delta.num_entries == 200
-    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+    check_delta(tmp_path / "delta")

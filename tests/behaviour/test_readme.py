@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 import sparsify
-from sparsify import SparseDelta, desparsify, get_unmasker
+from sparsify import SparseDelta, desparsify, get_engine
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "tutorials" / "training.md"]
@@ -35,6 +35,11 @@ class Model(nn.Module):
         return logits if labels is None else SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
 
 
+def bert():
+    config = BertConfig(vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    return BertForSequenceClassification(config)
+
+
 def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -43,7 +48,7 @@ def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
     train, load = SNIPPETS[0].split("SparseDelta.from_model")
     names = {"model": model, "base_model": base_model}
     exec(train, names)
-    assert get_unmasker(model).budget == 38_000
+    assert get_engine(model).budget == 38_000
     assert model.classifier.weight.requires_grad
     x = torch.randn(4, 300)
     model(x).square().sum().backward()
@@ -66,15 +71,14 @@ def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, caps
 
 def test_the_trainer_snippet_trains_and_leaves_checkpoints_of_the_trained_state(tmp_path):
     (snippet,) = [snippet for snippet in SNIPPETS if "SparsifyCallback" in snippet]
-    config = BertConfig(vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     names = {
-        "model": BertForSequenceClassification(config),
+        "model": bert(),
         "sparsify": sparsify.sparsify,
         "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
         "train_data": [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}],
     }
     exec(snippet, names)
-    assert get_unmasker(names["model"]).steps == 2
+    assert get_engine(names["model"]).steps == 2
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
 
 
@@ -85,13 +89,11 @@ OTHERS = [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet an
 def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
     batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
     monkeypatch.chdir(tmp_path)
-    config = BertConfig(vocab_size=9, hidden_size=32, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    bert = BertForSequenceClassification(config)
-    names = {"model": Model(), "bert": bert, "sparsify": sparsify.sparsify, "train_loader": [batch]}
+    names = {"model": Model(), "bert": bert(), "sparsify": sparsify.sparsify, "train_loader": [batch]}
     for statement in ast.parse(snippet).body:
         exec(ast.unparse(statement), names)
         if ast.unparse(statement).startswith("sparsify("):
-            assert get_unmasker(names["model"]).budget == 38_000
+            assert get_engine(names["model"]).budget == 38_000
             desparsify(names["model"])
 
 
