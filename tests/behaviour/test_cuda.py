@@ -43,10 +43,8 @@ def missing():
 
 def run(*arguments, simulated=True):
     """What a Python process with simulated devices prints, or one with real ones."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if simulated:
-        paths = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
-        environment |= {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    paths = [*([str(FOLDER)] if simulated else []), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": str(int(simulated))}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

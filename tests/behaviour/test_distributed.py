@@ -173,30 +173,24 @@ def saved_and_resumed(rank):
     return resumed["sets"], SparseDelta.from_model(model).num_entries, left
 
 
-def topk_of(size):
-    if runs_ahead(torch.device("cpu")):
-        return DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
-    return TopK(size, torch.float32, "cpu")
-
-
 def winners_of_random_tensors(rank):
     """How many of many random selections are not those of the mean gradient; ties and rows of zeros among them."""
     wrong = []
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
-        layer = nn.Sequential(
-            nn.Linear(40, 30, bias=False), nn.Linear(20, 16, bias=False), nn.Linear(8, 50, bias=False)
-        )
+        layer = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((40, 30), (20, 16), (8, 50))))
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator).round(decimals=seed % 3)
         tensors = get_engine(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
-        expected, context = TopK(size, torch.float32, "cpu"), SelectionContext(topk_of(size), importance, Work())
-        if isinstance(context.topk, TopK):
-            selector = DistributedSelector(context, Ranks(), tensors)
+        expected = TopK(size, torch.float32, "cpu")
+        if runs_ahead(torch.device("cpu")):
+            topk = DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
+            selector = ShardedSelector(SelectionContext(topk, importance, Work()), Ranks(), tensors, torch.float32)
         else:
-            selector = ShardedSelector(context, Ranks(), tensors, torch.float32)
+            topk = TopK(size, torch.float32, "cpu")
+            selector = DistributedSelector(SelectionContext(topk, importance, Work()), Ranks(), tensors)
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -206,13 +200,10 @@ def winners_of_random_tensors(rank):
                 grads[:, ::2] = 0
             if seed % 7 == 0:
                 grads *= torch.rand(*grads.shape[:2], 1, generator=generator) < 0.2 * (seed % 2) + 0.1
-            mean = grads.clone().sum(0) / num_ranks()
-            expected.offer(importance, tensor.matrix, mean, None, tensor.offset)
-            gradient = DenseGradient(grads[rank].clone())
-            if seed % 7 == 0:
-                rows = grads[rank].abs().sum(1).nonzero().squeeze(1)
-                gradient = DenseGradient(grads[rank][rows], rows)
-            selector.offer(tensor, gradient)
+            expected.offer(importance, tensor.matrix, grads.sum(0) / num_ranks(), None, tensor.offset)
+            rows = grads[rank].abs().sum(1).nonzero().squeeze(1) if seed % 7 == 0 else None
+            values = grads[rank].clone() if rows is None else grads[rank][rows]
+            selector.offer(tensor, DenseGradient(values, rows))
         found = selector.winners().ids
         if found[found >= 0].tolist() != expected.winners().ids.tolist():
             wrong.append(seed)

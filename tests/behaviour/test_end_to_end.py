@@ -12,7 +12,7 @@ from safetensors import safe_open
 from trainers import make_trainer
 from transformers import AutoModel, AutoTokenizer
 
-from sparsify import SparseDelta, SparsifyError, desparsify, get_unmasker, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, sparsify, summary
 
 BUDGET, STEPS = 60, 6
 TEXTS = ["a cat sat on the mat", "stocks fell sharply on Monday", "the recipe needs two eggs", "he scored twice"]
@@ -93,7 +93,7 @@ def test_the_pretrained_minilm_trains_and_its_file_is_tiny(minilm, tmp_path):
         optimizer.step()
         distances.append(distance.item())
     assert distances == sorted(distances, reverse=True)
-    assert get_unmasker(model).unmasked == 2_000
+    assert get_engine(model).unmasked == 2_000
     model.eval()
     SparseDelta.from_model(model).save(tmp_path)
     assert (tmp_path / "sparse_delta.safetensors").stat().st_size < 60_000  # the checkpoint has 90 million

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from twins import Twins
 
-from sparsify import SparsifyError, get_unmasker, sparsify
+from sparsify import SparsifyError, get_engine, sparsify
 
 BUDGET, STEPS = 30, 3
 
@@ -28,7 +28,7 @@ def assert_the_same_gradients(sparse, dense, batch):
     torch.testing.assert_close(*losses)
     for loss in losses:
         loss.backward()
-    for tensor in get_unmasker(sparse).tensors:
+    for tensor in get_engine(sparse).tensors:
         expected = dense.get_parameter(tensor.name).grad.take(tensor.indices)
         torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected)
 

@@ -86,8 +86,8 @@ def test_every_method_trains_its_numbers_and_a_dense_head(tiny, method):
     line = trained(tiny, method=method)
     assert line["head"] == HEAD
     assert line["trained"] == NUMBERS[method] + HEAD
-    assert line["steps"] == 3
-    assert [0 <= epoch["score"] <= 100 for epoch in line["epochs"]] == [True]
+    assert (line["steps"], len(line["epochs"])) == (3, 1)
+    assert 0 <= line["epochs"][0]["score"] <= 100
     assert json.loads(json.dumps(line)) == line
 
 
@@ -98,13 +98,14 @@ def test_pairs_numbers_and_tags_are_learned(tiny, task, labels):
     assert [epoch["loss"] for epoch in line["epochs"]][-1] < line["epochs"][0]["loss"]
     assert len(line["epochs"]) == 4
     assert line["epochs"][-1]["score"] > 60
+    if task == "wnut17":  # words that are cut off count as outside of entities
+        assert trained(tiny, task=task, max_length=4, method="full", steps=1)["epochs"][0]["score"] == 0
 
 
 def test_a_line_holds_which_rows_are_right(tiny):
     line = trained(tiny, method="full", rate=1e-2, steps=12)
-    assert 100 * int(line["right"], 16).bit_count() / len(ROWS["sst2"]) == pytest.approx(
-        line["epochs"][-1]["score"], 1e-3
-    )
+    share = int(line["right"], 16).bit_count() / len(ROWS["sst2"])
+    assert 100 * share == pytest.approx(line["epochs"][-1]["score"], 1e-3)
     assert training.packed([True, False, False, False, True]) == "11"
 
 
@@ -145,10 +146,6 @@ def test_held_out_rows_train_no_run_and_the_halves_share_no_row():
     assert sorted(first + second) == list(range(9))
     with pytest.raises(SystemExit, match="--held-out 20, and there are 20 training rows"):
         tasks.choose_rows(rows, {}, None, 20)
-
-
-def test_words_that_are_cut_off_count_as_outside_of_entities(tiny):
-    assert trained(tiny, task="wnut17", max_length=4, method="full", steps=1)["epochs"][0]["score"] == 0
 
 
 def test_the_rate_rises_and_falls():
@@ -307,8 +304,7 @@ def test_a_difference_has_welchs_interval_and_pairs_of_the_same_task_and_seed():
     assert two.mean == pytest.approx(found.mean / 2)
     assert math.isnan(significance.strict_difference(cells(sst2=[1]), cells(sst2=[2])).half_width)
 
-
-def test_the_papers_pairs_are_all_runs_with_all_runs():
+    # the paper's pairs are all runs with all runs
     found = significance.paper_difference(cells(sst2=[3, 4], cola=[9]), cells(sst2=[1, 2, 2], cola=[5, 6]))
     assert found.pairs == 2 * 3 + 1 * 2
     assert found.p == stats.wilcoxon([2, 1, 1, 3, 2, 2, 4, 3], alternative="greater").pvalue
@@ -374,8 +370,7 @@ def test_the_command_runs_what_is_missing_prints_tables_and_prints_them_again(ti
 @pytest.mark.parametrize("task", ["sst2", "stsb", "wnut17"])
 def test_a_run_that_diverges_is_a_result_too(tiny, task):
     last = trained(tiny, task=task, method="full", rate=1e30, steps=4)
-    assert json.loads(json.dumps(last, allow_nan=False)) == last
-    assert last["epochs"][-1]["loss"] is None
+    assert json.loads(json.dumps(last, allow_nan=False))["epochs"][-1]["loss"] is None
 
 
 def test_the_analyses_compare_what_increment_repeat_and_full_fine_tuning_change(tiny, tmp_path, capsys):

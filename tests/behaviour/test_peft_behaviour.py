@@ -15,12 +15,11 @@ from oracle import unmasked_sets
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft_twins import ADAPTERS, ATTENTION, OWN_MODELS, AdapterTwins, adapted, base_of, lora, outputs, saved_names
+from peft_twins import ADAPTERS, ATTENTION, OWN_MODELS, AdapterTwins, adapted, base_of, lora, outputs
 from safetensors.torch import load_file
-from twins import Twins, assert_close, sgd, trainable
+from twins import Twins, assert_close, sgd
 
 from sparsify import SparseDelta, desparsify, get_engine, sparsify, summary
-from sparsify.core.module import masked_tensors
 
 adapters = pytest.mark.parametrize("name", ADAPTERS)
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
@@ -40,13 +39,9 @@ def twins(name):
 
 
 def is_plain(model):
-    """Whether a model has no trace of PEFT or of sparsify."""
-    modules = list(model.modules())
-    return not (
-        any(isinstance(module, BaseTunerLayer) or masked_tensors(module) for module in modules)
-        or any(key.rpartition(".")[2].startswith("sparse_") for key in model.state_dict())
-        or any(type(module).__module__.startswith("sparsify") for module in modules)
-    )
+    """Whether no module of a model is PEFT's or sparsify's."""
+    classes = {type(module) for module in model.modules()}
+    return not any(issubclass(each, BaseTunerLayer) or each.__module__.startswith("sparsify") for each in classes)
 
 
 # ------------------------------------------------------------------------------------------- merging
@@ -109,19 +104,11 @@ def test_an_optimizer_made_after_an_adapter_was_disabled_moves_no_frozen_entry(n
     assert all(p.grad is None for n, p in twins.sparse.named_parameters() if n != "sparse_values")
 
 
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        lambda model: torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.5),
-        lambda model: create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4),
-    ],
-    ids=["weight decay", "LoRA+"],
-)
-def test_any_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alone(make_optimizer):
+def test_pefts_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alone():
     model, batches = adapted("LoRA")
     sparsify(model, 20, steps=3)
     model.set_adapter("default")
-    train(model, batches, optimizer=make_optimizer(model))
+    train(model, batches, optimizer=create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4))
     assert get_engine(model).step == 3
     assert summary(model, verify=True).verification.ok
 
@@ -279,11 +266,9 @@ def test_a_saved_adapter_is_a_plain_one_and_gives_the_same_outputs(name, twins, 
 
 
 def test_an_adapter_is_loaded_beside_the_one_that_is_trained(twins, tmp_path):
-    torch.manual_seed(5)
     adapted("LoRA")[0].save_pretrained(tmp_path)
     trained = twins.check()
     twins.do(lambda model: model.load_adapter(tmp_path, "loaded"))
-    twins.check()
     twins.do(lambda model: model.double().set_adapter("loaded"))
     assert not torch.equal(twins.check(), trained)
     twins.do(lambda model: model.set_adapter("default"))
@@ -316,16 +301,6 @@ def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_mode
     with pytest.warns(UserWarning, match="loaded without index buffers"):
         peft.set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
-
-
-@pytest.mark.parametrize("name", ["LoRA and modules to save"])
-def test_modules_to_save_are_trained_dense_and_stored_whole(name, twins):
-    start, names = adapted(name)[0], saved_names(twins.sparse)
-    assert names
-    assert all((twins.sparse.get_parameter(n) != start.get_parameter(n)).all() for n in names)
-    assert any("classifier" in n for n in SparseDelta.from_model(twins.sparse).whole)
-    twins.do(lambda model: model.set_adapter("default"))
-    twins.train()
 
 
 # ------------------------------------------------------------------------------- adapters that PEFT does not wrap

@@ -2,7 +2,7 @@
 
 from models import build, train
 
-from sparsify import D3, Repeat, Strategy, get_unmasker, sparsify, summary
+from sparsify import D3, Repeat, Strategy, get_engine, sparsify, summary
 
 BUDGET = 12
 
@@ -14,7 +14,7 @@ def test_each_step_trains_the_budget_and_touched_entries_add_up():
     touched = []
     for batch in batches[:6]:
         train(model, [batch])
-        assert get_unmasker(model).trained == int((model.sparse_values.grad != 0).sum()) == BUDGET
+        assert get_engine(model).trained == int((model.sparse_values.grad != 0).sum()) == BUDGET
         touched.append(summary(model).unmasked)
     assert touched == sorted(touched)
     assert BUDGET == touched[0] < touched[-1] <= 6 * BUDGET
@@ -27,4 +27,4 @@ def test_where_the_room_ends_a_step_goes_without_new_entries():
     sparsify(model, BUDGET, Strategy(D3(), Repeat(capacity=BUDGET + 2)))
     train(model, batches)
     assert summary(model).unmasked == BUDGET + 2
-    assert 0 < get_unmasker(model).trained <= BUDGET
+    assert 0 < get_engine(model).trained <= BUDGET

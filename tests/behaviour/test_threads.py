@@ -8,7 +8,7 @@ import torch
 from models import build, loss_of
 from oracle import unmasked_sets
 
-from sparsify import MaskedLinear, SparsifyError, get_unmasker, sparsify, summary
+from sparsify import MaskedLinear, SparsifyError, get_engine, sparsify, summary
 
 BUDGET, THREADS = 30, 4
 
@@ -61,7 +61,7 @@ def test_gradients_of_overlapping_backward_passes_are_summed(name):
         meet_before(module, threading.Barrier(THREADS))
     assert not in_threads(lambda batch: loss_of(sparse, batch).backward(), batches[:THREADS])
     dense = dict(plain.named_parameters())
-    for tensor in get_unmasker(sparse).tensors:
+    for tensor in get_engine(sparse).tensors:
         expected = dense[tensor.name].grad
         if tensor.count and expected is not None:
             torch.testing.assert_close(sparse.sparse_values.grad[tensor.slots], expected.take(tensor.indices))

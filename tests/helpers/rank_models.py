@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsify import SparsifyError, get_unmasker
+from sparsify import SparsifyError, get_engine
 from sparsify.common.ranks import num_ranks
 
 STEPS, BUDGET, BATCH = 6, 60, 8
@@ -50,10 +50,8 @@ def words(dtype=torch.float64, model_class=Words):
 
 def mlp(seed=0):
     torch.manual_seed(seed)
-    model = MLP().double()
-    return model, [
-        {"x": torch.randn(BATCH, 6, dtype=torch.float64), "labels": torch.randint(3, (BATCH,))} for _ in range(STEPS)
-    ]
+    model, draw = MLP().double(), lambda: torch.randn(BATCH, 6, dtype=torch.float64)
+    return model, [{"x": draw(), "labels": torch.randint(3, (BATCH,))} for _ in range(STEPS)]
 
 
 def own_part(batch, rank):
@@ -70,7 +68,7 @@ def mean_over_ranks(loss):
 
 def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
     """Trains a model, as ``parallel`` wraps it; returns mean losses, unmasked sets, entries, what each step sent."""
-    parallel, engine = parallel or model, get_unmasker(model)
+    parallel, engine = parallel or model, get_engine(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in trained], lr=1e-2)
     losses, sent = [], []

@@ -6,7 +6,7 @@ from oracle import unmasked_sets
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from sparsify import SparsifyCallback, get_unmasker, sparsify
+from sparsify import SparsifyCallback, get_engine, sparsify
 
 BUDGET, STEPS = 60, 8
 NUMBERS = ("loss", "grad_norm", "learning_rate", "unmasked")
@@ -60,5 +60,5 @@ def assert_same(one, other):
 
 
 def steps_done(model):
-    engine = get_unmasker(model)
+    engine = get_engine(model)
     return engine.step, engine.unmasked
