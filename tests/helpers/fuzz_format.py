@@ -154,7 +154,7 @@ def fuzz(files, seed, first=0):
             target(path, world)
 
         def attempt(number):
-            kind, data = attacked(number, seed, valid)
+            kind, _, data = attacked(number, seed, valid)
             path.write_bytes(data)
             outcome = try_file(path, number, world)
             shutil.rmtree(world.folder / "merged", ignore_errors=True)  # of one that was killed

@@ -20,6 +20,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import streams
@@ -37,7 +38,6 @@ from sparsify.common.ranks import Ranks
 from sparsify.core.importance import D3, SNIP, Fisher, Magnitude
 from sparsify.core.strategy import Increment, Prune, Repeat, Static, Strategy
 
-SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2
 CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
 
@@ -184,17 +184,6 @@ RUNS = {
 }
 
 
-class Scaled:
-    """An optimizer whose gradients are a GradScaler's."""
-
-    def __init__(self, optimizer, scaler):
-        self.zero_grad, self.optimizer, self.scaler = optimizer.zero_grad, optimizer, scaler
-
-    def step(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
 def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
 
@@ -214,7 +203,13 @@ def train(model, batches, case, place, counted):
     if case.everything:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scaler = torch.amp.GradScaler("cuda", enabled=case.autocast == torch.float16)
-    oracle = DenseOracle(model, Scaled(optimizer, scaler), BUDGET, STEPS) if case.oracle else None
+
+    def optimizer_step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaled = SimpleNamespace(zero_grad=optimizer.zero_grad, step=optimizer_step)
+    oracle = DenseOracle(model, scaled, BUDGET, STEPS) if case.oracle else None
     per_step = 2 if case.everything else 1
     for step, seen in enumerate(steps):
         with seen:
@@ -231,7 +226,7 @@ def train(model, batches, case, place, counted):
                 if oracle is None:
                     scaler.scale(loss).backward()
             if oracle is None:
-                Scaled(optimizer, scaler).step()
+                optimizer_step()
             else:
                 oracle.step(scaler.scale(loss))
     sets = {} if case.strategy is None else (oracle.unmasked_sets() if oracle else unmasked_sets(model))
@@ -330,7 +325,7 @@ def publish(strategy, place, counted):
 def main(device):
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    if device == SIMULATED:
+    if device == "simulated":
         import fake_cuda
 
         fake_cuda.install()
