@@ -220,10 +220,6 @@ def message(rank, *, seed=0, strategy="id3", steps=STEPS, **options):
     return error_of(lambda: train(rank, model, batches, **options))
 
 
-def message_where_one_skips(rank, name, forward):
-    return skipping(rank, name, forward)[1]
-
-
 def message_of_a_check(rank):
     model, _ = mlp()
     sparsify(model, BUDGET, "pafi")
@@ -235,11 +231,11 @@ def message_of_a_check(rank):
 # what every rank runs, and what it is told
 REFUSED = {
     "a module is skipped": (
-        lambda rank: message_where_one_skips(rank, "second", lambda x: x[:, :8]),
+        lambda rank: skipping(rank, "second", lambda x: x[:, :8])[1],
         "rank 0 is at `second.", "rank 1 is at `norm.", "has to run the same modules",
     ),
     "the last module is skipped": (
-        lambda rank: message_where_one_skips(rank, "first", lambda x: torch.zeros(x.shape[0], 10, dtype=x.dtype)),
+        lambda rank: skipping(rank, "first", lambda x: x.new_zeros(x.shape[0], 10))[1],
         "rank 0 is at `first.", "rank 1 is at the end",
     ),
     "other weights": (

@@ -68,17 +68,10 @@ def trained(tiny, **changes):
 LORA = 4 * 2 * WIDTH + 2 * 2 * WIDTH  # of rank 1: four layers of the attention, two of the feed-forward network
 BIASES = 8 * WIDTH  # six layers and two norms; the embeddings' norm has one more
 NUMBERS = {method: BUDGET for method, row in METHODS.items() if row.takes_budget} | {
-    "lora-2": 2 * LORA,
-    "lora-32": 32 * LORA,
-    "id3+lora-32": 2 * LORA,
-    "pafi+lora-32": 2 * LORA,
-    "bitfit": BIASES + WIDTH,
-    "lora": LORA,
-    "lora-8": 8 * LORA,
-    "pfeiffer": 2 * WIDTH * WIDTH // 2 + WIDTH // 2 + WIDTH,
-    "full": 30522 * WIDTH + (512 + 2 + 2) * WIDTH + 6 * WIDTH * WIDTH + BIASES + 2 * WIDTH,
-    "d3-repeat": 3 * BUDGET,
-}
+    "lora-2": 2 * LORA, "lora-32": 32 * LORA, "id3+lora-32": 2 * LORA, "pafi+lora-32": 2 * LORA,
+    "bitfit": BIASES + WIDTH, "lora": LORA, "lora-8": 8 * LORA, "pfeiffer": 2 * WIDTH * WIDTH // 2 + WIDTH // 2 + WIDTH,
+    "full": 30522 * WIDTH + (512 + 2 + 2) * WIDTH + 6 * WIDTH * WIDTH + BIASES + 2 * WIDTH, "d3-repeat": 3 * BUDGET,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -121,18 +121,10 @@ class Attention(nn.MultiheadAttention):
 PARTS = {
     "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH, bias=False)),
     "transposed": lambda: nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()),
-    "twice": Twice,
-    "tied": tied,
-    "read": Read,
-    "norms": Norms,
-    "convolution": Convolution,
-    "stacked": Stacked,
-    "experts": Experts,
-    "listed": Listed,
-    "mixed": Mixed,
-    "attention": Attention,
+    "twice": Twice, "tied": tied, "read": Read, "norms": Norms, "convolution": Convolution, "stacked": Stacked,
+    "experts": Experts, "listed": Listed, "mixed": Mixed, "attention": Attention,
     "shared": None,  # the part before it, again
-}
+}  # fmt: skip
 HEADS = ("own", "tied", "read", "tied and read")
 
 

@@ -142,35 +142,22 @@ class Case:
 
 custom = register_importance("squared")(lambda weight, grad: grad.square())
 SELECTIONS = {
-    "d3-repeat": "d3-repeat",
-    "fish": "fish",
-    "random": "random",
-    "d3 exp=1": Strategy(D3(exp=1, eps=1e-3), Increment()),
-    "d3 static": Strategy(D3(), Static()),
-    "fisher": Strategy(Fisher(), Increment()),
-    "snip": Strategy(SNIP(), Increment()),
-    "snip repeat": Strategy(SNIP(), Repeat()),
-    "magnitude": Strategy(Magnitude(), Increment()),
-    "custom": Strategy(custom, Increment()),
-    "uniform": Strategy(Magnitude(largest=True), Static("uniform")),
-}
+    "d3-repeat": "d3-repeat", "fish": "fish", "random": "random",
+    "d3 exp=1": Strategy(D3(exp=1, eps=1e-3), Increment()), "d3 static": Strategy(D3(), Static()),
+    "fisher": Strategy(Fisher(), Increment()), "snip": Strategy(SNIP(), Increment()),
+    "snip repeat": Strategy(SNIP(), Repeat()), "magnitude": Strategy(Magnitude(), Increment()),
+    "custom": Strategy(custom, Increment()), "uniform": Strategy(Magnitude(largest=True), Static("uniform")),
+}  # fmt: skip
 SPARSEADAPTER = Strategy(SNIP(), Prune(pretrained=True))
 CALIBRATED = [SELECTIONS[name] for name in ("fish", "d3 static")] + [SPARSEADAPTER]
 CASES = {
-    "full": Case(None),
-    "id3": Case(),
-    "pafi": Case("pafi"),
-    "everything": Case(everything=True),
-    "lora": Case(lora=True),
-    "float16": Case(autocast=torch.float16),
-    "bfloat16": Case(autocast=torch.bfloat16),
+    "full": Case(None), "id3": Case(), "pafi": Case("pafi"), "everything": Case(everything=True),
+    "lora": Case(lora=True), "float16": Case(autocast=torch.float16), "bfloat16": Case(autocast=torch.bfloat16),
     "float16 oracle": Case(autocast=torch.float16, oracle=True),
-    "bfloat16 oracle": Case(autocast=torch.bfloat16, oracle=True),
-    "exact ranks": Case(ranks=True),
-    **{name: Case(strategy) for name, strategy in SELECTIONS.items()},
-    "bitfit": Case("bitfit", None),
+    "bfloat16 oracle": Case(autocast=torch.bfloat16, oracle=True), "exact ranks": Case(ranks=True),
+    **{name: Case(strategy) for name, strategy in SELECTIONS.items()}, "bitfit": Case("bitfit", None),
     "sparseadapter": Case(SPARSEADAPTER, 2000),
-}
+}  # fmt: skip
 AUTOCAST = ["float16", "bfloat16"]
 ORACLES = [f"{name} oracle" for name in AUTOCAST]
 STREAMED = ["full", "id3", "pafi"]
