@@ -15,7 +15,6 @@ from sparsify import SparseDelta, load_model
 from sparsify.adapters import load_adapters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MRPC = Path(os.environ.get("SPARSIFY_DATA", "")) / "mrpc"
 ROWS = [
     {"text": text, "label": label}
     for text, label in [("a fine film", 1), ("dull and far too long", 0), ("warm and funny", 1), ("a waste of time", 0)]
@@ -87,13 +86,6 @@ def test_a_task_without_data_is_an_error_that_says_where_it_could_be(main, tmp_p
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit, match=r"set SPARSIFY_DATA or --data .* or `pip install datasets`"):
         main(["--task", "mrpc"])
-
-
-@pytest.mark.skipif(not MRPC.is_dir(), reason="SPARSIFY_DATA names no folder with mrpc")
-def test_it_trains_on_a_local_glue_task(main):
-    result = main(["--task", "mrpc", "--rows", "32", "--steps", "2", "--budget", "500"])
-    assert result["entries"] == 500
-    assert {"accuracy", "f1"} <= result.keys()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, run_steps
+from models import ARCHITECTURES, build, run_steps, train
 from oracle import d3, unmasked_sets
 from torch.optim import SGD, AdamW
 from twins import Twins, sgd
@@ -16,7 +16,7 @@ from sparsify import get_engine, register_importance, sparsify
 from sparsify.core.importance import D3, Bias, Fisher, Magnitude, Random
 from sparsify.core.strategy import Increment, Repeat, Strategy
 
-STEPS, BUDGET = 10, 61
+STEPS, BUDGET, SMALL = 10, 61, 12
 OPTIMIZERS = {
     "sgd": sgd,
     "momentum": partial(SGD, lr=0.02, momentum=0.9),
@@ -112,3 +112,29 @@ def test_any_importance_goes_with_any_selection(name, selection, optimizer):
             return drawn(name, None, weight)  # one order for all steps
 
     compare("mlp", optimizer, Strategy(importance, selection), budget=25, score=score, repeat=repeat)
+
+
+# ------------------------------------------------------------------------------------ repeat-S
+
+
+def test_each_step_trains_the_budget_and_touched_entries_add_up():
+    model, batches = build("mlp")
+    sparsify(model, SMALL, "d3-repeat", steps=6)
+    assert model.sparse_values.numel() == 6 * SMALL
+    touched = []
+    for batch in batches[:6]:
+        train(model, [batch])
+        assert get_engine(model).trained == int((model.sparse_values.grad != 0).sum()) == SMALL
+        touched.append(summary(model).unmasked)
+    assert touched == sorted(touched)
+    assert SMALL == touched[0] < touched[-1] <= 6 * SMALL
+    assert summary(model).updates == summary(model).static_updates == 6 * SMALL
+    assert "touched" in str(summary(model))
+
+
+def test_where_the_room_ends_a_step_goes_without_new_entries():
+    model, batches = build("mlp")
+    sparsify(model, SMALL, Strategy(D3(), Repeat(capacity=SMALL + 2)))
+    train(model, batches)
+    assert summary(model).unmasked == SMALL + 2
+    assert 0 < get_engine(model).trained <= SMALL
