@@ -12,7 +12,7 @@ from oracle import d3, unmasked_sets
 from torch.optim import SGD, AdamW
 from twins import Twins, sgd
 
-from sparsify import get_engine, register_importance, sparsify
+from sparsify import get_engine, register_importance, sparsify, summary
 from sparsify.core.importance import D3, Bias, Fisher, Magnitude, Random
 from sparsify.core.strategy import Increment, Repeat, Strategy
 
