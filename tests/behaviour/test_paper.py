@@ -15,12 +15,13 @@ import pytest
 from scipy import stats
 from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM
 
+from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training
+from examples.paper.methods import METHODS
+from examples.paper.settings import Settings
+from sparsify.cli.demo import default_model
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # holds the package `examples`
-from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training  # noqa: E402
-from examples.paper.methods import METHODS  # noqa: E402
-from examples.paper.settings import Settings  # noqa: E402
-from sparsify.cli.demo import default_model  # noqa: E402
+pytestmark = pytest.mark.usefixtures("data")
 
 BUDGET, WIDTH = 50, 16
 HEAD = 2 * WIDTH + 2
@@ -33,18 +34,7 @@ ROWS = {
     "wnut17": [{"tokens": ["unbelievable", text, "Rome"], "ner_tags": ["O", "O", "B-location"]} for text in TEXTS] * 3,
     "mnli": [{"premise": text, "hypothesis": TEXTS[0], "label": i % 3} for i, text in enumerate(TEXTS)] * 3,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for task, rows in ROWS.items():
-        (folder / task).mkdir()
-        for split in ("train", *tasks.TASKS[task].judged):
-            (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARSIFY_DATA", str(folder))
-        yield
+FILES = {task: dict.fromkeys(("train", *tasks.TASKS[task].judged), rows) for task, rows in ROWS.items()}
 
 
 @pytest.fixture(scope="module")

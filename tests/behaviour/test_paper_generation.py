@@ -15,13 +15,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
 from examples.paper import metrics, run, runs, sources, tasks, training
 from examples.paper.answers import is_right, letter, number
 from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
 from examples.paper.models import IGNORED
 from examples.paper.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("data")
 WIDTH, VOCABULARY = 32, 258  # of the models; padding, end of text, bytes
 BASE = Settings(task="math", model="", method="full", rate=1e-2, seed=0, budget=None, epochs=30, batch_size=4,
                 max_length=128, exp=0.0, target_length=20)  # fmt: skip
@@ -33,18 +33,6 @@ FILES = {
     "math": {"train_gsm8k": MATH * 4, "addsub": MATH, "aqua": CHOICES},
     "xsum": {"train": DOCUMENTS * 4, "validation": DOCUMENTS},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for task, splits in FILES.items():
-        (folder / task).mkdir()
-        for split, rows in splits.items():
-            (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARSIFY_DATA", str(folder))
-        yield
 
 
 def saved(model, folder, ends):

@@ -4,19 +4,15 @@ import hashlib
 import os
 import random
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from deltas import bits
 from limits import needs_limits
 from streams import Run
 
-from sparsify import DeltaFormatError, DeltaSubscriber, MissingUpdateError, StaleUpdateError
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
 from examples.streaming.folder import follow, publish
+from sparsify import DeltaFormatError, DeltaSubscriber, MissingUpdateError, StaleUpdateError
 
 
 def model_hash(model):

@@ -13,11 +13,10 @@ import pytest
 from deltas import bits
 from streams import Run
 
+from examples.streaming import folder, over_http
 from sparsify import DeltaFormatError, DeltaSubscriber
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # holds the package `examples`
-from examples.streaming import folder, over_http  # noqa: E402
 
 LINE = re.compile(r"version +(\d+): +([\d,]+) bytes, the follower's weights are bit-equal \([0-9a-f]{12}\)")
 VERSIONS = {  # that a follower reports
