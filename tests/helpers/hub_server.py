@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
 
 OWNER, TOKEN = "owner", "hf_write"
@@ -113,9 +114,6 @@ class Handler(BaseHTTPRequestHandler):
         self.server.hub.repos.setdefault(repo_id, Repo(private=private))
         self.send_json({"url": f"{self.server.hub.endpoint}/{repo_id}"}, 409 if known else 200)
 
-    def validate_card(self):
-        self.send_json({"errors": [], "warnings": []})
-
     def branch(self, repo_id, name):
         repo, commit = self.repo(repo_id, write=True)
         known = name in repo.branches
@@ -157,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
 NAME, PART = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
 ROUTES = [
     ("POST", "/api/repos/create", Handler.create),
-    ("POST", "/api/validate-yaml", Handler.validate_card),
+    ("POST", "/api/validate-yaml", lambda handler: handler.send_json({"errors": [], "warnings": []})),
     ("POST", f"/api/models/{NAME}/branch/{PART}", Handler.branch),
     ("GET", f"/api/models/{NAME}/revision/{PART}", Handler.info),  # a client before 1.0 asks so
     ("POST", f"/api/models/{NAME}/preupload/{PART}", Handler.preupload),
@@ -165,13 +163,6 @@ ROUTES = [
     ("HEAD", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
     ("GET", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
 ]
-
-
-class Hub:
-    """What the server keeps: repositories by id, and what was asked."""
-
-    def __init__(self, endpoint):
-        self.endpoint, self.repos, self.requests = endpoint, {}, []
 
 
 def client_environment(hub, home, token=TOKEN):
@@ -186,9 +177,9 @@ def client_environment(hub, home, token=TOKEN):
 
 @contextmanager
 def hub_server():
-    """A hub that serves for the length of a ``with`` block."""
+    """A hub that serves for the length of a ``with`` block: its address, its repositories by id, what was asked."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hub = Hub(f"http://127.0.0.1:{server.server_port}")
+    server.hub = SimpleNamespace(endpoint=f"http://127.0.0.1:{server.server_port}", repos={}, requests=[])
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
