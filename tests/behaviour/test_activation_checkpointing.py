@@ -6,18 +6,13 @@ import functools
 import pytest
 import torch
 from models import build, loss_of
-from oracle import unmasked_sets
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from twins import Twins
 
 from sparsify import SparsifyError, get_engine, sparsify, summary
 
 BUDGET, STEPS = 40, 4
-KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-def keep_products(context, operation, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 def by_default(model):
@@ -30,7 +25,7 @@ def non_reentrant(model, **options):
 
 
 def selective(model):
-    non_reentrant(model, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products))
+    non_reentrant(model, context_fn=functools.partial(create_selective_checkpoint_contexts, KEPT))
 
 
 def compare(name, prepare, wrap=lambda model: model):
@@ -56,34 +51,6 @@ def test_a_checkpointed_model_that_is_compiled_is_the_oracle(prepare):
     torch._dynamo.reset()
 
 
-def test_every_block_is_computed_again_once():
-    model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
-    calls = []
-    for block in model.bert.encoder.layer:
-        block.attention.self.register_forward_hook(lambda *_: calls.append(1))
-    loss_of(model, batches[0]).backward()
-    assert len(calls) == 2
-    non_reentrant(model)
-    loss_of(model, batches[1]).backward()
-    assert len(calls) == 2 + 4
-
-
-def test_reentrant_checkpointing_is_refused_before_anything_has_changed():
-    model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
-    before = copy.deepcopy(model.state_dict())
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(SparsifyError, match=r"was recomputed inside a backward pass.*use_reentrant\": False"):
-        loss_of(model, batches[0]).backward()
-    after = model.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert model.sparse_values.grad is None
-    non_reentrant(model)
-    loss_of(model, batches[0]).backward()
-    assert summary(model).unmasked == BUDGET // STEPS
-
-
 def kept_on_the_cpu(model):
     def run(**batch):
         with torch.autograd.graph.save_on_cpu():
@@ -97,45 +64,27 @@ def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
     compare(name, lambda model: None, kept_on_the_cpu)
 
 
-# ------------------------------------------------------------------------------------ graphs that outlive the budget
-
-
-def checkpointed():
-    model, batches = build("bert", dtype=torch.float64)
-    sparsify(model, BUDGET, steps=1, target_modules=["query", "LayerNorm"])
+def test_reentrant_checkpointing_is_refused_before_anything_has_changed_and_blocks_are_computed_again_once():
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=STEPS)
+    before = copy.deepcopy(model.state_dict())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(SparsifyError, match=r"was recomputed inside a backward pass.*use_reentrant\": False"):
+        loss_of(model, batches[0]).backward()
+    after, calls = model.state_dict(), []
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert model.sparse_values.grad is None
+    for block in model.bert.encoder.layer:
+        block.attention.self.register_forward_hook(lambda *_: calls.append(1))
     non_reentrant(model)
-    return model, batches
-
-
-def test_two_graphs_may_be_alive_as_the_budget_is_spent():
-    model, batches = checkpointed()
-    plain = copy.deepcopy(model)
-    plain.gradient_checkpointing_disable()
-    for each in (model, plain):
-        losses = [loss_of(each, batch) for batch in batches[:2]]
-        for loss in losses:
-            loss.backward()
-    assert summary(model).unmasked == BUDGET
-    assert unmasked_sets(model) == unmasked_sets(plain)
-    torch.testing.assert_close(model.sparse_values.grad, plain.sparse_values.grad)
-
-
-def test_a_graph_that_is_kept_runs_backward_again_after_the_budget_was_spent():
-    model, batches = checkpointed()
-    kept = loss_of(model, batches[0])
-    kept.backward(retain_graph=True)
-    once = model.sparse_values.grad.clone()
-    kept.backward(retain_graph=True)
-    torch.testing.assert_close(model.sparse_values.grad, 2 * once)
-    later = loss_of(model, batches[0])
-    later.backward()
-    kept.backward()
-    torch.testing.assert_close(model.sparse_values.grad, 4 * once)
+    loss_of(model, batches[0]).backward()
+    assert summary(model).unmasked == BUDGET // STEPS
+    assert len(calls) == 2 * 2
 
 
 def test_a_tensor_without_entries_costs_nothing_once_the_budget_is_spent_though_the_loss_is_kept():
-    model, batches = checkpointed()
-    model.gradient_checkpointing_disable()
+    model, batches = build("bert")
+    sparsify(model, BUDGET, steps=1, target_modules=["query", "LayerNorm"])
     kept = loss_of(model, batches[0])
     kept.backward()
     engine = get_engine(model)

@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, GROUPED, build
-from models import train
 from oracle import padding_rows, unmasked_sets
 from recorder import model_gradients, sparsify_fully
 from requirements import needs_transformers_5
@@ -92,18 +91,3 @@ def test_experts_that_are_multiplied_in_groups_get_the_plain_models_gradients(na
     model, batches = build(name, torch.float32)  # the kernel knows no float64
     model.set_experts_implementation("grouped_mm")
     assert_every_gradient_is_the_plain_models(model, batches[0], tolerance=1e-4)
-
-
-@pytest.mark.parametrize("name", ["convnet-with-batch-norm", "resnet"])
-def test_running_statistics_travel_with_the_delta(name, tmp_path):
-    base, batches = build(name)
-    trained = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
-    train(trained, batches)
-    SparseDelta.from_model(trained).save(tmp_path)
-    delta = SparseDelta.load(tmp_path)
-    statistics = {n: b for n, b in trained.named_buffers() if n.endswith(("running_mean", "running_var", "_tracked"))}
-    assert delta.whole.keys() == statistics.keys()
-    delta.apply(base)
-    for buffer_name, buffer in statistics.items():
-        assert torch.equal(base.get_buffer(buffer_name), buffer)
-    assert equal(outputs(base, batches[0]), outputs(trained, batches[0]))

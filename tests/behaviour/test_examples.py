@@ -15,7 +15,6 @@ from sparsify import SparseDelta, load_model
 from sparsify.adapters import load_adapters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MRPC = Path(os.environ.get("SPARSIFY_DATA", "")) / "mrpc"
 ROWS = [
     {"text": text, "label": label}
     for text, label in [("a fine film", 1), ("dull and far too long", 0), ("warm and funny", 1), ("a waste of time", 0)]
@@ -42,11 +41,6 @@ def test_the_method_in_80_lines_unmasks_what_the_library_does():
 
 
 @pytest.fixture
-def main(example):
-    return example("text_classification").main
-
-
-@pytest.fixture
 def files(tmp_path):
     """Options that name a training and a validation file."""
     train, validation = tmp_path / "train.jsonl.gz", tmp_path / "validation.jsonl"
@@ -57,16 +51,23 @@ def files(tmp_path):
     return ["--train-file", str(train), "--validation-file", str(validation), "--batch-size", "4"]
 
 
+@pytest.fixture
+def main(example):
+    return example("text_classification").main
+
+
+def check_delta(folder):
+    delta = SparseDelta.load(folder)
+    assert delta.num_entries == 200
+    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+
+
 def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, capsys):
     result = main([*files, "--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")])
     assert result == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["strategy"] == "id3"
-    assert result["entries"] == 200
-    assert len(result["epochs"]) == 2
+    assert (result["strategy"], result["entries"], len(result["epochs"])) == ("id3", 200, 2)
     assert 0 <= result["accuracy"] <= 1
-    delta = SparseDelta.load(tmp_path / "delta")
-    assert delta.num_entries == 200
-    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+    check_delta(tmp_path / "delta")
 
 
 def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path):
@@ -85,13 +86,6 @@ def test_a_task_without_data_is_an_error_that_says_where_it_could_be(main, tmp_p
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit, match=r"set SPARSIFY_DATA or --data .* or `pip install datasets`"):
         main(["--task", "mrpc"])
-
-
-@pytest.mark.skipif(not MRPC.is_dir(), reason="SPARSIFY_DATA names no folder with mrpc")
-def test_it_trains_on_a_local_glue_task(main):
-    result = main(["--task", "mrpc", "--rows", "32", "--steps", "2", "--budget", "500"])
-    assert result["entries"] == 500
-    assert {"accuracy", "f1"} <= result.keys()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +159,4 @@ def test_several_ranks_train_one_delta(name, files, tmp_path):
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 4)
     assert "bytes by this one of 2 ranks" in run.stdout
-    delta = SparseDelta.load(tmp_path / "delta")
-    assert delta.num_entries == 200
-    assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
+    check_delta(tmp_path / "delta")

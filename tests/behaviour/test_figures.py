@@ -1,6 +1,5 @@
 """The documentation's figures are drawn by their scripts, from the repository's data or a small model."""
 
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -8,10 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparsify import SparseDelta, sparsify
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
 from examples.figures import entries, quality, step
+from sparsify import SparseDelta, sparsify
 
 FIGURES = Path(quality.__file__).parent
 

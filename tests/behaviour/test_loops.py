@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from trainers import make_model, rows_of
-from twins import trainable
+from twins import assert_close, trainable
 
 from sparsify import sparsify, summary, trained_state
 
@@ -24,9 +24,7 @@ def make_optimizer(model):
 
 def assert_same_states(model, other):
     """Bit for bit, the unmasked sets among them."""
-    one, other = model.state_dict(), other.state_dict()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert_close(dict(model.state_dict()), dict(other.state_dict()), 0)
 
 
 def plain_loop(model, batches):
@@ -145,22 +143,17 @@ def lightning_module():
     return nn.ModuleDict({"model": make_model(steps=STEPS, budget=BUDGET)})
 
 
-def test_a_loop_of_closures_is_the_plain_loop():
-    batches, module, model = build("bert")[1][:STEPS], lightning_module(), make_model(steps=STEPS, budget=BUDGET)
-    torch.manual_seed(5)
-    losses = fit(module, batches, make_optimizer(module))
-    assert plain_loop(model, batches) == losses
-    assert_same_states(model, module["model"])
-
-
 @pytest.mark.parametrize("kept", [nn.Module.state_dict, trained_state], ids=["whole", "trained"])
-def test_a_model_within_a_module_is_gone_on_with_from_the_modules_state(kept):
-    batches, straight = build("bert")[1][:STEPS], lightning_module()
+def test_a_loop_of_closures_is_the_plain_loop_and_is_gone_on_with_from_the_modules_state(kept):
+    batches, straight, model = build("bert")[1][:STEPS], lightning_module(), make_model(steps=STEPS, budget=BUDGET)
     optimizer = make_optimizer(straight)
-    fit(straight, batches[:3], optimizer)
+    torch.manual_seed(5)
+    first = fit(straight, batches[:3], optimizer)
     state, moments = copy.deepcopy((kept(straight), optimizer.state_dict()))
     generator = torch.get_rng_state()
     losses = fit(straight, batches[3:], optimizer)
+    assert plain_loop(model, batches) == first + losses
+    assert_same_states(model, straight["model"])
 
     resumed = lightning_module()
     resumed.load_state_dict(state)

@@ -33,7 +33,6 @@ def loaded(model, folder, mapping):
 
 
 ON_ONE_DEVICE = {
-    "one device": lambda model, folder: accelerate.dispatch_model(model, {"": "cpu"}),
     "one device, with hooks": lambda model, folder: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
     "a device for each part": dispatched,
     "loaded by itself": lambda model, folder: loaded(model, folder, "auto"),

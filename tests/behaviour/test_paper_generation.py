@@ -13,21 +13,15 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
 from examples.paper import metrics, run, runs, sources, tasks, training
 from examples.paper.answers import is_right, letter, number
 from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
 from examples.paper.models import IGNORED
 from examples.paper.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("data")
 WIDTH, VOCABULARY = 32, 258  # of the models; padding, end of text, bytes
 BASE = Settings(task="math", model="", method="full", rate=1e-2, seed=0, budget=None, epochs=30, batch_size=4,
                 max_length=128, exp=0.0, target_length=20)  # fmt: skip
@@ -39,18 +33,6 @@ FILES = {
     "math": {"train_gsm8k": MATH * 4, "addsub": MATH, "aqua": CHOICES},
     "xsum": {"train": DOCUMENTS * 4, "validation": DOCUMENTS},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for task, splits in FILES.items():
-        (folder / task).mkdir()
-        for split, rows in splits.items():
-            (folder / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARSIFY_DATA", str(folder))
-        yield
 
 
 def saved(model, folder, ends):
@@ -82,63 +64,30 @@ def llama(tmp_path_factory):
     return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"), ends=False)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("She has 5 left. The answer is 1,234.", 1234),
-        ("so it costs $5.00", 5),
-        ("72.0", 72),
-        ("The answer is -3.", -3),
-        ("He owes -$12.50", -12.5),
-        ("a change of \N{MINUS SIGN}7 degrees", -7),
-        ("5-3", 3),  # an operator
-        ("(5)-3", 3),
-        ("10 - 4 = 6", 6),
-        ("That is 17.5%.", 17.5),
-        ("1,234,567.89 in all", 1234567.89),
-        ("either 3, 4", 4),
-        ("12,34", 34),  # no thousands
-        (".25 of it", 0.25),
-        ("Step 1: nothing. The answer is $ 2,000,000.", 2_000_000),
-        ("no number here", None),
-        ("", None),
-    ],
-)
-def test_the_answer_is_the_last_number(text, value):
-    assert number(text) == value
+# text -> the last number in it
+NUMBERS = {
+    "She has 5 left. The answer is 1,234.": 1234, "so it costs $5.00": 5, "72.0": 72, "The answer is -3.": -3,
+    "He owes -$12.50": -12.5, "a change of \N{MINUS SIGN}7 degrees": -7, "That is 17.5%.": 17.5, ".25 of it": 0.25,
+    "1,234,567.89 in all": 1234567.89, "Step 1: nothing. The answer is $ 2,000,000.": 2_000_000, "either 3, 4": 4,
+    "12,34": 34,  # no thousands
+    "5-3": 3, "(5)-3": 3, "10 - 4 = 6": 6,  # an operator
+    "no number here": None, "": None,
+}  # fmt: skip
+LETTERS = {
+    "The answer is (D).": "D", "A train leaves. The answer is B. A second one does not.": "B", "Answer: C": "C",
+    "Of (A) and (B) it is (B), A Good Choice": "B", "E": "E", "Be careful": None, "the answer is 12": None,
+}  # fmt: skip
+RIGHT = [
+    ("72.0", "The answer is 72."), ("72", "The answer is 72.0004"), ([22.0], "22"), ("1,430", "$1430"), ("B", "(B)"),
+]  # fmt: skip
+WRONG = [(22, "21.9"), ("B", "it is 2"), ("2", "B")]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("The answer is (D).", "D"),
-        ("A train leaves. The answer is B. A second one does not.", "B"),
-        ("Answer: C", "C"),
-        ("Of (A) and (B) it is (B), A Good Choice", "B"),
-        ("E", "E"),
-        ("Be careful", None),
-        ("the answer is 12", None),
-    ],
-)
-def test_the_choice_is_the_letter_that_is_named_last(text, value):
-    assert letter(text) == value
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "right"),
-    [
-        ("72.0", "The answer is 72.", True),
-        ("72", "The answer is 72.0004", True),
-        ([22.0], "22", True),  # as in some of the sets
-        (22, "21.9", False),
-        ("1,430", "$1430", True),
-        ("B", "(B)", True),
-        ("B", "it is 2", False),
-        ("2", "B", False),
-    ],
-)
-def test_numbers_are_compared_by_value_and_letters_by_name(answer, text, right):
-    assert is_right(answer, text) is right
+def test_the_answer_is_the_last_number_or_the_letter_that_is_named_last():
+    assert {text: number(text) for text in NUMBERS} == NUMBERS
+    assert {text: letter(text) for text in LETTERS} == LETTERS
+    assert all(is_right(answer, text) is True for answer, text in RIGHT), "numbers are compared by value"
+    assert not any(is_right(answer, text) for answer, text in WRONG)
 
 
 def test_rouge_is_of_common_words_pairs_and_subsequences():

@@ -1,7 +1,5 @@
 """Random training programs against the dense oracle; a failure prints the program and its seed."""
 
-import dataclasses
-
 import pytest
 import torch
 from program_models import HEADS, PARTS
@@ -36,14 +34,9 @@ def test_the_programs_have_everything_in_them():
     assert any(action[0] == "backward" and action[-1] is not None for action in actions)  # an overflow
 
 
-def test_a_program_is_the_same_each_time():
-    assert str(program(5)) == str(program(5))
-    assert torch.equal(program(5).model().table.weight, program(5).model().table.weight)
-
-
 def test_a_wrong_library_is_found_and_the_program_printed(monkeypatch):
-    each = dataclasses.replace(
-        program(0), parts=("twice",), checkpointed=(False,), frozen=(), selection="increment", share=0.3,
+    each = program(0).but(
+        parts=("twice",), checkpointed=(False,), frozen=(), selection="increment", share=0.3,
         schedule={"shape": "uniform", "every": 1, "until": 1.0},
         script=(("sparsify",), ("backward", "one", 0, 1, None), ("step",)),
     )  # fmt: skip

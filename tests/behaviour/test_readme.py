@@ -35,6 +35,11 @@ class Model(nn.Module):
         return logits if labels is None else SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
 
 
+def bert():
+    config = BertConfig(vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    return BertForSequenceClassification(config)
+
+
 def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -66,9 +71,8 @@ def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, caps
 
 def test_the_trainer_snippet_trains_and_leaves_checkpoints_of_the_trained_state(tmp_path):
     (snippet,) = [snippet for snippet in SNIPPETS if "SparsifyCallback" in snippet]
-    config = BertConfig(vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     names = {
-        "model": BertForSequenceClassification(config),
+        "model": bert(),
         "sparsify": sparsify.sparsify,
         "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
         "train_data": [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}],
@@ -85,9 +89,7 @@ OTHERS = [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet an
 def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
     batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
     monkeypatch.chdir(tmp_path)
-    config = BertConfig(vocab_size=9, hidden_size=32, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    bert = BertForSequenceClassification(config)
-    names = {"model": Model(), "bert": bert, "sparsify": sparsify.sparsify, "train_loader": [batch]}
+    names = {"model": Model(), "bert": bert(), "sparsify": sparsify.sparsify, "train_loader": [batch]}
     for statement in ast.parse(snippet).body:
         exec(ast.unparse(statement), names)
         if ast.unparse(statement).startswith("sparsify("):

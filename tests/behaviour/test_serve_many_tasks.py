@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXTS = ["a fine film", "dull and far too long", "warm and funny"]
 PAIRS = [["a fine film", "warm and funny"], ["a waste of time", "fine"]]
 LABELS = {"mood": 2, "topic": 3, "same": 2}  # how many each task has
-BUDGET = 120
+BUDGET, BASE = 120, default_model()  # the folder of a pretrained encoder, which has no head
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +39,14 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def base():
-    """The folder of a pretrained encoder, which has no head."""
-    return default_model()
-
-
-@pytest.fixture(scope="module")
-def classifier(examples, base):
+def classifier(examples):
     """Loads the base with a new head of so many labels."""
-    return lambda num_labels: examples[0].classifier_class(base).from_pretrained(base, num_labels=num_labels)
+    return lambda num_labels: examples[0].classifier_class(BASE).from_pretrained(BASE, num_labels=num_labels)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(base):
-    return AutoTokenizer.from_pretrained(base)
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BASE)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +79,8 @@ def expected(classifier, paths, tokenizer):
 
 
 @pytest.fixture
-def tasks(examples, base, paths):
-    return examples[0].load(base, paths)
+def tasks(examples, paths):
+    return examples[0].load(BASE, paths)
 
 
 @pytest.fixture
@@ -98,8 +92,7 @@ def server(examples, tasks):
 
 
 def check(answer, task, kind, expected):
-    scores = torch.tensor(answer["scores"])
-    torch.testing.assert_close(scores, expected[task, kind], atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.tensor(answer["scores"]), expected[task, kind], atol=1e-6, rtol=0)
     assert answer["task"] == task
     assert answer["labels"] == expected[task, kind].argmax(-1).tolist()
 
@@ -158,11 +151,11 @@ def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, stat
         ({"classifier.weight": (2, 384)}, r"neither the base nor .* has a trained `classifier\.bias`"),
     ],
 )
-def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, base, paths, tmp_path, head, text):
+def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, paths, tmp_path, head, text):
     whole = {name: torch.ones(shape) for name, shape in head.items()}
     SparseDelta(SparseDelta.load(paths["mood"]).tensors, whole).save(tmp_path)
     with pytest.raises(SystemExit, match=text):
-        examples[0].main(["--base", base, "--delta", f"mood={tmp_path}"])
+        examples[0].main(["--base", BASE, "--delta", f"mood={tmp_path}"])
 
 
 @pytest.mark.parametrize("deltas", [["mood"], ["=mood"], ["mood=a", "mood=b"]])
@@ -172,9 +165,9 @@ def test_deltas_are_named_once_each(examples, deltas, capsys):
     assert re.search("expected NAME=PATH|a task's name is there twice", capsys.readouterr().err)
 
 
-def test_the_command_serves_until_it_is_interrupted_and_says_how_long_swaps_took(examples, base, paths, expected):
+def test_the_command_serves_until_it_is_interrupted_and_says_how_long_swaps_took(examples, paths, expected):
     options = [word for name, path in paths.items() for word in ("--delta", f"{name}={path}")]
-    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", base, *options, "--port", "0"]
+    command = [sys.executable, str(EXAMPLES / "serve_many_tasks.py"), "--base", BASE, *options, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = (re.search(r"running on (http://[\d.:]+)", line) for line in process.stderr)

@@ -13,11 +13,10 @@ import pytest
 from deltas import bits
 from streams import Run
 
+from examples.streaming import folder, over_http
 from sparsify import DeltaFormatError, DeltaSubscriber
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # holds the package `examples`
-from examples.streaming import folder, over_http  # noqa: E402
 
 LINE = re.compile(r"version +(\d+): +([\d,]+) bytes, the follower's weights are bit-equal \([0-9a-f]{12}\)")
 VERSIONS = {  # that a follower reports
@@ -27,14 +26,19 @@ VERSIONS = {  # that a follower reports
 }
 
 
+def printed(module, *options):
+    """What the command of a module prints."""
+    command = [sys.executable, "-m", module, *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERSIONS)
 def test_its_follower_has_the_trainers_weights(name):
     assert len((ROOT / "examples" / "streaming" / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 80
-    command = [sys.executable, "-m", f"examples.streaming.{name}"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    reports = [LINE.fullmatch(line).groups() for line in run.stdout.splitlines()]
+    reports = [LINE.fullmatch(line).groups() for line in printed(f"examples.streaming.{name}").splitlines()]
     assert [int(version) for version, _ in reports] == list(VERSIONS[name])
     assert all(0 < int(nbytes.replace(",", "")) < 30_000 for _, nbytes in reports)
 
@@ -124,9 +128,7 @@ def test_a_follower_asks_again_while_the_trainer_is_in_trouble():
 
 @pytest.mark.slow
 def test_online_rl_learns_from_the_answers_of_its_sampler(tmp_path):
-    command = [sys.executable, "-m", "examples.online_rl", "--steps", "12", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    printed("examples.online_rl", "--steps", "12", "--out", str(tmp_path))
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert [point["version"] for point in curve] == list(range(12))
     assert sum(point["reward"] for point in curve[-3:]) > sum(point["reward"] for point in curve[:3]) + 0.15

@@ -14,8 +14,8 @@ import io
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -31,21 +31,12 @@ from sparsify.adapters import add_adapters
 from sparsify.cli.commands import info, verify
 
 
-@dataclass
-class World:
-    """A folder for the files, and a base as a checkpoint and as a model."""
-
-    folder: Path
-    base: Path
-    model: torch.nn.Module
-    untouched: dict
-
-
 def make_world(folder):
-    world = World(folder / "files", folder / "base", make_base(), {})
+    """A folder for the files, and a base as a checkpoint and as a model, with its bits."""
+    model = make_base()
+    world = SimpleNamespace(folder=folder / "files", base=folder / "base", model=model, untouched=bits(model))
     world.folder.mkdir()
-    world.model.save_pretrained(world.base)
-    world.untouched = bits(world.model)
+    model.save_pretrained(world.base)
     return world
 
 
@@ -134,12 +125,10 @@ def valid_files(folder):
         delta = SparseDelta.from_model(sparsify(set_initial(lora, recipes), 10, **options))
         deltas.append(delta if rank == 2 else with_recipes(delta, recipes))
     deltas.append(SparseDelta.from_model(sparsify(add_adapters(make_base(), "pfeiffer", 4), 10, **options)))
-    files = []
-    for delta in deltas:
+    for number, delta in enumerate(deltas):
         delta.config.pop("base_model_name_or_path", None)
-        delta.save(folder / "valid.safetensors")
-        files.append((folder / "valid.safetensors").read_bytes())
-    return files
+        delta.save(folder / f"valid-{number}.safetensors")
+    return [file.read_bytes() for file in sorted(folder.glob("valid-*"))]
 
 
 # Files through targets
@@ -165,7 +154,7 @@ def fuzz(files, seed, first=0):
             target(path, world)
 
         def attempt(number):
-            kind, data = attacked(number, seed, valid)
+            kind, _, data = attacked(number, seed, valid)
             path.write_bytes(data)
             outcome = try_file(path, number, world)
             shutil.rmtree(world.folder / "merged", ignore_errors=True)  # of one that was killed

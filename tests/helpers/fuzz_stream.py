@@ -10,18 +10,17 @@ same way, or else applied as a whole. Exit status 1 and the numbers of the messa
 break it otherwise.
 """
 
-import contextlib
 import copy
 import hashlib
-import random
 import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import fuzz_attacks
 import torch
 from deltas import bits
-from fuzz_attacks import ANYTHING, ATTACKS, DTYPES, INTEGERS, NEEDS_ENTRIES, Parts
+from fuzz_attacks import ANYTHING, ATTACKS, DTYPES, INTEGERS
 from fuzzing import count, examine, main
 from streams import Run
 
@@ -75,8 +74,9 @@ def resealed(data):
     return data[:end].replace(found[1], hashlib.sha256(header).hexdigest().encode()) + data[end:]
 
 
-def damaged(rng, data, other):
+def damaged(rng, parts, other):
     """What transports do: bits that flip, ends and middles lost, blocks of zeros, twice, or of another message."""
+    data, other = parts.data, other.data
     begin, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     action = rng.randrange(7)
     if action == 0:
@@ -110,17 +110,9 @@ def attack_stream(rng, parts, other):
 
 def attacked(number, seed, cases):
     """The kind of an attack, its case and its bytes; the same for the same number and seed."""
-    rng = random.Random(f"{seed}/{number}")
-    kinds = [damaged, attack_stream, *ATTACKS]
-    attack = kinds[number % len(kinds)]
-    case = rng.choice([case for case in cases if b".indices" in case.message or attack not in NEEDS_ENTRIES])
-    other = rng.choice(cases).message
-    if attack is damaged:
-        return "damaged", case, damaged(rng, case.message, other)
-    parts, data = Parts(case.message), None
-    with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):  # it may find nothing to change
-        data = attack(rng, parts, Parts(other))
-    return attack.__name__.removeprefix("attack_"), case, resealed(parts.join() if data is None else data)
+    messages, kinds = [case.message for case in cases], [damaged, attack_stream, *ATTACKS]
+    kind, chosen, data = fuzz_attacks.attacked(number, seed, messages, kinds)
+    return kind, cases[chosen], data if kind == "damaged" else resealed(data)
 
 
 def follow(case, *, genuine):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
 
 OWNER, TOKEN = "owner", "hf_write"
@@ -32,7 +33,7 @@ class Repo:
 
     def commit(self, branch, files, message):
         """A commit of files in addition to those already there; its id."""
-        tree = {**self.files(branch), **files} if branch in self.branches else files
+        tree = {**self.files(branch), **files}
         oid = hashlib.sha1(f"{len(self.commits)}{sorted(tree)}{message}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = tree, oid
         self.messages.append(message)
@@ -42,7 +43,7 @@ class Repo:
         return self.branches.get(revision, revision if revision in self.commits else None)
 
     def files(self, revision="main"):
-        return self.commits[self.resolve(revision)]
+        return self.commits.get(self.resolve(revision), {})
 
 
 class RefusalError(Exception):
@@ -109,13 +110,9 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusalError(401, **{"X-Error-Message": "Invalid username or password."})
         repo_id = f"{asked.get('organization') or OWNER}/{asked['name']}"
         known = repo_id in self.server.hub.repos
-        if not known:
-            private = asked.get("private") or asked.get("visibility") == "private"
-            self.server.hub.repos[repo_id] = Repo(private=bool(private))
+        private = bool(asked.get("private") or asked.get("visibility") == "private")
+        self.server.hub.repos.setdefault(repo_id, Repo(private=private))
         self.send_json({"url": f"{self.server.hub.endpoint}/{repo_id}"}, 409 if known else 200)
-
-    def validate_card(self):
-        self.send_json({"errors": [], "warnings": []})
 
     def branch(self, repo_id, name):
         repo, commit = self.repo(repo_id, write=True)
@@ -134,14 +131,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def commit(self, repo_id, revision):
         repo, _ = self.repo(repo_id, revision, write=True)
-        files, message, pull_request = {}, "", None
-        for line in map(json.loads, self.body.splitlines()):
-            value = line["value"]
-            if line["key"] == "header":
-                message = value["summary"]
-            elif line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-        branch, endpoint = revision, self.server.hub.endpoint
+        lines = [(line["key"], line["value"]) for line in map(json.loads, self.body.splitlines())]
+        (message,) = [value["summary"] for key, value in lines if key == "header"]
+        files = {value["path"]: base64.b64decode(value["content"]) for key, value in lines if key == "file"}
+        branch, endpoint, pull_request = revision, self.server.hub.endpoint, None
         if self.query.get("create_pr") == ["1"]:
             number = 1 + sum(name.startswith("refs/pr/") for name in repo.branches)
             branch, pull_request = f"refs/pr/{number}", f"{endpoint}/{repo_id}/discussions/{number}"
@@ -162,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
 NAME, PART = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
 ROUTES = [
     ("POST", "/api/repos/create", Handler.create),
-    ("POST", "/api/validate-yaml", Handler.validate_card),
+    ("POST", "/api/validate-yaml", lambda handler: handler.send_json({"errors": [], "warnings": []})),
     ("POST", f"/api/models/{NAME}/branch/{PART}", Handler.branch),
     ("GET", f"/api/models/{NAME}/revision/{PART}", Handler.info),  # a client before 1.0 asks so
     ("POST", f"/api/models/{NAME}/preupload/{PART}", Handler.preupload),
@@ -170,13 +163,6 @@ ROUTES = [
     ("HEAD", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
     ("GET", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
 ]
-
-
-class Hub:
-    """What the server keeps: repositories by id, and what was asked."""
-
-    def __init__(self, endpoint):
-        self.endpoint, self.repos, self.requests = endpoint, {}, []
 
 
 def client_environment(hub, home, token=TOKEN):
@@ -191,9 +177,9 @@ def client_environment(hub, home, token=TOKEN):
 
 @contextmanager
 def hub_server():
-    """A hub that serves for the length of a ``with`` block."""
+    """A hub that serves for the length of a ``with`` block: its address, its repositories by id, what was asked."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hub = Hub(f"http://127.0.0.1:{server.server_port}")
+    server.hub = SimpleNamespace(endpoint=f"http://127.0.0.1:{server.server_port}", repos={}, requests=[])
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -1,13 +1,10 @@
 """Trainer runs that are killed (-9) at random moments and resumed: each must end as the run that nobody killed.
 
-A run writes a checkpoint after every step and keeps two. Half of the kills come at any time of the run, the others
-within the writing of a checkpoint, at one of the file operations that it is made of, the deletion of older checkpoints
-included. A run is killed one to three times in a row; then it is left alone. The promise: `resume_from_checkpoint=True`
-takes a complete checkpoint wherever there is one, and losses, unmasked entries, weights and the optimizer's state are
-in the end those of the uninterrupted run, bit for bit.
+A run writes a checkpoint after every step and keeps two. Half of the kills come at any time of the run, the others at
+one of the file operations of writing a checkpoint and deleting older ones. A run is killed one to three times in a row;
+then it is left alone. The promise: `resume_from_checkpoint=True` takes a complete checkpoint wherever there is one, and
+losses, entries, weights and the optimizer's state are those of the uninterrupted run, bit for bit.
 """
-
-from __future__ import annotations
 
 import contextlib
 import multiprocessing
@@ -19,8 +16,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -39,18 +34,13 @@ SECONDS = 300  # of one run; far more than it takes
 
 
 class DiesWriting(TrainerCallback):
-    """Kills its process while a checkpoint is written, at a file operation of a given number.
+    """Kills its process at an operation of writing a checkpoint, which is counted from where the run goes on."""
 
-    Args:
-        step: which checkpoint, counted from where the run goes on.
-        operation: which file operation of its writing.
-    """
-
-    def __init__(self, step: int, operation: int) -> None:
+    def __init__(self, step, operation):
         self.step, self.left, self.writing = step, operation, False
         sys.addaudithook(self.audit)
 
-    def audit(self, event: str, arguments: object) -> None:
+    def audit(self, event, arguments):
         if self.writing and event in WRITES:
             self.left -= 1
             if self.left < 0:
@@ -64,19 +54,13 @@ class DiesWriting(TrainerCallback):
         self.writing = False
 
 
-class Begins(TrainerCallback):
-    """Remembers at which step the run began."""
-
-    def on_train_begin(self, args, state, control, **_):
-        self.step = state.global_step
-
-
-def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
+def run(folder, doom, begun):
     """A training run, from the last checkpoint if there is one; the outcome is saved beside the checkpoints."""
     begun.send("imported")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    begins = Begins()
+    begins = TrainerCallback()
+    begins.on_train_begin = lambda args, state, control, **_: setattr(begins, "step", state.global_step)
     callbacks = [SparsifyCallback(), begins, *([DiesWriting(*doom)] if doom else [])]
     trainer = make_trainer(
         make_model(modules_to_save=["classifier"]), folder, callbacks=callbacks, max_steps=STEPS, save_steps=1,
@@ -89,7 +73,7 @@ def run(folder: Path, doom: tuple[int, int] | None, begun: Connection) -> None:
     torch.save((begins.step, (logs, *rest)), folder / RESULT)
 
 
-def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
+def start(folder, doom=None):
     """Starts a run in a process of its own; returns when all is imported."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
@@ -102,12 +86,7 @@ def start(folder: Path, doom: tuple[int, int] | None = None) -> BaseProcess:
     return process
 
 
-def result(folder: Path) -> tuple:
-    """The step at which the run in a folder began, and its outcome."""
-    return torch.load(folder / RESULT, weights_only=True)
-
-
-def kill_once(folder: Path, seconds: float, draw: random.Random, *, writing: bool) -> bool:
+def kill_once(folder, seconds, draw, *, writing):
     """Starts or resumes a run and kills it; returns whether it was alive until then."""
     process = start(folder, (draw.randrange(STEPS), draw.randrange(MOST_WRITES)) if writing else None)
     if not writing:
@@ -117,31 +96,26 @@ def kill_once(folder: Path, seconds: float, draw: random.Random, *, writing: boo
     return process.exitcode == -signal.SIGKILL
 
 
-def last_complete(folder: Path) -> int:
-    """The step of the last checkpoint that is complete; 0 if there is none."""
-    folders = [path for path in folder.glob("checkpoint-*") if problem_with(path) is None]
-    return max((int(path.name.rpartition("-")[2]) for path in folders), default=0)
-
-
-def finish(folder: Path, expected: tuple) -> None:
+def finish(folder, expected):
     """Resumes a run until its end, which has to be the expected one."""
-    last = last_complete(folder)
+    complete = [path for path in folder.glob("checkpoint-*") if problem_with(path) is None]
+    last = max((int(path.name.rpartition("-")[2]) for path in complete), default=0)
     process = start(folder)
     process.join(SECONDS)
     assert process.exitcode == 0, f"{folder}: the resumed run ended with {process.exitcode}"
-    begun_at, ending = result(folder)
+    begun_at, ending = torch.load(folder / RESULT, weights_only=True)
     assert begun_at == last, f"{folder}: resumed at step {begun_at}, with a complete checkpoint of step {last}"
     assert_same(ending, expected)
 
 
-def kill(kills: int, seed: int, base: Path) -> Counter:
+def kill(kills, seed, base):
     """Kills runs that many times, and checks how each ends; returns how often in each way."""
     draw, counts = random.Random(seed), Counter()
     process = start(base / "straight")
     begin = time.monotonic()
     process.join(SECONDS)
     seconds = time.monotonic() - begin
-    _, expected = result(base / "straight")
+    _, expected = torch.load(base / "straight" / RESULT, weights_only=True)
     while (done := counts.total()) < kills:
         folder = base / f"run-{done}"
         for _ in range(draw.randint(1, 3)):

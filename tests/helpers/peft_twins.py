@@ -10,7 +10,7 @@ from twins import Twins, masks_of, sgd
 
 from sparsify import sparsify
 
-STEPS, RATE, RANK = 8, 0.02, 2
+STEPS, RANK = 8, 2
 ATTENTION = ["query", "value"]  # BERT's
 LLAMA = ["q_proj", "v_proj", "down_proj"]
 
@@ -124,27 +124,21 @@ def outputs(model, batch):
     return logits
 
 
-def assert_close(found, expected, tolerance=1e-9):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
 class AdapterTwins(Twins):
     """Two models with an adapter, and ``others`` of its kind: the oracle trains one densely, the library the other.
 
     A strategy but ``"id3"`` is static. With ``random`` all that is trainable is drawn at random first.
     """
 
-    def __init__(self, name, *others, strategy="id3", make_optimizer=None, steps=STEPS, random=True):
+    def __init__(self, name, *others, strategy="id3", make_optimizer=sgd, steps=STEPS, random=True):
         (dense, batches), (sparse, _) = (adapted(name, *others, random=random) for _ in range(2))
         trainable = {n: p.numel() for n, p in dense.named_parameters() if p.requires_grad}
         saved = saved_names(dense)  # keep their whole gradient
         self.budget = max(2, sum(numel for n, numel in trainable.items() if n not in saved) // 4)
         sparsify(sparse, self.budget, strategy, steps=steps)
         masks = None if strategy == "id3" else masks_of(sparse)
-        super().__init__(
-            dense, sparse, self.budget, steps, make_optimizer or (lambda parameters: sgd(parameters, RATE)),
-            names=trainable.keys() - saved, masks=masks,
-        )  # fmt: skip
+        names = trainable.keys() - saved
+        super().__init__(dense, sparse, self.budget, steps, make_optimizer, names=names, masks=masks)
         self.batches = batches
 
     def do(self, action):

@@ -20,16 +20,11 @@ class Twice(nn.Module):
         return self.layer(torch.tanh(self.layer(x)))
 
 
-class Tied(nn.Module):
+def tied():
     """Two layers over one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    layers[2].weight = layers[0].weight
+    return layers
 
 
 class Read(Twice):
@@ -126,18 +121,10 @@ class Attention(nn.MultiheadAttention):
 PARTS = {
     "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH, bias=False)),
     "transposed": lambda: nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()),
-    "twice": Twice,
-    "tied": Tied,
-    "read": Read,
-    "norms": Norms,
-    "convolution": Convolution,
-    "stacked": Stacked,
-    "experts": Experts,
-    "listed": Listed,
-    "mixed": Mixed,
-    "attention": Attention,
+    "twice": Twice, "tied": tied, "read": Read, "norms": Norms, "convolution": Convolution, "stacked": Stacked,
+    "experts": Experts, "listed": Listed, "mixed": Mixed, "attention": Attention,
     "shared": None,  # the part before it, again
-}
+}  # fmt: skip
 HEADS = ("own", "tied", "read", "tied and read")
 
 

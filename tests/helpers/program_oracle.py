@@ -52,24 +52,19 @@ class Dense:
         self.step_number, self.gradient, self.finite, self.selected = 0, None, True, False
         self.score = IMPORTANCES[program.importance][1]
         self.uses_gradient = IMPORTANCES[program.importance][0].uses_gradient
-        if program.selection == "static":
-            self.mask[self._best(self.score(self.wide_weights(), None), self.candidates, self.budget)] = True
-        elif program.selection == "given":
+        if program.selection in ("static", "given"):
             drawn = torch.rand(self.base.numel(), generator=torch.Generator().manual_seed(program.seed))
-            self.mask[self._best(drawn, self.candidates, self.budget)] = True
+            scores = drawn if program.selection == "given" else self.score(self.wide_weights(), None)
+            self.mask[self._best(scores, self.candidates, self.budget)] = True
         self.touched = self.mask.clone()
-        self.capacity = self.budget
-        if program.selection == "repeat":
-            self.capacity = min(int(self.candidates.sum()), self.budget * program.steps)
+        self.capacity = min(int(self.candidates.sum()), self.budget * program.steps)  # of repeat-S
 
     def _candidates(self):
-        rows, masks = padding_rows(self.model), []
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            mask = torch.ones(parameter.shape, dtype=torch.bool)
-            if name in rows:
-                mask[rows[name]] = False
-            masks.append(mask.reshape(-1))
-        return torch.cat(masks)
+        masks = {n: torch.ones(p.shape, dtype=torch.bool) for n, p in zip(self.names, self.parameters, strict=True)}
+        for name, row in padding_rows(self.model).items():
+            if name in masks:
+                masks[name][row] = False
+        return torch.cat([mask.reshape(-1) for mask in masks.values()])
 
     def split(self, flat):
         """A vector (N,) by the parameters' names."""

@@ -7,26 +7,15 @@ compared from equal states: the oracle then goes on from the library's choice, g
 import copy
 import io
 import pickle
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
 from products import FREE
 from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING, Dense
 
-from sparsify import (
-    Increment,
-    Repeat,
-    Schedule,
-    SparseDelta,
-    Static,
-    Strategy,
-    base_weights,
-    desparsify,
-    get_engine,
-    sparsify,
-    trained_state,
-)
+from sparsify import Schedule, SparseDelta, base_weights, desparsify, get_engine, sparsify, trained_state
+from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
 SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
@@ -79,19 +68,14 @@ class Run:
         twice ("retained"); or once, and again together with a newer one ("kept").
         """
         one = self.losses(first, overflow)
-        if kind in ("one", "retained"):
-            self.passes(one, retain=kind == "retained")
-            if kind == "retained":
-                self.passes(one)
-            return
-        if kind == "kept":
+        if kind in ("retained", "kept"):
             self.passes(one, retain=True)
-        two = self.losses(second)
-        if kind == "pending":
-            self.passes(one)
+        two = self.losses(second) if kind in ("summed", "pending", "kept") else None
+        if kind in ("summed", "kept"):
+            one, two = [a + 2 * b for a, b in zip(one, two, strict=True)], None
+        self.passes(one)
+        if two is not None:
             self.passes(two)
-        else:
-            self.passes([a + 2 * b for a, b in zip(one, two, strict=True)])
 
     def losses(self, batch, overflow=None):
         """The losses of both sides, equal, and scaled."""
@@ -150,20 +134,18 @@ class Run:
     def evaluate(self, how, batch):
         """A forward pass that is not trained on."""
         models = [self.sparse, self.dense.model]
-        if how == "base":
-            with base_weights(self.sparse), torch.no_grad():
-                self.compare(
-                    "the base's loss", self.sparse(*self.batches[batch]), self.program.model()(*self.batches[batch])
-                )
-        elif how == "dropped":
+        if how == "dropped":
             self.losses(batch)
-        else:
-            for model in models:
-                model.train(how != "eval")
-            with torch.inference_mode() if how == "inference" else torch.no_grad():
-                self.compare("the loss", *(model(*self.batches[batch]) for model in models))
-            for model in models:
-                model.train()
+            return
+        if how == "base":
+            models[1] = self.program.model()
+        for model in models:
+            model.train(how != "eval")
+        base = base_weights(self.sparse) if how == "base" else nullcontext()
+        with base, torch.inference_mode() if how == "inference" else torch.no_grad():
+            self.compare("the loss", *(model(*self.batches[batch]) for model in models))
+        for model in models:
+            model.train()
 
     def step(self):
         """An optimizer step, or none after an overflow."""
@@ -225,22 +207,20 @@ class Run:
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
-        engine = get_engine(self.sparse)
-        active = engine.policy.active  # of repeat-S: the slots that the last choice was for
-        if active is None and self.program.selection == "repeat":
-            return self.dense.mask
-        masks = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.mask).items()}
-        for tensor in engine.tensors:
-            indices = tensor.indices if active is None else tensor.indices[active[tensor.slots]]
-            masks[tensor.name].view(-1)[indices] = True
-        return torch.cat([mask.reshape(-1) for mask in masks.values()])
+        active = get_engine(self.sparse).policy.active  # of repeat-S: the slots that the last choice was for
+        if active is None:
+            if self.program.selection == "repeat":
+                return self.dense.mask
+            active = torch.ones(self.sparse.sparse_values.shape, dtype=torch.bool)
+        return self.flat(active)
 
     def flat(self, per_slot):
         """(N,) what the library has in a flat vector (capacity,)."""
-        parts = {name: torch.zeros_like(part) for name, part in self.dense.split(self.dense.delta.detach()).items()}
+        flat = torch.zeros(self.dense.base.shape, dtype=per_slot.dtype)
+        parts = self.dense.split(flat)  # views
         for tensor in get_engine(self.sparse).tensors:
             parts[tensor.name].view(-1)[tensor.indices] = per_slot[tensor.slots]
-        return torch.cat([part.reshape(-1) for part in parts.values()])
+        return flat
 
     def snapshot(self):
         """All that the library's side is."""

@@ -1,11 +1,11 @@
 """Random training programs, each made from a seed: a model, a strategy, an optimizer and a training script.
 
-``program_runs.run`` runs one with sparsify and with the dense oracle. A program is a frozen dataclass, so that
-``run(dataclasses.replace(program(7), script=...))`` makes a failing one smaller.
+``program_runs.run`` runs one with sparsify and with the dense oracle; ``run(program(7).but(script=...))`` makes a
+failing one smaller.
 """
 
-import dataclasses
 import random
+from types import SimpleNamespace
 
 import torch
 from program_models import HEADS, PARTS, TOKENS, VOCABULARY, Network
@@ -21,32 +21,15 @@ KINDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(SimpleNamespace):
     """A random model and a script of actions, each the name of a method of ``Run`` and its arguments."""
 
-    seed: int
-    parts: tuple[str, ...]
-    checkpointed: tuple[bool, ...]
-    head: str
-    padding: int | None
-    frozen: tuple[str, ...]
-    coarse: bool  # weights are multiples of 1/4, so that many are equal
-    dtype: torch.dtype
-    importance: str
-    selection: str  # or "given": a set that is drawn
-    share: float  # of the candidates
-    steps: int
-    schedule: dict
-    optimizer: str
-    scaled: bool  # by GradScaler
-    clip: float | None
-    set_to_none: bool
-    tiny: bool  # small tensors go the ways of large ones
-    script: tuple[tuple, ...]
+    def but(self, **changes):
+        """The program with some settings changed."""
+        return Program(**{**vars(self), **changes})
 
     def __str__(self):
-        settings = [f"{field.name:12} = {getattr(self, field.name)!r}" for field in dataclasses.fields(self)[:-1]]
+        settings = [f"{name:12} = {value!r}" for name, value in vars(self).items() if name != "script"]
         actions = [f"    {name}({', '.join(map(repr, arguments))})" for name, *arguments in self.script]
         return "\n".join([*settings, "script:", *actions])
 
@@ -90,26 +73,20 @@ def program(seed):
     }
     steps, dtype = rng.randint(2, 6), rng.choices([torch.float64, torch.float32, torch.bfloat16], [6, 2, 1])[0]
     return Program(
-        seed=seed,
-        parts=parts,
-        checkpointed=checkpointed,
-        head=rng.choice(HEADS),
+        seed=seed, parts=parts, checkpointed=checkpointed, head=rng.choice(HEADS),
         padding=rng.choice([None, None, 0, VOCABULARY - 1]),
         frozen=tuple(f"parts.{number}" for number in range(len(parts)) if rng.random() < 0.1),
-        coarse=rng.random() < 0.3,
-        dtype=dtype,
-        importance=importance,
-        selection=selection,
-        share=rng.choice([0.002, 0.01, 0.05, 0.05, 0.3, 0.95]),
-        steps=steps,
-        schedule=schedule if selection == "increment" else {},
+        coarse=rng.random() < 0.3,  # weights are multiples of 1/4, so that many are equal
+        dtype=dtype, importance=importance,
+        selection=selection,  # or "given": a set that is drawn
+        share=rng.choice([0.002, 0.01, 0.05, 0.05, 0.3, 0.95]),  # of the candidates
+        steps=steps, schedule=schedule if selection == "increment" else {},
         optimizer=optimizers[seed % len(optimizers)],
-        scaled=rng.random() < 0.3,
-        clip=rng.choice([None, None, 0.1]),
-        set_to_none=rng.random() < 0.8,
-        tiny=rng.random() < 0.4,
+        scaled=rng.random() < 0.3,  # by GradScaler
+        clip=rng.choice([None, None, 0.1]), set_to_none=rng.random() < 0.8,
+        tiny=rng.random() < 0.4,  # small tensors go the ways of large ones
         script=tuple(_script(rng, steps + rng.randint(-1, 1), len(parts))),
-    )
+    )  # fmt: skip
 
 
 def _script(rng, steps, parts):

@@ -50,10 +50,8 @@ def words(dtype=torch.float64, model_class=Words):
 
 def mlp(seed=0):
     torch.manual_seed(seed)
-    model = MLP().double()
-    return model, [
-        {"x": torch.randn(BATCH, 6, dtype=torch.float64), "labels": torch.randint(3, (BATCH,))} for _ in range(STEPS)
-    ]
+    model, draw = MLP().double(), lambda: torch.randn(BATCH, 6, dtype=torch.float64)
+    return model, [{"x": draw(), "labels": torch.randint(3, (BATCH,))} for _ in range(STEPS)]
 
 
 def own_part(batch, rank):

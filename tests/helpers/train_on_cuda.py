@@ -1,4 +1,4 @@
-"""Trains small BERTs on CUDA devices and on the CPU, and prints a line of JSON for each run.
+"""Trains small BERTs on CUDA devices and on the CPU, streams two, and prints a line of JSON for each run.
 
     PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/train_on_cuda.py simulated
     python tests/helpers/train_on_cuda.py real
@@ -20,24 +20,26 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import streams
 import torch
 from accelerate.utils import send_to_device
+from deltas import bits
 from models import build, loss_of
 from oracle import DenseOracle, unmasked_sets
 from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparsify import SparseDelta, base_weights, register_importance, sparsify
+from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, base_weights, register_importance, sparsify
 from sparsify.common.ranks import Ranks
 from sparsify.core.importance import D3, Fisher
 from sparsify.strategies.importance import SNIP, Magnitude
 from sparsify.strategies.presets import Prune
 from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
-SIMULATED, REAL = "simulated", "real"
 BUDGET, STEPS, LR = 60, 3, 1e-2
 CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))
 
@@ -142,35 +144,22 @@ class Case:
 
 custom = register_importance("squared")(lambda weight, grad: grad.square())
 SELECTIONS = {
-    "d3-repeat": "d3-repeat",
-    "fish": "fish",
-    "random": "random",
-    "d3 exp=1": Strategy(D3(exp=1, eps=1e-3), Increment()),
-    "d3 static": Strategy(D3(), Static()),
-    "fisher": Strategy(Fisher(), Increment()),
-    "snip": Strategy(SNIP(), Increment()),
-    "snip repeat": Strategy(SNIP(), Repeat()),
-    "magnitude": Strategy(Magnitude(), Increment()),
-    "custom": Strategy(custom, Increment()),
-    "uniform": Strategy(Magnitude(largest=True), Static("uniform")),
-}
+    "d3-repeat": "d3-repeat", "fish": "fish", "random": "random",
+    "d3 exp=1": Strategy(D3(exp=1, eps=1e-3), Increment()), "d3 static": Strategy(D3(), Static()),
+    "fisher": Strategy(Fisher(), Increment()), "snip": Strategy(SNIP(), Increment()),
+    "snip repeat": Strategy(SNIP(), Repeat()), "magnitude": Strategy(Magnitude(), Increment()),
+    "custom": Strategy(custom, Increment()), "uniform": Strategy(Magnitude(largest=True), Static("uniform")),
+}  # fmt: skip
 SPARSEADAPTER = Strategy(SNIP(), Prune(pretrained=True))
 CALIBRATED = [SELECTIONS[name] for name in ("fish", "d3 static")] + [SPARSEADAPTER]
 CASES = {
-    "full": Case(None),
-    "id3": Case(),
-    "pafi": Case("pafi"),
-    "everything": Case(everything=True),
-    "lora": Case(lora=True),
-    "float16": Case(autocast=torch.float16),
-    "bfloat16": Case(autocast=torch.bfloat16),
+    "full": Case(None), "id3": Case(), "pafi": Case("pafi"), "everything": Case(everything=True),
+    "lora": Case(lora=True), "float16": Case(autocast=torch.float16), "bfloat16": Case(autocast=torch.bfloat16),
     "float16 oracle": Case(autocast=torch.float16, oracle=True),
-    "bfloat16 oracle": Case(autocast=torch.bfloat16, oracle=True),
-    "exact ranks": Case(ranks=True),
-    **{name: Case(strategy) for name, strategy in SELECTIONS.items()},
-    "bitfit": Case("bitfit", None),
+    "bfloat16 oracle": Case(autocast=torch.bfloat16, oracle=True), "exact ranks": Case(ranks=True),
+    **{name: Case(strategy) for name, strategy in SELECTIONS.items()}, "bitfit": Case("bitfit", None),
     "sparseadapter": Case(SPARSEADAPTER, 2000),
-}
+}  # fmt: skip
 AUTOCAST = ["float16", "bfloat16"]
 ORACLES = [f"{name} oracle" for name in AUTOCAST]
 STREAMED = ["full", "id3", "pafi"]
@@ -182,17 +171,6 @@ RUNS = {
     "two devices": [*STREAMED, "everything", "lora", *AUTOCAST, "fish"],
     "side on two devices": STREAMED,
 }
-
-
-class Scaled:
-    """An optimizer whose gradients are a GradScaler's."""
-
-    def __init__(self, optimizer, scaler):
-        self.zero_grad, self.optimizer, self.scaler = optimizer.zero_grad, optimizer, scaler
-
-    def step(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 def optimizer_of(model):
@@ -214,7 +192,13 @@ def train(model, batches, case, place, counted):
     if case.everything:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scaler = torch.amp.GradScaler("cuda", enabled=case.autocast == torch.float16)
-    oracle = DenseOracle(model, Scaled(optimizer, scaler), BUDGET, STEPS) if case.oracle else None
+
+    def optimizer_step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaled = SimpleNamespace(zero_grad=optimizer.zero_grad, step=optimizer_step)
+    oracle = DenseOracle(model, scaled, BUDGET, STEPS) if case.oracle else None
     per_step = 2 if case.everything else 1
     for step, seen in enumerate(steps):
         with seen:
@@ -231,7 +215,7 @@ def train(model, batches, case, place, counted):
                 if oracle is None:
                     scaler.scale(loss).backward()
             if oracle is None:
-                Scaled(optimizer, scaler).step()
+                optimizer_step()
             else:
                 oracle.step(scaler.scale(loss))
     sets = {} if case.strategy is None else (oracle.unmasked_sets() if oracle else unmasked_sets(model))
@@ -297,10 +281,40 @@ def run(case, place, counted):
     }
 
 
+def publish(strategy, place, counted):
+    """Whether a follower on the device had each version, and of the last one what the host waited for, by call."""
+    run = streams.Run("bert", strategy=strategy, dtype=torch.bfloat16, modules_to_save=["classifier"])
+    base = place.put(copy.deepcopy(run.base))
+    model, batches = place.put(run.model), [place.batch(batch) for batch in run.batches]
+    optimizer, equal, races = optimizer_of(model), [], Counter()
+    with place.current():
+        publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
+        follower.apply(publisher.snapshot())
+        for step in range(streams.STEPS + 1):  # nothing is unmasked in the last one
+            seen = {call: counted() for call in ("step", "update", "bytes", "apply", "read")}
+            with seen["step"]:
+                loss_of(model, batches[step]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with seen["update"]:
+                update = publisher.update()
+            with seen["bytes"]:
+                message = bytes(update)
+            with seen["apply"]:
+                follower.apply(message)
+            with seen["read"], follower.reading(), torch.no_grad():
+                loss_of(follower.model, batches[step])
+            races += sum((each.races for each in seen.values()), Counter())
+            expected = SparseDelta.from_model(model).apply(copy.deepcopy(run.base))
+            equal.append(bits(follower.model) == bits(expected))
+    waits = {call: sum(seen[call].waits.values()) for call in ("update", "bytes", "apply")}
+    return {"equal": equal, "races": races, "waits": waits}
+
+
 def main(device):
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    if device == SIMULATED:
+    if device == "simulated":
         import fake_cuda
 
         fake_cuda.install()
@@ -317,6 +331,8 @@ def main(device):
             gc.collect()
             result["left"] = bytes_on_devices() - before
             print(json.dumps({"run": [name, place], **result}), flush=True)
+    for strategy in ("id3", "pafi"):  # entries are added at each step; at none
+        print(json.dumps({"run": [strategy, "stream"], **publish(strategy, PLACES["side"], counted)}), flush=True)
 
 
 if __name__ == "__main__":

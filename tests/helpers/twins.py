@@ -23,19 +23,18 @@ def masks_of(model):
     return masks
 
 
+def assert_close(found, expected, tolerance=1e-9, **options):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, **options)
+
+
 class Twins:
     """Trains both on the same batches, and compares losses, unmasked sets and weights after every step.
 
     Args:
-        dense: the plain model, trained by the oracle.
-        sparse: the sparsified model.
-        budget: of both, in entries.
-        steps: planned optimizer steps of both.
-        make_optimizer: gives the optimizer of a list of parameters.
+        dense, sparse: the plain model, trained by the oracle, and the sparsified one.
+        budget, steps: of both.
         run: called in place of ``sparse``, as its compiled form.
-        loss_of: gives the loss of a model and a batch.
-        tolerance: relative and absolute, of losses and weights.
-        sets: gives the unmasked sets of ``sparse``; with ``None`` rounding may decide otherwise, and they may differ.
+        sets: gives the unmasked sets of ``sparse``.
         options: of the oracle.
     """
 
@@ -63,9 +62,8 @@ class Twins:
             self.optimizer.zero_grad()
             losses[1].backward()
             self.optimizer.step()
-            if self.sets is not None:
-                found, expected = self.sets(self.sparse), self.oracle.unmasked_sets()
-                assert found == {name: expected[name] for name in found}
+            found, expected = self.sets(self.sparse), self.oracle.unmasked_sets()
+            assert found == {name: expected[name] for name in found}
             self.check_weights()
         return self
 
@@ -76,4 +74,4 @@ class Twins:
             self.assert_close(weights[name].detach(), parameter.detach(), check_device=False)
 
     def assert_close(self, found, expected, **options):
-        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance, **options)
+        assert_close(found, expected, self.tolerance, **options)
