@@ -8,7 +8,7 @@ takes the values anew, for all tensors of a dtype at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class Exporter:
         self._engine = engine
         self._key: object = None  # as long as it is the same, so are the entries
         self._groups: dict[tuple[torch.dtype, bool], dict[str, _Part]] = {}  # by exported dtype, and if quantized
+        self._flat: dict[tuple[torch.dtype, bool], tuple[Tensor, Tensor]] = {}  # their slots and base, (n,) each
         self._config: dict[str, Any] = {}
         twice = [name for name, count in Counter(plain_name(t.name) for t in engine.tensors).items() if count > 1]
         if twice:
@@ -76,7 +77,7 @@ class Exporter:
         stored_whole = {name: part for name, part in parts.items() if is_stored_whole(engine, name, part)}
         self._find_entries({name: part for name, part in parts.items() if name not in stored_whole})
         groups = self._groups.items()
-        tensors = {name: own for (dtype, _), parts in groups for name, own in self._export(parts, dtype).items()}
+        tensors = {name: own for sort, parts in groups for name, own in self._export(parts, *sort).items()}
         whole = dense_tensors(engine, parameters)
         whole |= {plain_name(name): as_of(part, engine.unmasked) for name, part in stored_whole.items()}
         config = {**self._config, "steps_done": engine.step}
@@ -104,11 +105,14 @@ class Exporter:
                 group[plain_name(tensor.name)] = _Part(tensor, entries, own[0])
         in_whole = engine.unmasked - sum(part.slots.numel() for group in groups.values() for part in group.values())
         self._key, self._groups = key, groups
+        every = {sort: torch.cat([part.slots for part in group.values()]) for sort, group in groups.items()}
+        # not the entries' own base, which is rounded where only some of the model's modules were cast
+        self._flat = {sort: (slots, engine.entries.base.index_select(0, slots)) for sort, slots in every.items()}
         self._config = describe_run(engine, engine.unmasked, in_whole)
 
-    def _export(self, parts: Mapping[str, _Part], dtype: torch.dtype) -> dict[str, Entries]:
+    def _export(self, parts: Mapping[str, _Part], dtype: torch.dtype, is_quantized: bool) -> dict[str, Entries]:
         """The entries of a group with their present values; raises where one is not finite."""
-        values = self._values(list(parts.values()), dtype)
+        values = self._values(parts, dtype, is_quantized)
         split = values.split([part.slots.numel() for part in parts.values()])
         found = {n: part.entries._replace(values=own) for (n, part), own in zip(parts.items(), split, strict=True)}
         if not all_finite(values):
@@ -119,15 +123,13 @@ class Exporter:
                     raise SparsifyError(f"tensor `{name}` cannot go into a delta: {error}") from error
         return found
 
-    def _values(self, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:
+    def _values(self, parts: Mapping[str, _Part], dtype: torch.dtype, is_quantized: bool) -> Tensor:
         """(n,) the present values of a group's entries, or their changes if it is quantized, on the CPU."""
-        engine, is_quantized = self._engine, parts[0].tensor.is_quantized
+        engine = self._engine
         if not (is_quantized or engine.weights.are_sums or engine.sharded):
-            return torch.cat([own_copy(entries_of(part.tensor, engine.unmasked)[1]) for part in parts])
-        slots = torch.cat([part.slots for part in parts])
+            return torch.cat([own_copy(entries_of(part.tensor, engine.unmasked)[1]) for part in parts.values()])
+        slots, base = self._flat[dtype, is_quantized]
         values = engine.values.detach().index_select(0, slots.to(engine.values.device))
         if not is_quantized:
-            # not the entries' own base, which is rounded where only some of the model's modules were cast
-            base = engine.entries.base.index_select(0, slots).to(values.device)
-            values = base.to(torch.promote_types(base.dtype, values.dtype)) + values
+            values = base.to(values.device, torch.promote_types(base.dtype, values.dtype)) + values
         return values.to(dtype).cpu()
