@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names, check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, send
-from sparsify.core.interrupts import uninterrupted
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
