@@ -130,7 +130,7 @@ class Trainer:
     def unmask(self, number: int) -> None:
         """Unmasks some more of the random entries."""
         chosen, self.masked = self.masked.split([number, len(self.masked) - number])
-        get_engine(self.model).begin(chosen)
+        get_engine(self.model).start(chosen)
 
     @torch.no_grad()
     def step(self, seed: int, growing: int) -> None:
