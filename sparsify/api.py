@@ -310,8 +310,8 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         Tensors by their names in the model's state dict: ``sparse_values``, ``sparse_position``, the settings that are
-        compared when it is loaded, the index buffers, ``modules_to_save``, tensors that the base does not have, and
-        buffers that training changed. All but the index buffers are the model's own, not copies.
+        compared when it is loaded, the entries, ``modules_to_save``, tensors that the base does not have, and
+        buffers that training changed. All but the entries are the model's own, not copies.
 
     Raises:
         SparsifyError: when the model is not sparsified.

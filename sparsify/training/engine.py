@@ -329,7 +329,7 @@ class Engine(TrainingStep):
         self._find_dormant()
         if plain and not self.unmasked:
             warnings.warn(
-                "weights were loaded without index buffers into a sparsified model that has nothing unmasked: they are "
+                "weights were loaded without entries into a sparsified model that has nothing unmasked: they are "
                 "its base now. To go on with an earlier run, load its whole state_dict(), buffers included; the "
                 "checkpoints of the Hugging Face Trainer have them where it was given SparsifyCallback.",
                 stacklevel=4,

@@ -1,11 +1,11 @@
-"""State dicts of a sparsified model, and the hooks that keep its weights and index buffers in step with them.
+"""State dicts of a sparsified model, and the hooks that keep its weights and entries in step with them.
 
     root forward        the weights are refreshed if the flat delta was written to by anything but an optimizer step
     root state_dict     as well, so that a saved weight is the trained one
-    load_state_dict     a state dict of other settings is refused. Index buffers are filled up to their full size;
+    load_state_dict     a state dict of other settings is refused. The entries are filled up to their full size;
                         afterwards the weights are in step
     trained state       the part of a state dict that the base does not have, O(budget): the flat delta, the position
-                        and the index buffers; parameters that are trained dense, pruned, or not the base's; buffers
+                        and the entries; parameters that are trained dense, pruned, or not the base's; buffers
                         that training changed. ``load_state_dict`` of the same model, sparsified anew on the same base,
                         takes it without the frozen weights
 
@@ -135,7 +135,7 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Gives the state dict index buffers of the model's size, unless something is wrong with them there."""
+    """Gives the state dict entries of the model's size, unless something is wrong with them there."""
     engine = _engine_of(root)
     note_values(engine)  # which load_state_dict(assign=True) replaces
     engine.loading = set(), prefix, None
@@ -226,7 +226,7 @@ def placeholder(engine: Engine) -> dict[str, Tensor]:
 
 
 def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:
-    """Raises where the index buffers of a trained state belong to another base than the weights are at this moment."""
+    """Raises where the entries of a trained state belong to another base than the weights are at this moment."""
     entries = engine.entries
     count = int(stored[POSITION][2])
     ids, order = stored[IDS][:count].long().cpu().sort()

@@ -37,7 +37,7 @@ class Summary:
     step: int = 0  # optimizer steps done
     steps: int | None = None  # optimizer steps planned, where they are known
     updates: int = 0  # entry updates so far, the trained entries summed over the steps
-    state_bytes: int = 0  # that the flat delta and the index buffers add to the model
+    state_bytes: int = 0  # that the flat delta and the entries add to the model
     verification: Verification | None = None  # of ``verify=True``
     ranks: int = 1  # processes that train together
     sent_bytes: int = 0  # by this rank, to select the same entries as the others; gradients come on top

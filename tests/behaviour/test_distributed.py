@@ -47,7 +47,7 @@ def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, 
 
 
 def within_another_model(model):
-    """DDP is told of the outer model, whose names of the index buffers are others, and broadcasts them."""
+    """DDP is told of the outer model, whose names of the entries are others, and broadcasts them."""
     outer = nn.ModuleDict({"inner": model})
     outer.forward = lambda **batch: outer["inner"](**batch)
     outer.sparse_values = model.sparse_values

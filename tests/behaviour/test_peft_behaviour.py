@@ -298,7 +298,7 @@ def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_mode
     dense, sparse = twins.do(get_peft_model_state_dict)
     assert_close(sparse, dense)
     fresh = sparsify(adapted(name)[0], twins.budget, steps=2)
-    with pytest.warns(UserWarning, match="loaded without index buffers"):
+    with pytest.warns(UserWarning, match="loaded without entries"):
         peft.set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
 

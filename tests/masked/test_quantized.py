@@ -210,7 +210,7 @@ def test_a_graph_from_before_some_steps_runs_backward_over_the_weights_that_it_w
     model, batches = sparse_llama("nf4", steps=8, trained=3)
     tensors = [tensor for tensor in masked_quantized(model) if tensor.count]
     makers, expected = [tensor.dequantizer() for tensor in tensors], [tensor.weight for tensor in tensors]
-    train(model, batches[3:8])  # unmasks more entries, which moves those of other tensors in the index buffers
+    train(model, batches[3:8])  # unmasks more entries, which moves those of other tensors in the entries
     assert all(torch.equal(make(), weight) for make, weight in zip(makers, expected, strict=True))
 
 

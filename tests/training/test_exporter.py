@@ -116,7 +116,7 @@ def test_an_earlier_state_and_plain_weights_that_are_loaded():
     model.load_state_dict(early)
     few = sum(entries.indices.numel() for entries in assert_exported(export, model).tensors.values())
     assert few < many
-    torch.manual_seed(3)  # weights without index buffers: their deltas are rounded, the weights are as they came
+    torch.manual_seed(3)  # weights without entries: their deltas are rounded, the weights are as they came
     weights = {name: torch.randn_like(value) * 9 for name, value in plain.items() if not name.startswith("sparse_")}
     model.load_state_dict(weights, strict=False)
     for _ in range(2):
