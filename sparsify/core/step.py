@@ -260,7 +260,8 @@ class TrainingStep(Collector):
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         """Adds entries (n,), with the values that the weights hold there as their base."""
-        self.entries.append(ids, read_weights(self.tensors, ids, self.entries.values) if base is None else base, counts)
+        base = read_weights(self.tensors, ids, counts, self.entries.values) if base is None else base
+        self.entries.append(ids, base, counts)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
@@ -275,12 +276,11 @@ class TrainingStep(Collector):
                 tensor.write(values)
 
 
-def read_weights(tensors: Sequence[MaskedTensor], ids: Tensor, like: Tensor) -> Tensor:
-    """Reads the weights (n,) at global ids (n,), in the dtype and on the device of another tensor."""
+def read_weights(tensors: Sequence[MaskedTensor], ids: Tensor, counts: Sequence[int], like: Tensor) -> Tensor:
+    """Reads the weights (n,) at global ids (n,), ``counts`` of each tensor, with another tensor's dtype and device."""
     ids, order = ids.sort()
-    counts = count_by_tensor(ids, [tensor.offset + tensor.numel for tensor in tensors]).tolist()
     values = torch.empty(ids.numel(), dtype=like.dtype, device=like.device)
-    parts = zip(tensors, ids.split(counts), order.to(like.device).split(counts), strict=True)
+    parts = zip(tensors, ids.split([*counts]), order.to(like.device).split([*counts]), strict=True)
     for tensor, own, places in parts:
         if own.numel():
             values[places] = tensor.take((own - tensor.offset).to(tensor.parameter.device)).to(values)

@@ -265,7 +265,8 @@ class Engine(TrainingStep):
             read: Callable[[], None] = partial(read_base, self.tensors, self.entries, self.ranks, first)
             torch.autograd.Variable._execution_engine.queue_callback(read)
         else:
-            self.entries.append(ids, read_weights(self.tensors, ids, self.values) if base is None else base, counts)
+            base = read_weights(self.tensors, ids, counts, self.values) if base is None else base
+            self.entries.append(ids, base, counts)
 
     # -------------------------------------------------------------------------------- from step to step
 
