@@ -143,6 +143,11 @@ class TrainingStep(Collector):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
 
+    @property
+    def trained(self) -> int:
+        """Number of entries that the step in progress trains."""
+        return self.entries.count if self.policy.active is None else int(self.policy.active.sum())
+
     # -------------------------------------------------------------------------------- forward
 
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
@@ -265,7 +270,7 @@ class TrainingStep(Collector):
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
-        self.entries.stepped(self.entries.count if self.policy.active is None else int(self.policy.active.sum()))
+        self.entries.stepped(self.trained)
         self.selected, self.passes, self.reached = False, 0, None
         self.write()
 

@@ -95,6 +95,7 @@ class Strategy:
         SparsifyError: when a part has the wrong type, or the two cannot be combined.
 
     Example:
+        >>> from sparsify import D3
         >>> strategy = Strategy(D3(exp=1, eps=1e-3), Increment())
         >>> Strategy.from_dict(strategy.to_dict()) == strategy
         True
