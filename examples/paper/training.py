@@ -64,7 +64,7 @@ class Experiment(NamedTuple):
 def load(settings: Settings, device: str = "cpu") -> Experiment:
     """The model with what its method trains left trainable, and the rows to train and to judge on."""
     task = TASKS[settings.task]
-    train_rows, sets = load_rows(task)
+    train_rows, sets = load_rows(task, settings.with_test)
     every_row = [row for rows in (train_rows, *sets.values()) for row in rows]
     train_rows, sets = choose_rows(train_rows, sets, settings.rows, settings.held_out, settings.judged)
     encoder = KINDS[task.kind](task, every_row, settings)
