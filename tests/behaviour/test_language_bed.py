@@ -61,7 +61,7 @@ def test_the_loss_is_that_of_the_model_itself(gemma):
     model = Gemma3ForCausalLM.from_pretrained(gemma).eval()
     batch = {"input_ids": torch.randint(2, 200, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
     batch["labels"] = batch["input_ids"].where(torch.arange(9) > torch.tensor([[3], [5]]), IGNORED)
-    torch.testing.assert_close(language.answer_loss(model, batch), model(**batch).loss)
+    torch.testing.assert_close(language.answer_loss(model, batch), model(**batch).loss, rtol=5e-3, atol=0)  # bfloat16
 
 
 def test_rules_keep_to_the_budget_their_caps_and_their_floor():
