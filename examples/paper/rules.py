@@ -13,6 +13,7 @@ from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 Entries = dict[str, Tensor]
+CHUNKS = 256  # parts of a tensor, to each of which a cap is applied at once
 
 
 def largest(scores: Tensors, budget: int) -> Entries:
@@ -25,12 +26,8 @@ def largest(scores: Tensors, budget: int) -> Entries:
 
 
 def capped(gradients: Tensors, budget: int, column: int | None = None, row: int | None = None) -> Entries:
-    """The largest gradients, but at most ``column`` entries of a column, and then at most ``row`` of a row."""
-    scores = {name: gradient.abs() for name, gradient in gradients.items()}
-    for dim, cap in ((0, column), (1, row)):
-        if cap is not None:
-            scores = {name: _best_along(score, cap, dim) for name, score in scores.items()}
-    return largest(scores, budget)
+    """The largest gradients, but at most ``column`` entries of a column and ``row`` of a row."""
+    return largest({name: _capped(gradient.abs(), column, row) for name, gradient in gradients.items()}, budget)
 
 
 def floored(gradients: Tensors, budget: int, row: int) -> Entries:
@@ -52,10 +49,29 @@ def mixed(gradients: Tensors, budget: int, share: float, seed: int) -> Entries:
     return largest(scores, budget)
 
 
-def _best_along(score: Tensor, number: int, dim: int) -> Tensor:
-    """The scores, and -inf in place of those that are not among the largest ``number`` along a dimension."""
-    values, ids = score.topk(min(number, score.shape[dim]), dim=dim)
-    return torch.full_like(score, -torch.inf).scatter(dim, ids, values)
+def _capped(score: Tensor, column: int | None, row: int | None) -> Tensor:
+    """The scores (n_out, n_in), and -inf where an entry's column or row is full of larger ones.
+
+    Greedy, in chunks from the largest score down; within a chunk an entry may find its row full of entries whose own
+    column is full, so that a few places stay empty.
+    """
+    kept, width = torch.full_like(score, -torch.inf), score.shape[1]
+    places = [torch.full((n,), cap or score.numel()) for n, cap in zip(score.shape, (row, column), strict=True)]
+    for ids in score.flatten().argsort(descending=True).split(max(1, score.numel() // CHUNKS)):
+        ids = ids[(places[0][ids // width] > 0) & (places[1][ids % width] > 0)]
+        lines = [ids // width, ids % width]
+        free = [_earlier(own) < left[own] for own, left in zip(lines, places, strict=True)]
+        accepted = ids[free[0] & free[1]]
+        kept.view(-1)[accepted] = score.flatten()[accepted]
+        places[0] -= (accepted // width).bincount(minlength=len(places[0]))
+        places[1] -= (accepted % width).bincount(minlength=width)
+    return kept
+
+
+def _earlier(lines: Tensor) -> Tensor:
+    """For each entry (n,), how many before it have the same line."""
+    ordered, order = lines.sort(stable=True)
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order)) - torch.searchsorted(ordered, ordered))
 
 
 def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
