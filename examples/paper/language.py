@@ -31,14 +31,14 @@ from torch.nn.functional import cross_entropy, linear
 
 from examples.paper.generation import Solver
 from examples.paper.models import IGNORED
-from examples.paper.rules import Entries, Tensors, capped, floored, mixed
+from examples.paper.rules import Entries, Tensors, capped, floored, mixed, rates
 from examples.paper.runs import Run, append, describe, read, settings_of
 from examples.paper.settings import Settings
 from examples.paper.tables import markdown
 from examples.paper.tasks import TASKS, choose_rows, load_rows
 from examples.paper.training import MAX_NORM, facts, rate_factor
 from examples.rows import LengthBatches
-from sparsify import D3, Static, Strategy, sparsify
+from sparsify import D3, Random, Static, Strategy, sparsify
 
 RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -54,17 +54,23 @@ RULES: dict[str, Callable[[Tensors, int, int], Entries]] = {
     **{f"column-{cap}": lambda g, budget, seed, cap=cap: capped(g, budget, column=cap) for cap in (3, 8, 32)},
     **{f"square-{cap}": lambda g, budget, seed, cap=cap: capped(g, budget, cap, cap) for cap in (4, 8, 32)},
     **{f"floor-{row}": lambda g, budget, seed, row=row: floored(g, budget, row) for row in (1,)},
-    **{f"mixed-{part}": lambda g, budget, seed, part=part: mixed(g, budget, part / 100, seed) for part in (10, 25, 50)},
+    **{
+        f"mixed-{part}": lambda g, budget, seed, part=part: mixed(g, budget, part / 100, seed)
+        for part in (0, 10, 25, 50)
+    },
 }
+# random entries, each with a rate of its own: the power of the gradient's size that it falls with
+SCALED = {f"scaled-{part}": part / 100 for part in (25, 50, 100)}
 # by a strategy and a schedule
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "random": ("random", "uniform"),
     "id3-early": ("id3", "early"),
     "id3-uniform": ("id3", "uniform"),
     "gradient": (Strategy(D3(exp=0, eps=1), Static()), "uniform"),
+    "random-by-rank": (Strategy(Random(), Static("erdos-renyi")), "uniform"),  # a tensor's share is that of a LoRA
 }
 LORAS = {"lora-1": 1, "lora-8": 8, "lora": None}  # rank; None: by the budget
-METHODS = ["none", *LORAS, *STRATEGIES, *RULES]
+METHODS = ["none", *LORAS, *STRATEGIES, *RULES, *SCALED]
 
 
 class Bed:
@@ -134,8 +140,27 @@ def row_losses(model: Any, batch: Batch) -> list[float]:
     return (token_losses(model, batch).sum(1) / (batch["labels"] != IGNORED).sum(1)).tolist()
 
 
-def prepare(model: nn.Module, bed: Bed, settings: Settings) -> nn.Module:
-    """Leaves trainable what the method trains."""
+class ScaledAdam(torch.optim.Optimizer):
+    """Adam of one tensor whose steps are multiplied by a factor for each of its elements."""
+
+    def __init__(self, parameter: Tensor, rate: float, factors: Tensor, betas: tuple[float, float] = (0.9, 0.999)):
+        super().__init__([parameter], {"lr": rate})
+        self.factors, self.betas, self.steps = factors, betas, 0
+        self.mean, self.square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        parameter, (first, second) = self.param_groups[0]["params"][0], self.betas
+        self.steps += 1
+        self.mean.lerp_(parameter.grad, 1 - first)
+        self.square.lerp_(parameter.grad.square(), 1 - second)
+        size = (self.square / (1 - second**self.steps)).sqrt().add_(1e-8)
+        step = self.factors * self.mean / size / (1 - first**self.steps)
+        parameter.sub_(step, alpha=self.param_groups[0]["lr"])
+
+
+def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, Tensor | None]:
+    """Leaves trainable what the method trains; the model, and each entry's factor of the rate, if there are any."""
     method, targets = settings.method, TARGETS[settings.candidates]
     if method in LORAS:
         from peft import LoraConfig, get_peft_model
@@ -143,16 +168,18 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> nn.Module:
         layers = [m for name, m in model.named_modules() if _is_target(name, m, settings.candidates or "")]
         size = sum(layer.in_features + layer.out_features for layer in layers)
         rank = LORAS[method] or max(1, round((settings.budget or 0) / size))
-        return get_peft_model(model, LoraConfig("CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets))
+        return get_peft_model(model, LoraConfig("CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets)), None
     common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
-    if method in RULES:
+    if method in RULES or method in SCALED:
         gradients = bed.gradients(settings.seed, settings.batch_size, settings.candidates)
-        return sparsify(model, None, RULES[method](gradients, settings.budget, settings.seed), **common)
+        entries = RULES[method if method in RULES else "mixed-0"](gradients, settings.budget, settings.seed)
+        factors = rates(gradients, entries, SCALED[method]) if method in SCALED else None
+        return sparsify(model, None, entries, **common), factors
     strategy, schedule = STRATEGIES[method]
     if method == "gradient":
         common |= {"calibration": islice(bed.batches(settings.seed, settings.batch_size), CALIBRATION)}
         common |= {"loss_fn": answer_loss}
-    return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common)
+    return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common), None
 
 
 def run(bed: Bed, settings: Settings) -> Run:
@@ -160,8 +187,8 @@ def run(bed: Bed, settings: Settings) -> Run:
     started = time.perf_counter()
     model, losses = bed.load(), []
     if settings.method != "none":
-        model = prepare(model, bed, settings)
-        losses = train(model, bed.batches(settings.seed, settings.batch_size), settings)
+        model, factors = prepare(model, bed, settings)
+        losses = train(model, bed.batches(settings.seed, settings.batch_size), settings, factors)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if losses else 0
     trained_at = time.perf_counter()
     rows = evaluate(model, bed)
@@ -176,11 +203,13 @@ def run(bed: Bed, settings: Settings) -> Run:
     }
 
 
-def train(model: nn.Module, batches: Iterator[Batch], settings: Settings) -> list[float]:
+def train(model: nn.Module, batches: Iterator[Batch], settings: Settings, factors: Tensor | None = None) -> list[float]:
     """AdamW, the rate falling linearly to 0; returns the loss of each step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     steps, losses = settings.steps or 0, []
-    optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
+    if factors is not None:
+        optimizer = ScaledAdam(parameters[0], settings.rate, factors)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
     torch.manual_seed(settings.seed)
     model.train()

@@ -1,5 +1,7 @@
 """Rules that select entries by the gradient of a calibration, with a view to how they spread over rows and columns.
 
+Also a rate for each entry, :func:`rates`.
+
 In: the gradient of every tensor by its name, (n_out, n_in). Out: a set for ``sparsify(model, None, entries)``: the flat
 indices (n,) of each tensor's entries, as many in all as the budget. The rules are pure functions.
 """
@@ -47,6 +49,23 @@ def mixed(gradients: Tensors, budget: int, share: float, seed: int) -> Entries:
         for name, ids in capped(gradients, number).items():
             scores[name].view(-1)[ids] = torch.inf
     return largest(scores, budget)
+
+
+def rates(gradients: Tensors, entries: Entries, power: float) -> Tensor:
+    """A factor (n,) of the learning rate for each entry, with mean 1: smaller in rows and columns of large gradients.
+
+    It is (row's rms x column's rms / tensor's rms)^-power: with power 1 the steps of Adam become those of Newton's
+    method, if curvature is in proportion to the squared gradient. Factors are cut off at ten times their median.
+    """
+    found = []
+    for name, ids in entries.items():
+        square = gradients[name].square()
+        row, column = square.mean(1), square.mean(0)
+        size = (row[ids // len(column)] * column[ids % len(column)] / square.mean()).sqrt()
+        found.append(size.clamp(min=1e-30) ** -power)
+    factors = torch.cat(found)
+    factors = factors.clamp(max=10 * factors.median())
+    return factors / factors.mean()
 
 
 def _capped(score: Tensor, column: int | None, row: int | None) -> Tensor:

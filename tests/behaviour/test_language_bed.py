@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
 from examples.paper import language, runs
 from examples.paper.models import IGNORED
-from examples.paper.rules import capped, floored, mixed
+from examples.paper.rules import capped, floored, mixed, rates
 
 BUDGET = 120
 ROWS = [{"instruction": f"{n} of {n + 1}?", "output": f"The answer is {n % 7}.", "answer": ""} for n in range(40)]
-METHODS = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "square-4", "mixed-50"]
+METHODS = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "mixed-50", "scaled-50"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,6 @@ def gemma(tmp_path_factory):
     tokens = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     config = Gemma3TextConfig(vocab_size=len(tokens), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                               num_attention_heads=2, num_key_value_heads=1, head_dim=8, bos_token_id=None,
@@ -75,5 +74,6 @@ def test_rules_keep_to_the_budget_their_caps_and_their_floor():
     assert all(mask.sum(0).max() <= 3 and mask.sum(1).max() <= 4 for mask in masks[0].values())
     assert all(mask.sum(1).min() >= 1 for mask in masks[1].values())
     assert masks[2]["a"][:, 3].sum() > 15  # the outlier's column, by gradient
+    assert float(rates(gradients, {"a": torch.tensor([0, 3])}, 1).diff()) < -1  # smaller in the outlier's column
     with pytest.raises(ValueError, match="loosen its cap"):
         capped(gradients, 90, column=1)
