@@ -42,7 +42,7 @@ from sparsify import D3, Random, Static, Strategy, sparsify
 
 RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-REFERENCE = "lora-1"
+REFERENCES = ("lora-1", "lora ")  # the first of these that was run
 POOL = 5  # training rows set apart for each held-out row: many are too long
 CALIBRATION = 8  # batches
 EVALUATION_BATCH = 4
@@ -241,42 +241,48 @@ def _rounded(loss: float) -> float | None:
     return round(loss, 5) if math.isfinite(loss) else None
 
 
+Methods = dict[str, dict[float, dict[int, Run]]]  # by name and budget, then by rate, then by seed
+
+
 def report(runs: list[Run]) -> str:
     """For each kind of candidates, a table of the losses at each rate, and one of the differences to the reference."""
-    groups: dict[tuple, dict[str, dict[float, dict[int, Run]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(dict))
-    )
+    groups: dict[tuple, Methods] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for one in runs:
         settings = settings_of(one)
         group = (settings.model, settings.candidates, settings.steps, settings.batch_size, one["facts"]["rows_sha256"])
-        groups[group][settings.method][settings.rate][settings.seed] = one
+        name = f"{settings.method} {settings.budget:,}".replace(",", " ") if settings.budget else settings.method
+        groups[group][name][settings.rate][settings.seed] = one
     return "\n\n".join(_tables(group, methods) for group, methods in groups.items())
 
 
-def _tables(group: tuple, methods: dict[str, dict[float, dict[int, Run]]]) -> str:
-    rates = sorted({rate for own in methods.values() for rate in own if rate})
-    best = {method: min(own, key=lambda rate: _mean(own[rate])) for method, own in methods.items()}
-    order = sorted(methods, key=lambda method: _mean(methods[method][best[method]]))
+def _tables(group: tuple, methods: Methods) -> str:
+    tried = sorted({rate for own in methods.values() for rate in own if rate})
+    best = {name: _best_rate(own) for name, own in methods.items()}
+    order = sorted(methods, key=lambda name: _mean(methods[name][best[name]]))
+    reference = next((name for name in order if name.startswith(REFERENCES)), order[0])
+    rows = next(iter(methods[reference][best[reference]].values()))["rows"]
     ladder, differences = [], []
-    for method in order:
-        own = methods[method]
-        chosen = own[best[method]]
-        cells = [f"{_mean(own[rate]):.4f}" if rate in own else "" for rate in rates]
-        trained = f"{next(iter(chosen.values()))['trained']:,}".replace(",", " ")
-        ladder.append([method, trained, *cells, str(len(chosen))])
-        if REFERENCE in methods:
-            mean, error, seeds = paired(chosen, methods[REFERENCE][best[REFERENCE]])
-            differences.append(
-                [method, f"{best[method]:g}", f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds)]
-            )
+    for name in order:
+        own = methods[name]
+        chosen = own[best[name]]
+        cells = [f"{_mean(own[rate]):.4f}" if rate in own else "" for rate in tried]
+        ladder.append([name, *cells, str(len(chosen))])
+        mean, error, seeds = paired(chosen, methods[reference][best[reference]])
+        rate = f"{best[name]:g}" + ("" if min(own) < best[name] < max(own) else " *")
+        differences.append([name, rate, f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds)])
     model, candidates, steps, size, _ = group
-    rows = len(next(iter(next(iter(methods[order[0]].values())).values()))["rows"])
-    parts = [f"### {model}, {candidates}, {steps} steps of {size} rows, {rows} held-out rows",
-             markdown(["entries", "trained", *[f"{rate:g}" for rate in rates], "seeds"], ladder)]  # fmt: skip
-    if differences:
-        header = ["entries", "best rate", "loss", f"minus {REFERENCE}", "standard error", "seeds"]
-        parts.append(markdown(header, differences))
-    return "\n\n".join(parts)
+    return "\n\n".join([
+        f"### {model}, {candidates}, {steps} steps of {size} rows, {len(rows)} held-out rows",
+        markdown(["entries", *[f"{rate:g}" for rate in tried], "seeds"], ladder),
+        markdown(["entries", "best rate", "loss", f"minus {reference}", "standard error", "seeds"], differences),
+        "\\* no lower or no higher rate was tried",
+    ])  # fmt: skip
+
+
+def _best_rate(own: dict[float, dict[int, Run]]) -> float:
+    """Of the rates that were run with the most seeds."""
+    most = max(map(len, own.values()))
+    return min((rate for rate in own if len(own[rate]) == most), key=lambda rate: _mean(own[rate]))
 
 
 def paired(first: dict[int, Run], second: dict[int, Run]) -> tuple[float, float, int]:
@@ -284,9 +290,10 @@ def paired(first: dict[int, Run], second: dict[int, Run]) -> tuple[float, float,
     seeds = [seed for seed in first if seed in second]
     if not seeds:
         return math.nan, math.nan, 0
-    pairs = zip(*(zip(first[seed]["rows"], second[seed]["rows"], strict=True) for seed in seeds), strict=True)
-    rows = [statistics.mean(_number(a) - _number(b) for a, b in row) for row in pairs]
-    return statistics.mean(rows), statistics.stdev(rows) / math.sqrt(len(rows)), len(seeds)
+    one, other = (torch.tensor([[_number(loss) for loss in runs[seed]["rows"]] for seed in seeds])
+                  for runs in (first, second))  # fmt: skip
+    rows = (one - other).double().mean(0)
+    return float(rows.mean()), float(rows.std()) / math.sqrt(len(rows)), len(seeds)
 
 
 def _mean(runs: dict[int, Run]) -> float:
