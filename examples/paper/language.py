@@ -59,8 +59,9 @@ RULES: dict[str, Callable[[Tensors, int, int], Entries]] = {
         for part in (0, 10, 25, 50)
     },
 }
-# random entries, each with a rate of its own: the power of the gradient's size that it falls with
-SCALED = {f"scaled-{part}": part / 100 for part in (25, 50, 100)}
+# entries by a rule, each with a rate of its own: the power of the gradient's size that it falls with
+SCALED = {f"scaled-{part}": ("mixed-0", part / 100) for part in (25, 50, 100)}
+SCALED |= {"square-4-scaled-50": ("square-4", 0.5)}
 # by a strategy and a schedule
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "random": ("random", "uniform"),
@@ -172,8 +173,9 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
     common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
     if method in RULES or method in SCALED:
         gradients = bed.gradients(settings.seed, settings.batch_size, settings.candidates)
-        entries = RULES[method if method in RULES else "mixed-0"](gradients, settings.budget, settings.seed)
-        factors = rates(gradients, entries, SCALED[method]) if method in SCALED else None
+        rule, power = SCALED.get(method, (method, None))
+        entries = RULES[rule](gradients, settings.budget, settings.seed)
+        factors = None if power is None else rates(gradients, entries, power)
         return sparsify(model, None, entries, **common), factors
     strategy, schedule = STRATEGIES[method]
     if method == "gradient":
