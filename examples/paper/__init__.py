@@ -8,6 +8,7 @@
     runs         a JSON line for each finished run      protocol     from runs to a score
     tables       scores as Markdown                     significance   intervals and tests
     run          the command                            analysis     where entries are selected, how far they move
+    rules        sets of entries, by rows and columns   language     the bed for language models
 
 Imports go from the bottom up: nothing here imports what is listed below it.
 """

@@ -4,6 +4,7 @@
     python -m examples.paper.run --suite math --model meta-llama/Llama-2-7b-hf --dtype bfloat16 --device cuda
     python -m examples.paper.run --suite local --jobs 2 --seeds 0 --budgets 38000
     python -m examples.paper.run --suite local --tasks sst2 --methods id3 --until 0.2 1.0 --decay linear constant
+    python -m examples.paper.run --suite mpnet --model MPNET --with-test --jobs 2
     python -m examples.paper.run --suite local --table
 
 Every finished run is a line of JSON in ``--results``; what is there is not run again. A suite's defaults are in
@@ -60,6 +61,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run = parser.add_argument_group("of each run")
     run.add_argument("--held-out", type=int, help="judge on so many training rows, to choose a recipe on")
     run.add_argument("--judged", type=int, help="judge on so many rows of each set")
+    run.add_argument("--with-test", action="store_true", help="judge on the test rows too, where there are some")
     run.add_argument("--steps", type=int, help="stop early, to try things out")
     run.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     return parser.parse_args(arguments)
@@ -86,7 +88,7 @@ def chosen_recipes(arguments: argparse.Namespace) -> list[dict]:
 def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(given)
-    common = {name: getattr(options, name) for name in ("held_out", "judged", "steps", "dtype")}
+    common = {name: getattr(options, name) for name in ("held_out", "judged", "with_test", "steps", "dtype")}
     wanted = plan(chosen_suite(options), chosen_recipes(options), common)
     path, failed = options.results or Path(f"{options.suite}.jsonl"), []
     if not options.table:

@@ -25,6 +25,7 @@ class Settings:
         candidates: ``"all"``, or ``"linear"``: the encoder's linear layers alone.
         exp, eps: of D3.
         judged: judge on so many rows of each set; ``None``: all.
+        with_test: judge on the rows of the split ``test`` as well, where there is one.
         target_length: tokens to generate at most; ``None`` for tasks that generate nothing.
     """
 
@@ -50,6 +51,7 @@ class Settings:
     exp: float | None = 2.0
     eps: float | None = 1.0
     judged: int | None = None
+    with_test: bool = False
     target_length: int | None = None
 
     @property

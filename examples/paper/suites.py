@@ -56,6 +56,15 @@ SUITES = {
         rates={"selective": (1e-3, 3e-3, 3e-4, 1e-2), "full": (5e-5, 1e-4, 2e-5, 2e-4)},
         model="MiniLM", head="dense", epochs=3, max_length=128, rows=2_000,
     ),
+    # a model of the paper's size, in days of a core; --model is the folder of all-mpnet-base-v2
+    "mpnet": Suite(
+        tasks=("sst2", "mrpc", "cola", "wnut17"),
+        methods=("id3", "lora", "random", "full", "fish", "pafi", "bitfit", "static-gradient", "lora-8"),
+        budgets=(320_000, 103_000),
+        rates={"selective": (1e-3, 3e-3, 3e-4, 1e-2, 3e-2), "full": (5e-5, 2e-5, 1e-4)},
+        model="all-mpnet-base-v2", head="dense", epochs=3, max_length=128, rows=2_000,
+        recipe={"until": (0.2,), "decay": ("linear",), "candidates": ("linear",)},
+    ),
     "glue": Suite(
         tasks=("rte", "mrpc", "cola", "stsb", "sst2", "qnli", "qqp", "mnli"),
         methods=(*SELECTIVE, "full", "lora-8", "pafi+lora", "id3+lora"),

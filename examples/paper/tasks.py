@@ -84,11 +84,18 @@ TASKS = {
 }  # fmt: skip
 
 
-def load_rows(task: Task) -> Split:
-    """The rows to train and to judge on; raises SystemExit where they cannot be had."""
+def load_rows(task: Task, with_test: bool = False) -> Split:
+    """The rows to train and to judge on; raises SystemExit where they cannot be had.
+
+    ``with_test`` adds the rows of a local ``test`` split, where there is one, to the single set to judge on.
+    """
     folder = os.environ.get("SPARSIFY_DATA")
     if folder and (Path(folder) / task.name).is_dir():
-        return _from_folder(task, Path(folder) / task.name)
+        return _from_folder(task, Path(folder) / task.name, with_test)
+    if with_test:
+        raise SystemExit(
+            f"--with-test: `{task.name}` is not in SPARSIFY_DATA={folder!r}, and the hub has no test labels."
+        )
     if task.source:
         return task.source()
     try:
@@ -103,10 +110,12 @@ def load_rows(task: Task) -> Split:
     return _named_tags(found["train"]), _sets(task.judged, [_named_tags(found[split]) for split in task.judged])
 
 
-def _from_folder(task: Task, folder: Path) -> Split:
+def _from_folder(task: Task, folder: Path, with_test: bool) -> Split:
     """Of several splits to judge on, those that are there."""
     judged = [split for split in task.judged if list(folder.glob(f"{split}.jsonl*"))] or task.judged
     train, *rows = read_splits(folder, (task.train, *judged))
+    if with_test and len(rows) == 1 and list(folder.glob("test.jsonl*")):
+        rows = [rows[0] + read_splits(folder, ("test",))[0]]
     return train, _sets(judged, rows)
 
 

@@ -64,7 +64,7 @@ class Experiment(NamedTuple):
 def load(settings: Settings, device: str = "cpu") -> Experiment:
     """The model with what its method trains left trainable, and the rows to train and to judge on."""
     task = TASKS[settings.task]
-    train_rows, sets = load_rows(task)
+    train_rows, sets = load_rows(task, settings.with_test)
     every_row = [row for rows in (train_rows, *sets.values()) for row in rows]
     train_rows, sets = choose_rows(train_rows, sets, settings.rows, settings.held_out, settings.judged)
     encoder = KINDS[task.kind](task, every_row, settings)
@@ -92,7 +92,7 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
         "head": sum(number for name, number in trained.items() if set(loaded.head) & set(name.split("."))),
         "steps": loaded.steps,
         "seconds": round(time.perf_counter() - started, 1),
-        "facts": _facts(loaded.train_rows, [one.row for one in loaded.judged], device),
+        "facts": facts(loaded.train_rows, [one.row for one in loaded.judged], device),
     }
 
 
@@ -184,7 +184,7 @@ def _shuffled(rows: list[dict], encoder: Encoder, settings: Settings) -> DataLoa
     return DataLoader(rows, batch_sampler=batches, collate_fn=encoder.collate)
 
 
-def _facts(train_rows: list[dict], judged_rows: list[dict], device: str) -> dict[str, Any]:
+def facts(train_rows: list[dict], judged_rows: list[dict], device: str) -> dict[str, Any]:
     digest = hashlib.sha256(json.dumps([train_rows, judged_rows], sort_keys=True).encode()).hexdigest()
     return {
         "sparsify": sparsify.__version__,

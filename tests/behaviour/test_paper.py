@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 from scipy import stats
-from transformers import AutoTokenizer, BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    MPNetConfig,
+    MPNetForMaskedLM,
+)
 
 from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training
 from examples.paper.methods import METHODS
@@ -35,6 +43,7 @@ ROWS = {
     "mnli": [{"premise": text, "hypothesis": TEXTS[0], "label": i % 3} for i, text in enumerate(TEXTS)] * 3,
 }
 FILES = {task: dict.fromkeys(("train", *tasks.TASKS[task].judged), rows) for task, rows in ROWS.items()}
+TEST_ROWS = FILES["mrpc"]["test"] = ROWS["mrpc"][:3]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,20 @@ def test_the_papers_head_is_part_of_the_budget_new_pooler_included(tmp_path):
     assert trained(path, head="budget")["trained"] == BUDGET
     dense = trained(path, head="dense")
     assert dense["trained"] - BUDGET == dense["head"] == HEAD + WIDTH * WIDTH + WIDTH
+
+
+def test_the_mpnet_that_reads_the_mean_is_judged_on_test_rows_too(tmp_path):
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH}
+    MPNetForMaskedLM(MPNetConfig(vocab_size=30522, **sizes)).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(default_model())
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "modules.json").write_text("[]")  # sentence-transformers'
+    line = trained(str(tmp_path), task="mrpc", with_test=True)
+    assert line["trained"] - BUDGET == line["head"] == HEAD
+    assert line["facts"]["judged_rows"] == len(ROWS["mrpc"]) + len(TEST_ROWS)
+    with pytest.raises(SystemExit, match=r"--with-test: `qqp` is not in SPARSIFY_DATA"):
+        tasks.load_rows(tasks.TASKS["qqp"], with_test=True)
 
 
 def test_held_out_rows_train_no_run_and_the_halves_share_no_row():

@@ -1,0 +1,355 @@
+"""A bed for language models: the loss on GSM8K's answers after a short training, compared row by row.
+
+    python -m examples.paper.language --model GEMMA --methods lora-1 random --rates 3e-3 1e-2
+    python -m examples.paper.language --model GEMMA --methods lora-1 random --candidates qv --budget 368640
+    python -m examples.paper.language --table
+
+Every finished run is a line of JSON in ``--results``, with the mean loss of each held-out row; what is there is not
+run again. Training and held-out rows are both of GSM8K's training split, at most ``--max-length`` tokens long: the
+solutions of the test splits are written by models. Weights and what is trained are in float32, the model computes in
+bfloat16 (autocast), which takes half the time. ``--table`` runs nothing and prints, for each method, the loss at
+each rate, and at its best rate the difference to LoRA of rank 1, paired by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from examples.paper.generation import Solver
+from examples.paper.models import IGNORED
+from examples.paper.rules import Entries, Tensors, capped, floored, mixed, rates
+from examples.paper.runs import Run, append, describe, read, settings_of
+from examples.paper.settings import Settings
+from examples.paper.tables import markdown
+from examples.paper.tasks import TASKS, choose_rows, load_rows
+from examples.paper.training import MAX_NORM, facts, rate_factor
+from examples.rows import LengthBatches
+from sparsify import D3, Static, Strategy, sparsify
+
+RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+REFERENCES = ("lora-1", "lora ")  # the first of these that was run
+POOL = 5  # training rows set apart for each held-out row: many are too long
+CALIBRATION = 8  # batches
+EVALUATION_BATCH = 4
+TARGETS: dict[str | None, Any] = {"linear": "all-linear", "qv": ["q_proj", "v_proj"]}
+Batch = dict[str, Tensor]
+
+# by a set that the bed computes: of the calibration's gradients, the budget and the seed
+RULES: dict[str, Callable[[Tensors, int, int], Entries]] = {
+    **{f"column-{cap}": lambda g, budget, seed, cap=cap: capped(g, budget, column=cap) for cap in (3, 8, 32)},
+    **{f"square-{cap}": lambda g, budget, seed, cap=cap: capped(g, budget, cap, cap) for cap in (4, 8, 32)},
+    **{f"floor-{row}": lambda g, budget, seed, row=row: floored(g, budget, row) for row in (1,)},
+    **{
+        f"mixed-{part}": lambda g, budget, seed, part=part: mixed(g, budget, part / 100, seed)
+        for part in (0, 10, 25, 50)
+    },
+}
+# entries by a rule, each with a rate of its own: the power of the gradient's size that it falls with
+SCALED = {f"scaled-{part}": ("mixed-0", part / 100) for part in (25, 50, 100)}
+SCALED |= {"square-4-scaled-50": ("square-4", 0.5)}
+# by a strategy and a schedule
+STRATEGIES: dict[str, tuple[Any, str]] = {
+    "random": ("random", "uniform"),
+    "id3-early": ("id3", "early"),
+    "id3-uniform": ("id3", "uniform"),
+    "gradient": (Strategy(D3(exp=0, eps=1), Static()), "uniform"),
+}
+LORAS = {"lora-1": 1, "lora-8": 8, "lora": None}  # rank; None: by the budget
+METHODS = ["none", *LORAS, *STRATEGIES, *RULES, *SCALED]
+
+
+class Bed:
+    """The model's folder and its rows, encoded once for all runs."""
+
+    def __init__(self, folder: str, settings: Settings) -> None:
+        self.solver = Solver(TASKS["math"], [], replace(settings, model=folder))
+        self.solver.settings = replace(self.solver.settings, max_length=10**9)  # what is too long is left out instead
+        rows, pool = choose_rows(load_rows(TASKS["math"])[0], {}, None, POOL * (settings.held_out or 0))
+        self.train = self._short(rows, settings.max_length)
+        self.judged = self._short(pool[""], settings.max_length)[: settings.held_out]
+        if len(self.judged) < (settings.held_out or 0):
+            raise SystemExit(f"{len(self.judged)} rows are short enough to judge on; raise --max-length.")
+        self.gradients = cache(self._gradients)
+
+    def _short(self, rows: list[dict], length: int) -> list[tuple[dict, dict[str, Any]]]:
+        pairs = [(row, self.solver.encode(row)) for row in rows]
+        return [pair for pair in pairs if len(pair[1]["input_ids"]) <= length]
+
+    def batches(self, seed: int, size: int) -> Iterator[Batch]:
+        """Batches in an order that the seed decides, epoch after epoch."""
+        encoded = [one for _, one in self.train]
+        order = LengthBatches([len(one["input_ids"]) for one in encoded], size, seed)
+        while True:
+            yield from (self.solver.collate([encoded[i] for i in batch]) for batch in order)
+
+    def load(self) -> nn.Module:
+        """The model; its output layer, which no method trains and is half of the work, is converted only once."""
+        model: Any = self.solver.load_model()[0]
+        weight = model.lm_head.weight.detach().bfloat16()
+        model.lm_head.forward = lambda hidden: linear(hidden, weight)
+        return model
+
+    def _gradients(self, seed: int, size: int, candidates: str) -> Tensors:
+        """The gradient of every candidate, summed over the first batches of training."""
+        model = self.load().eval()
+        names = [f"{name}.weight" for name, module in model.named_modules() if _is_target(name, module, candidates)]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in names)
+        for batch in islice(self.batches(seed, size), CALIBRATION):
+            answer_loss(model, batch).backward()
+        return {name: grad for name in names if (grad := model.get_parameter(name).grad) is not None}
+
+
+def _is_target(name: str, module: nn.Module, candidates: str) -> bool:
+    last = name.rpartition(".")[2]
+    return isinstance(module, nn.Linear) and last != "lm_head" and (candidates == "linear" or last in TARGETS["qv"])
+
+
+def token_losses(model: Any, batch: Batch) -> Tensor:
+    """The loss (b, t) of each token of an answer, 0 where a row has none; logits are made for these places alone."""
+    places = (batch["labels"] != IGNORED).any(0).nonzero().squeeze(1)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**inputs, logits_to_keep=places - 1, use_cache=False).logits.float()  # (b, t, vocabulary)
+    labels = batch["labels"][:, places]
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
+
+
+def answer_loss(model: Any, batch: Batch) -> Tensor:
+    """The mean over the tokens of the answers."""
+    return token_losses(model, batch).sum() / (batch["labels"] != IGNORED).sum()
+
+
+def row_losses(model: Any, batch: Batch) -> list[float]:
+    """The mean over the tokens of each row's answer."""
+    return (token_losses(model, batch).sum(1) / (batch["labels"] != IGNORED).sum(1)).tolist()
+
+
+class ScaledAdam(torch.optim.Optimizer):
+    """Adam of one tensor whose steps are multiplied by a factor for each of its elements."""
+
+    def __init__(self, parameter: Tensor, rate: float, factors: Tensor, betas: tuple[float, float] = (0.9, 0.999)):
+        super().__init__([parameter], {"lr": rate})
+        self.factors, self.betas, self.steps = factors, betas, 0
+        self.mean, self.square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        parameter, (first, second) = self.param_groups[0]["params"][0], self.betas
+        self.steps += 1
+        self.mean.lerp_(parameter.grad, 1 - first)
+        self.square.lerp_(parameter.grad.square(), 1 - second)
+        size = (self.square / (1 - second**self.steps)).sqrt().add_(1e-8)
+        step = self.factors * self.mean / size / (1 - first**self.steps)
+        parameter.sub_(step, alpha=self.param_groups[0]["lr"])
+
+
+def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, Tensor | None]:
+    """Leaves trainable what the method trains; the model, and each entry's factor of the rate, if there are any."""
+    method, targets = settings.method, TARGETS[settings.candidates]
+    if method in LORAS:
+        from peft import LoraConfig, get_peft_model
+
+        layers = [m for name, m in model.named_modules() if _is_target(name, m, settings.candidates or "")]
+        size = sum(layer.in_features + layer.out_features for layer in layers)
+        rank = LORAS[method] or max(1, round((settings.budget or 0) / size))
+        return get_peft_model(model, LoraConfig("CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets)), None
+    common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
+    if method in RULES or method in SCALED:
+        gradients = bed.gradients(settings.seed, settings.batch_size, settings.candidates)
+        rule, power = SCALED.get(method, (method, None))
+        entries = RULES[rule](gradients, settings.budget, settings.seed)
+        factors = None if power is None else rates(gradients, entries, power)
+        return sparsify(model, None, entries, **common), factors
+    strategy, schedule = STRATEGIES[method]
+    if method == "gradient":
+        common |= {"calibration": islice(bed.batches(settings.seed, settings.batch_size), CALIBRATION)}
+        common |= {"loss_fn": answer_loss}
+    return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common), None
+
+
+def run(bed: Bed, settings: Settings) -> Run:
+    """Trains once; the settings, the loss of each step and of each held-out row, and the facts of the run."""
+    started = time.perf_counter()
+    model, losses = bed.load(), []
+    if settings.method != "none":
+        model, factors = prepare(model, bed, settings)
+        losses = train(model, bed.batches(settings.seed, settings.batch_size), settings, factors)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if losses else 0
+    trained_at = time.perf_counter()
+    rows = evaluate(model, bed)
+    return {
+        "settings": asdict(settings),
+        "loss": _rounded(statistics.mean(rows)),
+        "rows": [_rounded(loss) for loss in rows],
+        "training_losses": [_rounded(loss) for loss in losses],
+        "trained": trained,
+        "seconds": [round(trained_at - started, 1), round(time.perf_counter() - trained_at, 1)],
+        "facts": facts([row for row, _ in bed.train], [row for row, _ in bed.judged], "cpu"),
+    }
+
+
+def train(model: nn.Module, batches: Iterator[Batch], settings: Settings, factors: Tensor | None = None) -> list[float]:
+    """AdamW, the rate falling linearly to 0; returns the loss of each step."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    steps, losses = settings.steps or 0, []
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
+    if factors is not None:
+        optimizer = ScaledAdam(parameters[0], settings.rate, factors)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
+    torch.manual_seed(settings.seed)
+    model.train()
+    for batch in islice(batches, steps):
+        loss = answer_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, bed: Bed) -> list[float]:
+    """The mean loss of each held-out row's answer."""
+    model.eval()
+    rows = [encoded for _, encoded in bed.judged]
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
+    found: dict[int, float] = {}
+    for start in range(0, len(order), EVALUATION_BATCH):
+        own = order[start : start + EVALUATION_BATCH]
+        found |= zip(own, row_losses(model, bed.solver.collate([rows[i] for i in own])), strict=True)
+    return [found[i] for i in range(len(rows))]
+
+
+def _rounded(loss: float) -> float | None:
+    return round(loss, 5) if math.isfinite(loss) else None
+
+
+Methods = dict[str, dict[float, dict[int, Run]]]  # by name and budget, then by rate, then by seed
+
+
+def report(runs: list[Run]) -> str:
+    """For each kind of candidates, a table of the losses at each rate, and one of the differences to the reference."""
+    groups: dict[tuple, Methods] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for one in runs:
+        settings = settings_of(one)
+        group = (settings.model, settings.candidates, settings.steps, settings.batch_size, one["facts"]["rows_sha256"])
+        name = f"{settings.method} {settings.budget:,}".replace(",", " ") if settings.budget else settings.method
+        groups[group][name][settings.rate][settings.seed] = one
+    return "\n\n".join(_tables(group, methods) for group, methods in groups.items())
+
+
+def _tables(group: tuple, methods: Methods) -> str:
+    tried = sorted({rate for own in methods.values() for rate in own if rate})
+    best = {name: _best_rate(own) for name, own in methods.items()}
+    order = sorted(methods, key=lambda name: _mean(methods[name][best[name]]))
+    reference = next((name for name in order if name.startswith(REFERENCES)), order[0])
+    rows = next(iter(methods[reference][best[reference]].values()))["rows"]
+    ladder, differences = [], []
+    for name in order:
+        own = methods[name]
+        chosen = own[best[name]]
+        cells = [f"{_mean(own[rate]):.4f}" if rate in own else "" for rate in tried]
+        ladder.append([name, *cells, str(len(chosen))])
+        mean, error, seeds = paired(chosen, methods[reference][best[reference]])
+        rate = f"{best[name]:g}" + ("" if min(own) < best[name] < max(own) else " *")
+        differences.append([name, rate, f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds)])
+    model, candidates, steps, size, _ = group
+    return "\n\n".join([
+        f"### {model}, {candidates}, {steps} steps of {size} rows, {len(rows)} held-out rows",
+        markdown(["entries", *[f"{rate:g}" for rate in tried], "seeds"], ladder),
+        markdown(["entries", "best rate", "loss", f"minus {reference}", "standard error", "seeds"], differences),
+        "\\* no lower or no higher rate was tried",
+    ])  # fmt: skip
+
+
+def _best_rate(own: dict[float, dict[int, Run]]) -> float:
+    """Of the rates that were run with the most seeds."""
+    most = max(map(len, own.values()))
+    return min((rate for rate in own if len(own[rate]) == most), key=lambda rate: _mean(own[rate]))
+
+
+def paired(first: dict[int, Run], second: dict[int, Run]) -> tuple[float, float, int]:
+    """The mean difference of the rows' losses over common seeds, its standard error over rows, and the seeds."""
+    seeds = [seed for seed in first if seed in second]
+    if not seeds:
+        return math.nan, math.nan, 0
+    one, other = (torch.tensor([[_number(loss) for loss in runs[seed]["rows"]] for seed in seeds])
+                  for runs in (first, second))  # fmt: skip
+    rows = (one - other).double().mean(0)
+    return float(rows.mean()), float(rows.std()) / math.sqrt(len(rows)), len(seeds)
+
+
+def _mean(runs: dict[int, Run]) -> float:
+    return statistics.mean(_number(one["loss"]) for one in runs.values())
+
+
+def _number(loss: float | None) -> float:
+    return math.inf if loss is None else loss
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a causal language model")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", default=[], help=", ".join(METHODS))
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--budget", type=int, default=237_312, help="default: Gemma 3 270M's LoRA of rank 1")
+    parser.add_argument("--candidates", choices=("linear", "qv"), default="linear", help="qv: PEFT's protocol")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--max-length", type=int, default=128, help="longer rows are left out")
+    parser.add_argument("--held-out", type=int, default=200, help="rows to judge on")
+    return parser.parse_args(arguments)
+
+
+def plan(options: argparse.Namespace) -> list[Settings]:
+    """The runs; those of all methods at one rate before those at the next."""
+    common = {name: getattr(options, name) for name in ("candidates", "steps", "batch_size", "max_length", "held_out")}
+    common |= {"task": "gsm8k", "model": Path(options.model).name, "epochs": 1, "decay": "linear"}
+    common |= {"shape": None, "until": None, "exp": None, "eps": None}
+    wanted = []
+    for seed in options.seeds:
+        for rate in options.rates:
+            for method in options.methods:
+                budget = None if method in ("none", "lora-1", "lora-8") else options.budget
+                own = 0.0 if method == "none" else rate
+                wanted.append(Settings(method=method, rate=own, seed=seed, budget=budget, **common))
+    return list(dict.fromkeys(wanted))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    if not options.table:
+        if not options.model or not options.methods:
+            raise SystemExit("--model FOLDER and --methods METHOD ... say what to run; --table prints what is there.")
+        wanted = plan(options)
+        bed = Bed(options.model, wanted[0])
+        for number, settings in enumerate(wanted, start=1):
+            if settings.key not in read(options.results):
+                print(f"{time.strftime('%H:%M')} {number} of {len(wanted)}: {describe(settings)}", flush=True)
+                append(options.results, run(bed, settings))
+    print(report(list(read(options.results).values())))
+
+
+if __name__ == "__main__":
+    main()
