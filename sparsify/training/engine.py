@@ -24,6 +24,7 @@ from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
 from sparsify.core.entries import SparseValues, count_by_tensor
 from sparsify.core.gradients import Gradient
+from sparsify.core.optimizer import listen
 from sparsify.core.policy import Policy
 from sparsify.core.schedule import Schedule
 from sparsify.core.step import Pass, TrainingStep, read_weights
@@ -101,8 +102,6 @@ class Engine(TrainingStep):
         return {**super().__getstate__(), "_forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from sparsify.core.optimizer import listen
-
         super().__setstate__(state)
         self._forward = _Forward()  # a copy of the model is in none
         listen(self)
