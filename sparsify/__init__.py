@@ -21,7 +21,7 @@ from sparsify.api import (
     summary,
     trained_state,
 )
-from sparsify.core.importance import D3, Fisher
+from sparsify.core.importance import D3
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.schedule import Schedule
 from sparsify.delta.overlap import overlap
@@ -29,7 +29,7 @@ from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
-from sparsify.strategies.importance import SNIP, Bias, Magnitude, Random, register_importance
+from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.presets import Prune
 from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate

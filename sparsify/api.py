@@ -13,12 +13,12 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import find_engine
 from sparsify.common.quantized import is_quantized
 from sparsify.core.install import values_dtype
-from sparsify.core.schedule import Schedule, resolve_schedule
+from sparsify.core.schedule import Schedule
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import check_new, find_given, select_static, zero_others
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
-from sparsify.strategies.presets import Given, Prune, resolve_strategy
+from sparsify.strategies.presets import Given, Prune, resolve_schedule, resolve_strategy
 from sparsify.strategies.strategy import Static, Strategy
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine

@@ -15,17 +15,9 @@ def runs_ahead(device: torch.device) -> bool:
     return device.type in AHEAD
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor from the host, from memory that is not pinned, to a device, without waiting for a GPU's work.
-
-    CUDA has read such memory when the call returns.
-    """
-    return tensor.to(device, non_blocking=device.type in AHEAD)
-
-
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copies numbers to a device (n,) int64, without waiting for the device's earlier work."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type in AHEAD)
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=runs_ahead(device))
 
 
 def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:

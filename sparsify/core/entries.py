@@ -1,9 +1,8 @@
 """The unmasked entries of a whole model, in order of unmasking: an entry's position is its slot in the flat delta.
 
-    sparse_values    (capacity,) float  the flat delta, the only parameter that trains
-    sparse_ids       (capacity,) int64  global ids: the tensor's offset plus the flat index in it
-    sparse_base      (capacity,) float  pretrained values, in a dtype that holds those of every tensor
-    sparse_position  (4,) int64         optimizer steps done, entries updated by them, number of entries, their checksum
+    sparse_values   (capacity,) float  the flat delta, the only parameter that trains
+    sparse_ids      (capacity,) int64  global ids: the tensor's offset plus the flat index in it
+    sparse_base     (capacity,) float  pretrained values, in a dtype that holds those of every tensor
 
 All are on the root, and only the first ``count`` places are in use. Their length does not change in training, so that
 optimizers, DDP and copies of the model need no surgery. The view by tensor is made anew when entries join.
@@ -20,26 +19,7 @@ from torch import Tensor, nn
 
 from sparsify.core.devices import upload
 
-VALUES, IDS, BASE, POSITION = "sparse_values", "sparse_ids", "sparse_base", "sparse_position"
-BUFFERS = (IDS, BASE, POSITION)
-
-
-class SparseValues(nn.Parameter):
-    """The flat delta; it stays in float32 when its model is cast to a shorter type, where most steps would be lost."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype in (None, torch.float16, torch.bfloat16):
-            dtype = self.dtype
-        return super().to(device=device or self.device, dtype=dtype, non_blocking=non_blocking)
-
-    def half(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self
-
-    bfloat16 = half
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return SparseValues, (self.data, self.requires_grad)
+VALUES, IDS, BASE = "sparse_values", "sparse_ids", "sparse_base"
 
 
 class Entries:
@@ -61,30 +41,23 @@ class Entries:
         self.offsets = [end - size for end, size in zip(self.ends, sizes, strict=True)]
         self.step = self.updates = self.count = 0
         self.counts = [0] * len(self.ends)
-        self._view: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+        self._split: list[tuple[Tensor, ...]] | None = None
 
     def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:
         """Adds a flat delta and buffers without entries to the root."""
-        values = SparseValues(torch.zeros(capacity, dtype=dtype, device=device))
-        self.root.register_parameter(VALUES, values)
+        self.root.register_parameter(VALUES, nn.Parameter(torch.zeros(capacity, dtype=dtype, device=device)))
         self.root.register_buffer(IDS, torch.zeros(capacity, dtype=torch.int64, device=device))
         self.root.register_buffer(BASE, torch.zeros(capacity, dtype=base_dtype, device=device))
-        self.root.register_buffer(POSITION, torch.zeros(4, dtype=torch.int64, device=device))
         self._sort()
 
     def remove(self) -> None:
         """Removes all that :meth:`register` added."""
-        del self.root._parameters[VALUES]
-        for name in BUFFERS:
-            del self.root._buffers[name]
+        del self.root._parameters[VALUES], self.root._buffers[IDS], self.root._buffers[BASE]
 
     @property
-    def values(self) -> SparseValues:
+    def values(self) -> Any:
         """(capacity,) the flat delta; looked up by name, since ``load_state_dict(assign=True)`` replaces it."""
-        values: Any = self.root._parameters[VALUES]
-        if type(values) is nn.Parameter:
-            values.__class__ = SparseValues
-        return values
+        return self.root._parameters[VALUES]
 
     @property
     def ids(self) -> Tensor:
@@ -96,21 +69,15 @@ class Entries:
         """(count,) pretrained values, by slot."""
         return self.root._buffers[BASE][: self.count]  # type: ignore[index]
 
-    def buffer(self, name: str) -> Tensor:
-        """One of the buffers, at its full length."""
-        buffer = self.root._buffers[name]
-        assert buffer is not None
-        return buffer
-
     def by_tensor(self) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index."""
         return self._sorted
 
     def of(self, number: int) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (k,) of the entries of one tensor, by ascending index."""
-        if self._view is None:
-            self._view = self._sorted[0].split(self.counts), self._sorted[1].split(self.counts)
-        return self._view[0][number], self._view[1][number]
+        if self._split is None:
+            self._split = [part.split(self.counts) for part in self._sorted]
+        return self._split[0][number], self._split[1][number]
 
     def effective(self) -> tuple[Tensor, ...]:
         """Base + delta of each tensor's entries (k,), by ascending index."""
@@ -120,39 +87,22 @@ class Entries:
 
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         """Adds entries (n,): global ids in order of unmasking, pretrained values, and how many each tensor has."""
-        new = slice(self.count, self.count + ids.numel())
-        added = torch.stack([torch.full_like(ids[:1].sum(), ids.numel()), checksum(ids, self.count)])
-        self.buffer(IDS)[new], self.buffer(BASE)[new] = ids, base.to(self.buffer(BASE))
-        self.buffer(POSITION)[2:].add_(added)
-        self.count, self.counts = new.stop, [old + more for old, more in zip(self.counts, counts, strict=True)]
+        stop = self.count + ids.numel()
+        for name, new in ((IDS, ids), (BASE, base)):
+            self.root._buffers[name][self.count : stop] = new  # type: ignore[index]
+        self.count, self.counts = stop, [old + more for old, more in zip(self.counts, counts, strict=True)]
         self._sort()
 
     def stepped(self, updates: int) -> None:
         """Counts an optimizer step that updated so many entries."""
         self.step, self.updates = self.step + 1, self.updates + updates
-        position = self.buffer(POSITION)[:2]
-        position.copy_(upload([self.step, self.updates], position.device))
-
-    def read(self) -> None:
-        """Reads the buffers again, after they were replaced."""
-        self.step, self.updates, self.count, _ = self.buffer(POSITION).tolist()
-        self.counts = count_by_tensor(self.ids, self.ends).tolist()
-        self._sort()
 
     def _sort(self) -> None:
+        """Makes the view by tensor."""
         ids, slots = self.ids.sort()
         offsets, counts = upload(self.offsets, ids.device), upload(self.counts, ids.device)
         self._sorted = slots, ids - offsets.repeat_interleave(counts, output_size=self.count)
-        self._view = None
-
-
-def checksum(ids: Tensor, first: int) -> Tensor:
-    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that of the slots before.
-
-    Not linear, so that an average of entries does not have the average of their checksums.
-    """
-    slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
-    return (ids * ids * slots).sum()
+        self._split = None
 
 
 def count_by_tensor(ids: Tensor, ends: Sequence[int]) -> Tensor:

@@ -1,8 +1,7 @@
-"""The gradients that the nodes of masked modules hand to a collector, in three forms.
+"""The gradients that the nodes of masked modules hand to a collector, in two forms.
 
     DenseGradient   values, of all rows of the weight or of the rows that were used
     Product         left^T right: a linear layer's factors, not multiplied out
-    TiedGradient    the sum of a product and some rows: an embedding that is the output layer too
 
 The collector decides how much of a gradient to compute: all of it (``dense``), or single entries (``take``).
 """
@@ -16,9 +15,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsify.core.devices import runs_ahead
-
-CAST_ENTRIES = 1 << 22  # entries of a short gradient that are cast to a longer type at once
 LARGEST_HELD = 4  # factors are held for another use of their weight while they take at most this times the product
 
 
@@ -115,14 +111,6 @@ class DenseGradient(Gradient):
             self.values.index_add_(0, other.rows, other.values.to(dtype))
         return self
 
-    def some_rows(self, start: int, stop: int) -> Tensor:
-        """Returns some consecutive rows of the weight (stop - start, cols), with zeros where it covers none."""
-        if self.rows is None:
-            return self.values[start:stop].contiguous()
-        at, last = self.rows - start, stop - start - 1
-        values = self.values.where(((at >= 0) & (at <= last))[:, None], 0)
-        return values.new_zeros(stop - start, values.shape[1]).index_add_(0, at.clamp(0, last), values)
-
     def _locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the places of the weight's flat indices in ``values``, and which of them are covered."""
         assert self.rows is not None
@@ -138,67 +126,54 @@ class Product(Gradient):
     Args:
         left: (n, rows), of n tokens.
         right: (n, cols).
-        borrowed: whether their memory is used again once the node has run.
+        looked_up: rows to be added to it, of a table that is an embedding and the output layer.
+        borrowed: whether the memory of the factors is used again once the node has run.
     """
 
-    # how entries (k,) of a product are computed at flat indices; None: by the whole product
+    # computes entries (k,) of left^T right at flat indices; None: by the whole product
     sampler: ClassVar[Callable[[Product, Tensor], Tensor | None] | None] = None
 
-    def __init__(self, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
-        self.left, self.right, self._borrowed = left, right, borrowed
+    def __init__(
+        self, left: Tensor, right: Tensor, looked_up: DenseGradient | None = None, *, borrowed: bool = False
+    ) -> None:
+        self.left, self.right, self.looked_up, self._borrowed = left, right, looked_up, borrowed
         self.numel = left.shape[1] * right.shape[1] if left.shape[0] else 0
         self.device = left.device
 
     def dense(self) -> DenseGradient:
-        return DenseGradient(self.left.t() @ self.right)
+        product = DenseGradient(self.left.t() @ self.right)
+        return product if self.looked_up is None else product.add(self.looked_up)
 
     def take(self, indices: Tensor) -> Tensor:
         sampler = type(self).sampler
         taken = None if sampler is None else sampler(self, indices)
-        return self.dense().take(indices) if taken is None else taken
+        if taken is None:
+            return self.dense().take(indices)
+        return taken if self.looked_up is None else taken + self.looked_up.take(indices)
 
     def add(self, other: Gradient) -> Gradient:
-        if isinstance(other, DenseGradient) and other.rows is not None and self._can_wait(self.left.shape[0]):
-            return TiedGradient(self, other) if self.numel else other
-        if (
-            isinstance(other, Product)
-            and other.left.dtype == self.left.dtype
-            and self._can_wait(self.left.shape[0] + other.left.shape[0])
-        ):  # two sums over tokens are one over all of them
-            return Product(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]))
-        return self.dense().add(other)
+        left, right, rows = self.left, self.right, None
+        if isinstance(other, Product) and other.left.dtype == left.dtype:  # two sums over tokens: one over all of them
+            left, right, rows = torch.cat([left, other.left]), torch.cat([right, other.right]), other.looked_up
+        elif isinstance(other, DenseGradient) and other.rows is not None:
+            rows = other
+        else:
+            return self.dense().add(other)
+        if not _can_wait(left, right):
+            return self.dense().add(other)
+        if self.looked_up is not None:
+            rows = self.looked_up if rows is None else self.looked_up.add(rows)
+        return rows if rows is not None and not left.shape[0] else Product(left, right, rows)
 
     def held(self) -> Gradient:
-        if not self._can_wait(self.left.shape[0]):
+        if not _can_wait(self.left, self.right):
             return self.dense()
-        return Product(self.left.clone(), self.right.clone()) if self._borrowed else self
-
-    def _can_wait(self, tokens: int) -> bool:
-        """Whether factors of so many tokens are small enough to be held instead of the product."""
-        rows, cols = self.left.shape[1], self.right.shape[1]
-        return tokens * (rows + cols) <= LARGEST_HELD * rows * cols
+        return Product(self.left.clone(), self.right.clone(), self.looked_up) if self._borrowed else self
 
 
-class TiedGradient(Gradient):
-    """The gradient of a table that is looked up in and multiplied by; added up, it would be as large as the table.
-
-    ``product`` is the output layer's part, of the table's whole shape, ``looked_up`` the embedding's, some of the rows.
-    """
-
-    def __init__(self, product: Product, looked_up: DenseGradient) -> None:
-        self.product, self.looked_up = product, looked_up
-        self.numel, self.device = product.numel, product.device
-
-    def dense(self) -> DenseGradient:
-        return self.product.dense().add(self.looked_up)
-
-    def take(self, indices: Tensor) -> Tensor:
-        return self.product.take(indices) + self.looked_up.take(indices)
-
-    def add(self, other: Gradient) -> Gradient:
-        if other.rows is not None:
-            return TiedGradient(self.product, self.looked_up.add(other))
-        return self.product.add(other).add(self.looked_up)
+def _can_wait(left: Tensor, right: Tensor) -> bool:
+    """Whether factors (n, rows) and (n, cols) are small enough to be held instead of their product."""
+    return left.numel() + right.numel() <= LARGEST_HELD * left.shape[1] * right.shape[1]
 
 
 def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool, *, borrowed: bool = False) -> Product:
@@ -211,10 +186,9 @@ def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool, *, borrowed:
 def row_gradient(ids: Tensor, grad: Tensor, height: int) -> DenseGradient:
     """Returns the gradient of an embedding's table (height, dim) for ids (...) and output gradients (..., dim)."""
     rows, values = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
-    if runs_ahead(rows.device) and rows.numel() >= height:  # then the table is smaller than a row for each id
-        total = torch.zeros(height, values.shape[1], dtype=_long(values), device=values.device)
-        return DenseGradient(_add_rows(total, rows, values), dtype=values.dtype)
-    return sum_rows(rows, values)
+    if rows.numel() < height:
+        return sum_rows(rows, values)
+    return DenseGradient(_add_rows(height, rows, values), dtype=values.dtype)
 
 
 def tap_gradient(grad: Tensor) -> DenseGradient:
@@ -230,30 +204,24 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> DenseGradient:
-    """Returns the gradient (unique rows, cols) whose row r is the sum of ``values`` (n, cols) where ``rows`` is r.
+    """Returns the gradient whose row r is the sum of ``values`` (n, cols) where ``rows`` (n,) is r.
 
-    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048. On a GPU
-    they are (n, cols), so that the host need not wait for the number of distinct rows.
+    It has n rows, distinct ones and the last one repeated, so that no host waits for a GPU to count them.
     """
-    unique, inverse = padded_unique(rows) if runs_ahead(rows.device) else rows.unique(return_inverse=True)
-    total = torch.zeros(unique.numel(), values.shape[1], dtype=_long(values), device=values.device)
-    return DenseGradient(_add_rows(total, inverse, values), unique, dtype=dtype or values.dtype)
+    unique, place = padded_unique(rows)
+    return DenseGradient(_add_rows(rows.numel(), place, values), unique, dtype=dtype or values.dtype)
 
 
-def _long(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
+def _add_rows(height: int, rows: Tensor, values: Tensor) -> Tensor:
+    """Sums ``values`` (n, cols) to rows (n,) of a new table (height, cols).
 
-
-def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Adds ``values`` (n, cols) to the rows (n,) of ``total``, cast block by block where they are shorter."""
-    whole = values.dtype == total.dtype
-    at_once = max(1, values.shape[0] if whole else CAST_ENTRIES // max(1, values.shape[1]))
-    for places, some in zip(rows.split(at_once), values.split(at_once), strict=True):
-        if total.is_cuda:  # index_add_ adds in another order at every run, and index_put_ waits to check the places
-            torch._index_put_impl_(total, [places], some.to(total.dtype), accumulate=True, unsafe=True)
-        else:
-            total.index_add_(0, places, some.to(total.dtype))
-    return total
+    The sums are float32 at least: in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048.
+    """
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    total = values.new_zeros(height, values.shape[1])
+    if total.is_cuda:  # index_add_ adds in another order at every run, and index_put_ waits to check the places
+        return torch._index_put_impl_(total, [rows], values, accumulate=True, unsafe=True)
+    return total.index_add_(0, rows, values)
 
 
 def padded_unique(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,36 +82,6 @@ class D3(Importance):
         return zero_for_nan(threshold * (row_maximum(weight).to(threshold.dtype) + self.eps) ** self.exp)
 
 
-@dataclass(frozen=True)
-class Fisher(Importance):
-    """The diagonal of the empirical Fisher information: grad^2, summed over single examples (Sung et al. 2021).
-
-    With :class:`sparsify.Static` the sum is over calibration examples at their true labels, before training. Any other
-    selection squares the gradient of each step's batch.
-
-    Args:
-        num_samples: calibration examples, at least 1.
-
-    Example:
-        >>> Fisher().score(torch.tensor([0.0, 1.0]), torch.tensor([-3.0, 4.0]))
-        tensor([ 9., 16.])
-    """
-
-    num_samples: int = 1024
-    name = "fisher"
-    monotone = True
-
-    def __post_init__(self) -> None:
-        if type(self.num_samples) is not int or self.num_samples < 1:
-            raise SparsifyError(f"Fisher got num_samples={self.num_samples!r}; expected an int of at least 1.")
-
-    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
-        return grad.square()
-
-    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
-        return with_slack(threshold).sqrt().expand(weight.shape[0])
-
-
 def with_slack(threshold: Tensor) -> Tensor:
     """A little below the threshold, at least 0, so that no entry is missed by rounding or by flushing to zero."""
     return (threshold - torch.finfo(threshold.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)

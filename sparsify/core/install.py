@@ -1,17 +1,13 @@
-"""Turns the modules of a plain model into masked ones, and back, in place: identity, hooks and aliases stay.
-
-A linear layer or embedding changes its class; any other module gets two hooks, which make and drop its taps.
-"""
+"""Turns the modules of a plain model into masked ones, and back, in place: identity, hooks and aliases stay."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from sparsify.core.entries import Entries
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
@@ -23,9 +19,7 @@ from sparsify.core.taps import ReadParameters, tap_parameters, untap_parameters
 from sparsify.core.tensor import MaskedTensor
 
 HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its hooks
-UNTAP = -1  # key of the second; those that torch gives out are not negative
 Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, and its name in each
-Swap = Callable[[nn.Module, dict[str, MaskedTensor]], None]
 
 
 def train(
@@ -47,8 +41,8 @@ def train(
     offset = 0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            row = next((frozen_row(module) for module, attribute in owners[parameter] if attribute == "weight"), None)
-            tensors[MaskedTensor(len(tensors), *owners[parameter][0], name, offset, row)] = owners[parameter]
+            held = owners[parameter]
+            tensors[MaskedTensor(len(tensors), *held[0], name, offset, frozen_row(held))] = held
             offset += parameter.numel()
     entries = Entries(model, [tensor.numel for tensor in tensors])
     step = TrainingStep(list(tensors), entries, policy_of(list(tensors), entries))
@@ -56,17 +50,22 @@ def train(
     return step
 
 
-def install(step: TrainingStep, tensors: dict[MaskedTensor, Owners], capacity: int, swap: Swap | None = None) -> None:
+def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
+    """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
+    mark(module, tensors, masked_class(module, tensors))
+
+
+def install(
+    step: TrainingStep, tensors: Mapping[MaskedTensor, Owners], capacity: int,
+    swap: Callable[[nn.Module, dict[str, MaskedTensor]], None] = swap,
+) -> None:  # fmt: skip
     """Changes a model: its modules are masked, its tensors frozen, and its optimizers heard."""
     by_module: dict[nn.Module, dict[str, MaskedTensor]] = defaultdict(dict)
     for tensor, owners in tensors.items():
         for module, attribute in owners:
             by_module[module][attribute] = tensor
     for module, own in by_module.items():
-        if swap is None:
-            mark(module, own, masked_class(module, own))
-        else:
-            swap(module, own)
+        swap(module, own)
     base_dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     step.entries.register(capacity, values_dtype(step.tensors), base_dtype, step.tensors[0].parameter.device)
     for tensor in tensors:
@@ -96,16 +95,7 @@ def mark(module: nn.Module, tensors: dict[str, MaskedTensor], masked: type[nn.Mo
         module.__class__ = masked
     else:
         tap = module.register_forward_pre_hook(tap_parameters, prepend=True)
-        module.__dict__[HOOKS] = tap, _register_untap(module)
-
-
-def _register_untap(module: nn.Module) -> RemovableHandle:
-    """Registers the hook under one key in all modules: ``torch.compile`` recompiles a layer for another key."""
-    handle = module.register_forward_hook(untap_parameters, always_call=True)
-    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-        hooks[UNTAP] = hooks.pop(handle.id)  # type: ignore[assignment]
-    handle.id = UNTAP
-    return handle
+        module.__dict__[HOOKS] = tap, module.register_forward_hook(untap_parameters, always_call=True)
 
 
 def unmark(module: nn.Module) -> None:
@@ -134,6 +124,7 @@ def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn
     return None
 
 
-def frozen_row(module: nn.Module) -> int | None:
-    """Returns the row of a module's ``weight`` that is no candidate: an embedding's ``padding_idx``."""
-    return module.padding_idx if isinstance(module, nn.Embedding) else None
+def frozen_row(owners: Owners) -> int | None:
+    """Returns the row of a parameter that is no candidate: an embedding's ``padding_idx``."""
+    tables = (module for module, attribute in owners if attribute == "weight" and isinstance(module, nn.Embedding))
+    return next((table.padding_idx for table in tables if table.padding_idx is not None), None)

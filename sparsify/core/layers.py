@@ -4,8 +4,7 @@
                 grad_x = grad_y W    as in the plain layer
                 grad_W, grad_b       handed to ``collect``: grad_y^T x as its two factors, and the sum of grad_y
     embedding   y = W[ids]
-                grad_W               one row per distinct id, the sum over the id's positions, handed to ``collect``;
-                                     also of the padding row, whose entries are no candidates
+                grad_W               one row per distinct id, handed to ``collect``; also of the padding row
 
 The weight is never differentiated: the node's other input, the root, is how autograd reaches the flat delta.
 """
@@ -20,22 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
-from sparsify.core.module import (
-    MaskedModule,
-    count_uses,
-    first_order,
-    frozen,
-    masked_tensors,
-    without_autocast,
-)
+from sparsify.core.module import MaskedModule, count_uses, first_order, masked_tensors, without_autocast
 from sparsify.core.tensor import Use
 
 
 class MaskedLinear(MaskedModule, nn.Linear):
-    """An ``nn.Linear`` whose frozen weight and bias are trained at their unmasked entries.
-
-    Made in place by :func:`sparsify.sparsify`, so that the module stays the same object, with its hooks and names.
-    """
+    """An ``nn.Linear`` whose frozen weight and bias are trained at their unmasked entries; made in place."""
 
     plain_class = nn.Linear
 
@@ -53,7 +42,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         """Returns the rows (..., dim) of the table for ids (...)."""
         if torch.compiler.is_dynamo_compiling():
             return masked_tensors(self)["weight"].collector.compiled.embedding(self, input)
-        use, weight = count_uses(self)["weight"], frozen(self, "weight")
+        weight, use = count_uses(self)["weight"]
         if use is None:
             return F.embedding(input, weight, self.padding_idx)
         rows: Tensor = _Embedding.apply(input, weight, use, use.root)
@@ -65,12 +54,14 @@ def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor
     if torch.compiler.is_dynamo_compiling():
         tensor = next(iter(masked_tensors(module).values()))
         return tensor.collector.compiled.linear(module, x, transposed)
-    uses, weight, bias = count_uses(module), frozen(module, "weight"), frozen(module, "bias")
-    of_weight, of_bias = uses.get("weight"), uses.get("bias")
+    uses, parameters = count_uses(module), module._parameters
+    weight, of_weight = uses.get("weight") or (parameters.get("weight"), None)
+    bias, of_bias = uses.get("bias") or (parameters.get("bias"), None)
     if of_weight is None and of_bias is None:
         return linear(x, weight, bias, transposed)
     dtype = autocast_dtype(x)
-    return run_linear(x if dtype is None else x.to(dtype), weight, bias, of_weight, of_bias, dtype, transposed)
+    call = LinearCall(of_weight, of_bias, dtype, transposed)
+    return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
 
 
 class LinearCall(NamedTuple):
@@ -79,19 +70,16 @@ class LinearCall(NamedTuple):
     of_weight: Use | None  # None where no gradient is collected
     of_bias: Use | None
     dtype: torch.dtype | None  # to compute in; None for the operands' own
-    transposed: bool  # whether the weight is (in, out)
-    dequantize: Callable[[], Tensor] | None  # makes the weight; None where it is not quantized
-    recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
+    transposed: bool = False  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
+    recompute: Callable[[], Tensor] | None = None  # computes the input again; None where it has to be saved
 
 
-def run_linear(
-    x: Tensor, weight: Any, bias: Any, of_weight: Use | None, of_bias: Use | None, dtype: torch.dtype | None,
-    transposed: bool = False, dequantize: Callable[[], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Computes a linear layer by a node that collects the gradients of the uses; see :class:`LinearCall`."""
-    use = of_weight or of_bias
-    recompute = None if use is None or use.collector.recompute is None else use.collector.recompute(x)
-    call = LinearCall(of_weight, of_bias, dtype, transposed, dequantize, recompute)
+def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
+    """Computes a linear layer by a node that collects the gradients of the call's uses."""
+    use = call.of_weight or call.of_bias
+    if use is not None and use.tensor.collector.recompute is not None:
+        call = call._replace(recompute=use.tensor.collector.recompute(x))
     with without_autocast(x.device):
         y: Tensor = _Linear.apply(x, weight, bias, call, None if use is None else use.root)
     return y

@@ -14,10 +14,6 @@ from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.errors import SparsifyError
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
-NOT_EXPORTED = (
-    "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export): it trains by "
-    "autograd functions of its own. Export the plain model, with the trained weights in place: desparsify(model)."
-)
 NOT_TWICE = (
     "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
     "second time (double backward, as for gradient penalties and Hessians). Leave out create_graph, or train the plain "
@@ -31,25 +27,23 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     return tensors
 
 
-def count_uses(module: nn.Module) -> dict[str, Use | None]:
-    """Counts a use of each masked parameter in the module's forward; ``None`` where no gradient will be collected."""
-    tensors = module.__dict__[TENSORS]
-    check_not_exported()
+def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
+    """Counts a use of each masked parameter in the module's forward.
+
+    Returns:
+        By attribute name the parameter, detached, since PEFT, for one, sets ``requires_grad`` again; and its use,
+        ``None`` where no gradient will be collected.
+    """
+    tensors, parameters = module.__dict__[TENSORS], module._parameters
     first: MaskedTensor = next(iter(tensors.values()))
-    return dict(zip(tensors, first.collector.uses(tensors.values()), strict=True))
-
-
-def frozen(module: nn.Module, attribute: str) -> Any:
-    """Returns a parameter, detached if it is masked: PEFT, for one, sets ``requires_grad`` again."""
-    parameter, tensor = module._parameters.get(attribute), module.__dict__[TENSORS].get(attribute)
-    if tensor is None or parameter is None:
-        if tensor is not None:
-            raise SparsifyError(
-                f"`{tensor.name}` was taken from its module ({type(module).__name__}) after sparsify(), as by a "
-                "parametrization, weight_norm() or pruning; call these before sparsify()."
-            )
-        return parameter
-    return parameter.detach()
+    uses = first.collector.uses(tensors.values())
+    found = {}
+    for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
+        parameter: Any = parameters.get(attribute)
+        if parameter is None or parameter.shape != tensor.shape:
+            tensor.check_shape(parameter)
+        found[attribute] = parameter.detach(), use
+    return found
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,16 +56,6 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return checked
-
-
-def check_not_exported() -> None:
-    """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
-    if torch.compiler.is_dynamo_compiling():
-        return  # it would wrap the error in one of its own
-    # the public is_exporting() is true under torch.compile in older versions of torch
-    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-    if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
-        raise SparsifyError(NOT_EXPORTED)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Unmasking policies: how many entries a step selects, and how the unmasked set changes with them.
+"""Which entries a step unmasks: a policy says how many, and its selector finds them while gradients arrive.
 
 static-S      selects nothing while the model trains
 increment-S   selects masked entries up to the schedule's target; they stay unmasked
@@ -12,15 +12,59 @@ from typing import Any
 from torch import Tensor
 
 from sparsify.core.entries import Entries
+from sparsify.core.gradients import Gradient
+from sparsify.core.importance import Importance
 from sparsify.core.schedule import Schedule
-from sparsify.core.selector import DenseSelector, Selector
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.errors import SparsifyError
 
 
+class Selector:
+    """Selects the entries of one step, from gradients that arrive one tensor at a time."""
+
+    def wants(self, tensor: MaskedTensor) -> bool:
+        """Whether it has to see this tensor's gradient."""
+        return True
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,).
+
+        The gradient may be written to and is not used afterwards.
+        """
+        raise NotImplementedError
+
+    def winners(self) -> Winners:
+        """Returns the selected entries, best first."""
+        raise NotImplementedError
+
+    def finite(self) -> Tensor:
+        """Returns a bool scalar: whether the gradients seen are finite."""
+        raise NotImplementedError
+
+
+class DenseSelector(Selector):
+    """Selects the best masked entries by their whole gradients, in memory for as many as are wanted."""
+
+    def __init__(self, topk: TopK, importance: Importance) -> None:
+        self._topk, self._importance = topk, importance
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        dense = gradient.dense()
+        unmasked = dense.take(tensor.indices)
+        dense.clear(tensor.not_candidates)  # an entry whose gradient is zero is never offered
+        self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
+        return unmasked
+
+    def winners(self) -> Winners:
+        return self._topk.winners()
+
+    def finite(self) -> Tensor:
+        return self._topk.finite
+
+
 def select_dense(policy: Policy, number: int) -> Selector:
-    """Makes a selector of so many entries by their whole gradients, on one rank."""
+    """Makes the core's selector of so many entries."""
     values = policy.entries.values
     return DenseSelector(TopK(number, values.dtype, values.device), policy.importance)
 

@@ -86,17 +86,3 @@ class Schedule:
         if step >= steps or step % self.every:
             return 0
         return max(0, self.target(step, steps, budget) - unmasked)
-
-
-NAMED = {"early": Schedule(until=0.2), **{shape: Schedule(shape) for shape in SHAPES}}
-
-
-def resolve_schedule(schedule: str | Schedule) -> Schedule:
-    """Returns the schedule itself, or the one of this name."""
-    if isinstance(schedule, Schedule):
-        return schedule
-    if isinstance(schedule, str) and schedule in NAMED:
-        return NAMED[schedule]
-    raise SparsifyError(
-        f"schedule={schedule!r}; expected a name ({', '.join(NAMED)}) or a Schedule.{did_you_mean(schedule, NAMED)}"
-    )

@@ -7,8 +7,7 @@
                      flat gradient, theirs included, becomes that of ``sparse_values``
     optimizer step   any optimizer moves ``sparse_values``; a hook counts the step and writes base + delta
 
-All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together. What a
-run on several devices, ranks or shards replaces is at the end of :class:`TrainingStep`.
+All graphs over a flat delta share one root anchor, so that those that meet in one backward pass end together.
 """
 
 from __future__ import annotations
@@ -21,28 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.core.entries import VALUES, Entries, count_by_tensor
+from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.module import first_order
-from sparsify.core.policy import Policy
-from sparsify.core.selector import Selector
-from sparsify.core.tensor import Collector, MaskedTensor, Use
+from sparsify.core.policy import Policy, Selector
+from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
-from sparsify.errors import SparsifyError
-
-OVERLAPPING = (
-    "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
-    "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
-    "passes one after the other (with a lock around backward()); forward passes may overlap."
-)
 
 
 class Pass:
     """One backward pass: the flat gradient as it fills up, and the selector of the entries to unmask, if any."""
 
-    def __init__(self, values: Tensor, selector: Selector | None, unmasked: int) -> None:
-        self.selector, self.unmasked = selector, unmasked  # entries, when it began
-        self.thread = threading.get_ident()
+    def __init__(self, values: Tensor, selector: Selector | None) -> None:
+        self.selector = selector
         self.grad = torch.zeros_like(values)  # (capacity,)
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
         self.settled: set[MaskedTensor] = set()
@@ -74,17 +64,17 @@ class Pass:
 
 
 class Root:
-    """The root anchor over a flat delta."""
+    """The root anchor over a flat delta: ``output`` (1,) is an input of every use."""
 
     def __init__(self, values: Tensor, step: TrainingStep) -> None:
-        self.values = values
-        self.made_of = values.device, values.dtype, values.requires_grad
+        self._made_of = values, values.device, values.dtype, values.requires_grad
         with torch.inference_mode(False), torch.enable_grad():
             self.output: Tensor = _RootNode.apply(values, weakref.ref(step))
 
     def serves(self, values: Tensor) -> bool:
         """Whether this is the root anchor of a flat delta as it is now."""
-        return self.values is values and self.made_of == (values.device, values.dtype, values.requires_grad)
+        made_of, *kind = self._made_of
+        return made_of is values and kind == [values.device, values.dtype, values.requires_grad]
 
 
 class _RootNode(torch.autograd.Function):
@@ -100,12 +90,7 @@ class _RootNode(torch.autograd.Function):
         return ctx.step().commit(), None
 
 
-def is_reached(root: Tensor) -> bool:
-    """Whether the running backward pass goes on to the flat delta; one for the gradient of an input alone does not."""
-    return root.grad_fn is not None and torch._C._will_engine_execute_node(root.grad_fn)
-
-
-class TrainingStep(Collector):
+class TrainingStep:
     """What happens from one optimizer step to the next.
 
     Args:
@@ -115,6 +100,10 @@ class TrainingStep(Collector):
     """
 
     pass_kind: type[Pass] = Pass
+    compiled: Any = None  # computes the layers while torch.compile traces them
+    recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
+    in_forward = False  # whether the model runs forward now, so that reading a weight is a use of it
+    forward_pass = 0  # number of this thread's current, or last, forward pass of the model
 
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
         self.tensors, self.entries, self.policy = tensors, entries, policy
@@ -124,24 +113,9 @@ class TrainingStep(Collector):
         self.paused = False  # whether the weights are the pretrained ones for now
         self.current_root: Root | None = None  # the root anchor that was last asked for
         self._passes: dict[int, Pass] = {}  # those that are running, by autograd's id; threads run several
-        self._dropped: set[int] = set()  # ids of those that were taken to have failed
         self._lock = threading.RLock()  # autograd runs the nodes of each device in a thread of its own
         for tensor in tensors:
             tensor.collector = self
-
-    def __getstate__(self) -> dict[str, Any]:
-        left_out: dict[str, Any] = {
-            "_lock": None,
-            "current_root": None,
-            "_passes": {},
-            "_dropped": set(),
-            "passes": 0,
-            "paused": False,
-        }
-        return {**self.__dict__, **left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def trained(self) -> int:
@@ -151,47 +125,38 @@ class TrainingStep(Collector):
     # -------------------------------------------------------------------------------- forward
 
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
+        """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
         if self.paused or not torch.is_grad_enabled() or not self.entries.values.requires_grad:
             return [None for _ in tensors]
         root, counts = self.root_anchor(), self.entries.counts
-        all_count = self.policy.growing() or self._may_be_recomputed()
+        # a checkpoint may be recomputed after the budget is spent
+        checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        all_count = self.policy.growing() or (checkpointed and not self.policy.static)
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
-        uses: list[Use | None] = []
-        for tensor in tensors:
-            is_used = all_count or counts[tensor.number] > 0
-            parameter = tensor.owner._parameters.get(tensor.attribute)
-            if is_used and (parameter is None or parameter.shape != tensor.shape):
-                tensor.check_shape()
-            uses.append(Use(self, tensor, root, recomputed=recomputed) if is_used else None)
-        return uses
-
-    def _may_be_recomputed(self) -> bool:
-        """Whether a checkpoint may be recomputed after the budget is spent, so that any tensor counts as used."""
-        return not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]
 
     def root_anchor(self) -> Tensor:
-        """(1,) the root anchor of the flat delta as it is now, an input of every use."""
-        values, root = self.entries.root._parameters[VALUES], self.current_root
-        assert values is not None
-        made_of = values.device, values.dtype, values.requires_grad
-        if root is None or root.values is not values or root.made_of != made_of:
+        """(1,) that of the flat delta as it is now."""
+        values, root = self.entries.values, self.current_root
+        if root is None or not root.serves(values):
             with self._lock:  # one root for the forward passes of all threads
                 root = self.current_root
                 if root is None or not root.serves(values):
                     self.current_root = None  # releases autograd's accumulator of a flat delta that was cast since
-                    root = self.current_root = Root(self.entries.values, self)
+                    root = self.current_root = Root(values, self)
         return root.output
 
     # -------------------------------------------------------------------------------- backward
 
     def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
+        """Begins a use's backward, and with the first one the backward pass; whether its gradient is wanted."""
         with self._lock:
             graph = torch._C._current_graph_task_id()
             current = self._passes.get(graph)
             if current is None:
-                if not is_reached(root):
-                    return False
+                if root.grad_fn is None or not torch._C._will_engine_execute_node(root.grad_fn):
+                    return False  # as a backward pass for the gradient of an input alone
                 current = self._passes[graph] = self.start_pass(graph)
             if self.reached is not None:
                 self.reached.add(tensor)
@@ -199,6 +164,7 @@ class TrainingStep(Collector):
             return self.entries.counts[tensor.number] > 0 or (selector is not None and selector.wants(tensor))
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Takes the gradient of a use that was begun."""
         with self._lock:
             self._passes[torch._C._current_graph_task_id()].hold(tensor, gradient)
 
@@ -214,25 +180,11 @@ class TrainingStep(Collector):
 
     def start_pass(self, graph: int) -> Pass:
         """Begins a backward pass, by autograd's id of it."""
-        self._drop_failed(graph)
-        selector = None if self.selected else self.policy.selector()
-        return self.pass_kind(self.entries.values.detach(), selector, self.entries.count)
-
-    def _drop_failed(self, graph: int) -> None:
-        """Drops the passes of this thread that failed: a thread runs one at a time, so its earlier ones are over."""
-        if graph in self._dropped:
-            raise SparsifyError(OVERLAPPING)
-        thread = threading.get_ident()
-        failed = [key for key, other in self._passes.items() if other.thread == thread]
-        for key in failed:
-            del self._passes[key]
-        self._dropped.update(failed)
+        return self.pass_kind(self.entries.values.detach(), None if self.selected else self.policy.selector())
 
     def finish(self, current: Pass) -> Tensor:
         """Unmasks what a pass has found, and returns its flat gradient."""
         grad, selector = current.grad, current.selector
-        if self.entries.count != current.unmasked:
-            raise SparsifyError(OVERLAPPING)
         if selector is not None:
             winners = selector.winners()
             counts, is_finite = self.agree(winners, selector.finite() & grad.isfinite().all())

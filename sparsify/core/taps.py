@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
-from sparsify.core.module import count_uses, first_order, frozen, masked_tensors
+from sparsify.core.module import count_uses, first_order, masked_tensors
 from sparsify.core.tensor import MaskedTensor, Use
 
 
@@ -81,9 +81,8 @@ def tap_parameters(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # every read makes a tap of its own: checkpointed parts of a graph may not change a module
     taps: dict[str, Any] = {}
-    for attribute, use in count_uses(module).items() if torch.is_grad_enabled() else ():
-        plain = frozen(module, attribute)
-        taps[attribute] = plain if use is None else _Tap.apply(module._parameters.get(attribute), use, use.root)
+    for attribute, (plain, use) in count_uses(module).items() if torch.is_grad_enabled() else ():
+        taps[attribute] = plain if use is None else _Tap.apply(plain, use, use.root)
     forward_pass = next(iter(masked_tensors(module).values())).collector.forward_pass
     parameters: Any = module._parameters  # ReadParameters
     calls = parameters.taps.setdefault(threading.get_ident(), [])

@@ -12,8 +12,7 @@ of its tensors wait for the end of each backward pass: complete all the same, in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -32,40 +31,17 @@ REENTRANT = (
 _NUMBERS = itertools.count()
 
 
-class Collector:
-    """Training as a masked module sees it; the training step is one."""
-
-    entries: Entries  # of all masked tensors
-    compiled: Any = None  # computes the layers while torch.compile traces them
-    recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
-    in_forward = False  # whether the model runs forward now, so that reading a weight is a use of it
-    forward_pass = 0  # number of this thread's current, or last, forward pass of the model
-
-    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
-        """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
-        raise NotImplementedError
-
-    def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
-        """Begins a use's backward, and with the first one the backward pass; whether its gradient is wanted."""
-        raise NotImplementedError
-
-    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Takes the gradient of a use that was begun."""
-        raise NotImplementedError
-
-
 class Use:
     """One use of a tensor in a forward pass, held by its autograd node.
 
     Args:
-        collector: takes the gradient.
         tensor: the parameter that is used.
         root: (1,) the input through which autograd reaches the flat delta, after the last use.
         recomputed: whether checkpointing computes the use again, whose own node only refills the first one's.
     """
 
-    def __init__(self, collector: Collector, tensor: MaskedTensor, root: Tensor, *, recomputed: bool = False) -> None:
-        self.collector, self.tensor, self.root, self._recomputed = collector, tensor, root, recomputed
+    def __init__(self, tensor: MaskedTensor, root: Tensor, recomputed: bool = False) -> None:
+        self.tensor, self.root, self._recomputed = tensor, root, recomputed
         self._number = next(_NUMBERS)
         if not recomputed:
             tensor.waiting.add(self._number)
@@ -76,11 +52,12 @@ class Use:
             raise SparsifyError(REENTRANT.format(name=self.tensor.name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
             self.tensor.waiting.discard(self._number)
-        return self.collector.begin(self.tensor, self.root)
+        wanted: bool = self.tensor.collector.begin(self.tensor, self.root)
+        return wanted
 
     def collect(self, gradient: Gradient) -> None:
         """Hands the gradient over."""
-        self.collector.collect(self.tensor, gradient)
+        self.tensor.collector.collect(self.tensor, gradient)
 
     def __del__(self) -> None:
         self.tensor.waiting.discard(self._number)
@@ -96,7 +73,7 @@ class MaskedTensor:
     name: str  # its first name in the model's ``named_parameters``
     offset: int  # global id of its first entry: the number of entries in the tensors before it
     frozen_row: int | None = None  # a row that is no candidate (an embedding's padding row)
-    collector: Collector = field(default_factory=Collector)  # takes the gradients
+    collector: Any = None  # the TrainingStep (step.py) that takes the gradients
 
     is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
     scheme: ClassVar[str | None] = None  # how the parameter is quantized
@@ -129,7 +106,7 @@ class MaskedTensor:
 
     @property
     def matrix(self) -> Tensor:
-        """The parameter as (rows, cols): the last dimension is kept, a vector is one row."""
+        """(rows, cols): the last dimension is kept, a vector is one row."""
         return as_matrix(self.weight)
 
     @property
@@ -141,31 +118,36 @@ class MaskedTensor:
     # -------------------------------------------------------------------------------- its entries
 
     @property
+    def _entries(self) -> Entries:
+        entries: Entries = self.collector.entries  # of all tensors
+        return entries
+
+    @property
     def count(self) -> int:
         """Number of unmasked entries."""
-        return self.collector.entries.counts[self.number]
+        return self._entries.counts[self.number]
 
     @property
     def slots(self) -> Tensor:
         """(k,) int64: positions of the unmasked entries in the flat delta, which are in order of unmasking."""
-        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
+        return self._entries.of(self.number)[0].to(self.parameter.device)
 
     @property
     def indices(self) -> Tensor:
         """(k,) int64: their flat, row-major positions in the parameter, ascending."""
-        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
+        return self._entries.of(self.number)[1].to(self.parameter.device)
 
     @property
     def base(self) -> Tensor:
         """(k,) their pretrained values, in the weight's dtype."""
-        entries = self.collector.entries
-        return entries.base.index_select(0, entries.of(self.number)[0]).to(self.parameter.device, self.dtype)
+        base, (slots, _) = self._entries.base, self._entries.of(self.number)
+        return base.index_select(0, slots).to(self.parameter.device, self.dtype)
 
     @property
     def delta(self) -> Tensor:
         """(k,) trained minus pretrained value, in the flat delta's dtype."""
-        entries = self.collector.entries
-        return entries.values.detach().index_select(0, entries.of(self.number)[0]).to(self.parameter.device)
+        values: Tensor = self._entries.values.detach()
+        return values.index_select(0, self._entries.of(self.number)[0]).to(self.parameter.device)
 
     @property
     def num_candidates(self) -> int:
@@ -194,8 +176,13 @@ class MaskedTensor:
         """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""
         put(self.parameter.detach(), self.indices, values.to(self.parameter.device, self.dtype))
 
-    def check_shape(self) -> None:
-        """Raises ``SparsifyError`` if the parameter has another shape than at sparsify()."""
+    def check_shape(self, parameter: Tensor | None) -> None:
+        """Raises ``SparsifyError`` if a module's parameter is gone, or has another shape than at sparsify()."""
+        if parameter is None:
+            raise SparsifyError(
+                f"`{self.name}` was taken from its module ({type(self.owner).__name__}) after sparsify(), as by a "
+                "parametrization, weight_norm() or pruning; call these before sparsify()."
+            )
         if self.shape_now != self.shape:
             raise SparsifyError(
                 f"`{self.name}` had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now; "

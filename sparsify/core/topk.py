@@ -9,7 +9,6 @@ whenever it has grown by a share: so selection costs one comparison an entry.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from sparsify.core.importance import Importance
 
-SMALLEST_THRESHOLD = 1e-20  # bounds underflow near a lower one
 BLOCK_ENTRIES = 1 << 18  # compared together: small enough for a cache, large enough for a kernel launch
 CUT_SHARE = 4  # a top-k is cut once it has grown by a quarter: the sooner its threshold rises, the fewer entries join
 SMALLEST_CUT = 1 << 7  # and by so many entries at least: a cut is a dozen small operations
@@ -62,16 +60,10 @@ class TopK:
         self.size = size
         self.threshold = torch.full((), float(threshold), dtype=dtype, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
-        self._ids = torch.empty(0, dtype=torch.int64, device=device)
-        self._scores = torch.empty(0, dtype=dtype, device=device)
-        self._grads = torch.empty(0, dtype=dtype, device=device)
+        none = torch.empty(0, dtype=dtype, device=device)
+        self._best = torch.empty(0, dtype=torch.int64, device=device), none, none  # ids, scores, gradients
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self._num_waiting = 0
-
-    @property
-    def has_threshold(self) -> bool:
-        """Whether the threshold rules entries out, and is far from where numbers underflow."""
-        return float(self.threshold) > SMALLEST_THRESHOLD
 
     def offer(
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
@@ -88,9 +80,10 @@ class TopK:
             ids: (n * cols,) int64, the entries' global ids; ``None`` where they follow from the offset.
         """
         cols = grad.shape[1]
-        for of_weight in self._row_blocks(grad.shape[0], cols):
-            block, first = grad[of_weight], of_weight.start
-            touched = weight[of_weight if rows is None else rows[of_weight]]
+        at_once = max(1, BLOCK_ENTRIES // max(1, cols))
+        for first in range(0, grad.shape[0], at_once):
+            some = slice(first, first + at_once)
+            block, touched = grad[some], weight[some if rows is None else rows[some]]
             size, least = block.abs(), importance.least_gradient(self.threshold.to(grad.device), touched)
             self.finite &= size.amax().isfinite().to(self.finite.device)
             found = (size >= least[:, None]).reshape(-1).nonzero().squeeze(1)
@@ -117,41 +110,30 @@ class TopK:
         device, dtype = self.threshold.device, self.threshold.dtype
         self._waiting.append((ids.to(device), scores.to(device, dtype), grads.to(device, dtype)))
         self._num_waiting += ids.numel()
-        missing = self.size - self._ids.numel()
+        missing = self.size - self._best[0].numel()
         if self._num_waiting >= (missing or max(self.size // CUT_SHARE, SMALLEST_CUT)):
             self.cut()
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id."""
         self.cut()
-        order = best_first(self._ids, self._scores)
-        return Winners(self._ids[order], self._grads[order])
+        ids, scores, grads = self._best
+        order = best_first(ids, scores)
+        return Winners(ids[order], grads[order])
 
     def cut(self) -> None:
         """Takes in the entries that wait and keeps the ``size`` best."""
-        if self._waiting:
-            ids, scores, grads = zip(*self._waiting, strict=True)
-            self._ids = torch.cat([self._ids, *ids])
-            self._scores = torch.cat([self._scores, *scores])
-            self._grads = torch.cat([self._grads, *grads])
-            self._waiting, self._num_waiting = [], 0
-        if self._scores.numel() < self.size:
-            return
-        # kthvalue is not deterministic on a GPU
-        self.threshold = self._scores.topk(self.size, sorted=False).values.amin()
-        above = (self._scores > self.threshold).nonzero().squeeze(1)
-        level = (self._scores == self.threshold).nonzero().squeeze(1)
-        level = level[self._ids[level].argsort()[: self.size - above.numel()]]
-        kept = torch.cat([above, level])
-        self._ids, self._scores, self._grads = self._ids[kept], self._scores[kept], self._grads[kept]
-
-    def _row_blocks(self, rows: int, cols: int) -> Iterator[slice]:
-        """Blocks of a matrix's rows, small ones first where the top-k is not full: any entry joins it then."""
-        entries, first = BLOCK_ENTRIES if self.threshold.isfinite() else 2 * self.size, 0
-        while first < rows:
-            last = first + max(1, min(entries, BLOCK_ENTRIES) // cols)
-            yield slice(first, last)
-            first, entries = last, 4 * entries
+        ids, scores, grads = map(torch.cat, zip(self._best, *self._waiting, strict=True))
+        self._waiting, self._num_waiting = [], 0
+        if scores.numel() >= self.size:
+            # kthvalue is not deterministic on a GPU
+            self.threshold = scores.topk(self.size, sorted=False).values.amin()
+            above = (scores > self.threshold).nonzero().squeeze(1)
+            level = (scores == self.threshold).nonzero().squeeze(1)
+            level = level[ids[level].argsort()[: self.size - above.numel()]]
+            kept = torch.cat([above, level])
+            ids, scores, grads = ids[kept], scores[kept], grads[kept]
+        self._best = ids, scores, grads
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names, check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED
 from sparsify.common.raw_bits import as_bits, digest
-from sparsify.core.devices import put, send
+from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -276,7 +276,7 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if tensor.device == device else send(tensor, device)
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=runs_ahead(device))
 
 
 def own_copy(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
 from sparsify.core.layers import autocast_dtype, linear
-from sparsify.core.module import check_not_exported, frozen, masked_tensors
+from sparsify.core.module import masked_tensors
 from sparsify.masked.tensor import ModelTensor, tensor_of
 
 _SERIALS = itertools.count()
@@ -57,7 +57,7 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
     """Computes ``masked_linear``."""
     tensors: Any = masked_tensors(module)
     kind = "transposed" if transposed else "linear"
-    weight, bias = frozen(module, "weight"), frozen(module, "bias")
+    weight, bias = (_frozen(module, attribute) for attribute in ("weight", "bias"))
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -65,10 +65,16 @@ def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
         return _use(kind, x, weight, bias, tensors.get("weight"), tensors.get("bias"))
 
 
+def _frozen(module: Any, attribute: str) -> Any:
+    """Returns a parameter, detached if it is masked."""
+    parameter = module._parameters.get(attribute)
+    return parameter if attribute not in masked_tensors(module) else parameter.detach()
+
+
 def compiled_embedding(module: Any, ids: Tensor) -> Tensor:
     """Computes a masked embedding."""
     tensor: Any = masked_tensors(module).get("weight")
-    return _use("embedding", ids, frozen(module, "weight"), None, tensor, None)
+    return _use("embedding", ids, _frozen(module, "weight"), None, tensor, None)
 
 
 def compiled_tap(tensor: ModelTensor, parameter: Tensor) -> Tensor:
@@ -101,7 +107,6 @@ def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
     """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
-    check_not_exported()
     tensor_of(handle).collector.compiled.make_root()
     return True
 

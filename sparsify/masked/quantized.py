@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.core.devices import put
-from sparsify.core.layers import MaskedLinear, autocast_dtype, run_linear
-from sparsify.core.module import MaskedModule, count_uses, frozen, masked_tensors
+from sparsify.core.layers import LinearCall, MaskedLinear, autocast_dtype, run_linear
+from sparsify.core.module import MaskedModule, count_uses, masked_tensors
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 
@@ -115,6 +115,6 @@ def _quantized_linear(module: Any, x: Tensor) -> Tensor:
         dtype, output_dtype = module.compute_dtype or x.dtype, x.dtype
     else:
         dtype = output_dtype = autocast_dtype(x) or x.dtype
-    of_weight, of_bias, bias = uses.get("weight"), uses.get("bias"), frozen(module, "bias")
-    y = run_linear(x, None, bias, of_weight, of_bias, dtype, dequantize=tensor.dequantizer())
-    return y.to(output_dtype)
+    bias, of_bias = uses.get("bias") or (module._parameters.get("bias"), None)
+    call = LinearCall(uses["weight"][1], of_bias, dtype, dequantize=tensor.dequantizer())
+    return run_linear(x, None, bias, call).to(output_dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from sparsify.common.quantized import is_quantized, unreadable
 from sparsify.core.install import HOOKS, mark, masked_class
@@ -17,6 +18,8 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.lists import MaskedParameterList
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import note_epsilon
+
+UNTAP = -1  # key of the hook that drops taps; those that torch gives out are not negative
 
 # full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -81,8 +84,17 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
     masked = _masked_class(module, tensors)
     mark(module, tensors, masked)
+    if masked is None:
+        _share_key(module, module.__dict__[HOOKS][1])
     if masked is None and getattr(type(module), "forward", None) is nn.LayerNorm.forward:
         module.__dict__[HOOKS] += (module.register_forward_hook(note_epsilon),)
+
+
+def _share_key(module: nn.Module, untap: RemovableHandle) -> None:
+    """Gives the hook one key in all modules: ``torch.compile`` recompiles a layer for another key."""
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        hooks[UNTAP] = hooks.pop(untap.id)  # type: ignore[assignment]
+    untap.id = UNTAP
 
 
 def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient, as_matrix, padded_unique
+from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix, padded_unique
 from sparsify.core.importance import ROUNDING_SLACK, Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.selection.device_topk import ScoredEntries
-from sparsify.selection.screening import RowBlocks, StreamingSelector, Work
+from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, some_rows
 from sparsify.selection.small import SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
@@ -123,14 +124,14 @@ class DistributedSelector(RanksSelector):
 
     def _offer_whole_mean(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, lengths: Tensor) -> None:
         """Offers all entries but the excluded ones, by the mean of the whole gradient."""
-        if isinstance(gradient, (Product, TiedGradient)):
+        if isinstance(gradient, Product):
             self._work.dense += gradient.numel
         gradient, rows, number = gradient.dense(), None, tensor.matrix_shape[0]
         gradient.clear(excluded)  # an entry whose gradient is zero is never offered
         if gradient.rows is not None and not (lengths == ALL_ROWS).any():
             rows = self._ranks.union(gradient.rows, int(lengths.max()), tensor.numel)
             number, gradient = rows.numel(), DenseGradient(gradient.values, torch.searchsorted(rows, gradient.rows))
-        values = gradient.some_rows(0, number).to(self._topk.threshold.dtype)
+        values = some_rows(gradient, 0, number).to(self._topk.threshold.dtype)
         self._topk.offer(self._importance, tensor.matrix, self._ranks.mean_(values), rows, tensor.offset)
         self._topk.cut()  # a higher threshold means fewer proposals
 
@@ -154,7 +155,7 @@ class ShardedSelector(RanksSelector):
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         lengths, *_ = self._headers(tensor, gradient)
-        if isinstance(gradient, (Product, TiedGradient)) and gradient.numel > MOST_AT_ONCE:
+        if isinstance(gradient, Product) and gradient.numel > MOST_AT_ONCE:
             self._work.dense += gradient.numel
             blocks = RowBlocks(gradient, tensor.indices, self._excluded(tensor))
             self._offer_rows(tensor, tensor.matrix_shape[0], blocks.rows)
@@ -189,7 +190,7 @@ class ShardedSelector(RanksSelector):
             missing = most - gradient.rows.numel()  # filled up by some more of the first row, with zeros
             covered, _ = padded_unique(self._ranks.gather(pad(gradient.rows, (0, missing))).view(-1))
             number, gradient = most * ranks, DenseGradient(gradient.values, torch.searchsorted(covered, gradient.rows))
-        self._offer_rows(tensor, number, gradient.some_rows, covered)
+        self._offer_rows(tensor, number, partial(some_rows, gradient), covered)
 
     def _offer_rows(
         self, tensor: MaskedTensor, number: int, rows_of: Callable[[int, int], Tensor], covered: Tensor | None = None

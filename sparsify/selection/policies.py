@@ -13,9 +13,8 @@ from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
 from sparsify.core.entries import count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.importance import D3, Fisher
-from sparsify.core.policy import IncrementPolicy, Policy
-from sparsify.core.selector import Selector
+from sparsify.core.importance import D3
+from sparsify.core.policy import IncrementPolicy, Policy, Selector
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.selection.device_topk import DeviceTopK
@@ -23,6 +22,7 @@ from sparsify.selection.distributed import DistributedSelector, RanksSelector, S
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.small import BatchingSelector
 from sparsify.selection.static import rank_by_scores
+from sparsify.strategies.importance import Fisher
 from sparsify.strategies.strategy import Increment, Repeat
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.core.gradients import DenseGradient, Gradient, Product, TiedGradient
+from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.importance import Importance
-from sparsify.core.selector import DenseSelector
+from sparsify.core.policy import DenseSelector
 from sparsify.core.tensor import MaskedTensor
 from sparsify.kernels.costs import SCREENED, costs_of
 from sparsify.kernels.norm_bound import size_of, staircase
@@ -24,6 +24,7 @@ from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.small import BatchingSelector, SmallGradients
 
 MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
+SMALLEST_THRESHOLD = 1e-20  # bounds underflow near a lower one
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
 
 
@@ -62,11 +63,6 @@ def sampled(product: Product, indices: Tensor) -> Tensor | None:
 Product.sampler = staticmethod(sampled)
 
 
-def _parts(gradient: Product | TiedGradient) -> tuple[Product, DenseGradient | None]:
-    """The product, and for a tied table the rows that were looked up."""
-    return (gradient, None) if isinstance(gradient, Product) else (gradient.product, gradient.looked_up)
-
-
 class StreamingSelector(DenseSelector, BatchingSelector):
     """Selects the best entries on one rank, screened where that pays.
 
@@ -101,7 +97,7 @@ class StreamingSelector(DenseSelector, BatchingSelector):
         Returns:
             The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
         """
-        if isinstance(gradient, (Product, TiedGradient)):
+        if isinstance(gradient, Product):
             scan = self._scan_blocks if isinstance(self._topk, DeviceTopK) else self.screen
             unmasked = scan(tensor, gradient, excluded)
             if unmasked is not None:
@@ -122,7 +118,7 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             dense.clear(excluded)  # an entry whose gradient is zero is never offered
         return unmasked, dense
 
-    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor) -> Tensor | None:
+    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor | None:
         """Offers the entries of a large product in blocks of rows; ``None`` for a small one."""
         if gradient.numel <= MOST_MULTIPLIED:
             return None
@@ -135,42 +131,35 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             self._topk.offer(self._importance, rows, values, None, tensor.offset + start * cols)
         return blocks.taken
 
-    def screen(self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor) -> Tensor | None:
+    def screen(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor | None:
         """Offers those entries of a product that can reach the top-k's threshold, but the excluded ones (e,).
 
         Returns:
             The gradient of the unmasked entries (k,); ``None`` where the full product cannot be screened or costs less,
             or where not everything might be finite: nothing was offered then.
         """
-        product, looked_up = _parts(gradient)
-        left, right, skipped = product.left, product.right, product.numel
-        most = costs_of(left, right).screening_limit(tensor.count) if self._can_screen(product) else 0
+        left, right = gradient.left, gradient.right
+        most = costs_of(left, right).screening_limit(tensor.count) if self._can_screen(gradient) else 0
         if not most:
             return None
         least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)
-        if looked_up is not None and looked_up.rows is not None:  # these rows are computed
-            least, skipped = least.index_fill(0, looked_up.rows, torch.inf), skipped - looked_up.numel
         steps = staircase(left, right, least, most)
         if steps is None:
             return None
         self._work.screened += size_of(steps)
-        self._work.skipped += skipped - size_of(steps)
-        self._offer_steps(tensor, product, steps, least, excluded)
-        unmasked = sddmm(left, right, tensor.indices)
-        if looked_up is None:
-            return unmasked
-        computed = DenseGradient(left[:, looked_up.rows].t() @ right + looked_up.values, looked_up.rows)
-        self._scan_dense(tensor, computed, excluded)
-        return unmasked + looked_up.take(tensor.indices)
+        self._work.skipped += gradient.numel - size_of(steps)
+        self._offer_steps(tensor, gradient, steps, least, excluded)
+        return sddmm(left, right, tensor.indices)
 
     def _can_screen(self, product: Product) -> bool:
         """Whether a product is on a CPU and large, and the top-k has a threshold to compare with."""
         return (
-            product.left.device.type == "cpu"
+            product.looked_up is None
+            and product.left.device.type == "cpu"
             and product.left.dtype in SCREENED
             and product.numel >= SMALLEST_SCREENED
             and self._importance.monotone
-            and self._topk.has_threshold
+            and float(self._topk.threshold) > SMALLEST_THRESHOLD
         )
 
     def _offer_steps(
@@ -194,6 +183,15 @@ class StreamingSelector(DenseSelector, BatchingSelector):
                 self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
 
 
+def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
+    """Returns some consecutive rows of the weight (stop - start, cols), with zeros where the gradient covers none."""
+    if gradient.rows is None:
+        return gradient.values[start:stop].contiguous()
+    at, last = gradient.rows - start, stop - start - 1
+    values = gradient.values.where(((at >= 0) & (at <= last))[:, None], 0)
+    return values.new_zeros(stop - start, values.shape[1]).index_add_(0, at.clamp(0, last), values)
+
+
 class RowBlocks:
     """A large product, or tied table, of which only some rows are in memory at a time.
 
@@ -203,8 +201,8 @@ class RowBlocks:
         excluded: (e,) int64, flat indices of entries that are set to zero.
     """
 
-    def __init__(self, gradient: Product | TiedGradient, unmasked: Tensor, excluded: Tensor) -> None:
-        self._product, self._looked_up = _parts(gradient)
+    def __init__(self, gradient: Product, unmasked: Tensor, excluded: Tensor) -> None:
+        self._product, self._looked_up = gradient, gradient.looked_up
         self._unmasked, self._excluded = unmasked, excluded
         self._dtype = self._product.left.dtype
         if self._looked_up is not None:
@@ -220,7 +218,7 @@ class RowBlocks:
         values = values.to(self._dtype)
         rows = values[:-1].view(-1, right.shape[1])
         if self._looked_up is not None:
-            rows += self._looked_up.some_rows(start, stop)
+            rows += some_rows(self._looked_up, start, stop)
         first, last = start * right.shape[1], rows.numel()
         unmasked, excluded = (
             places.where((places >= 0) & (places < last), last)

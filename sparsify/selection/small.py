@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsify.core.devices import upload
 from sparsify.core.gradients import DenseGradient, Gradient
-from sparsify.core.selector import Selector
+from sparsify.core.policy import Selector
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
 
@@ -41,8 +41,8 @@ class BatchingSelector(Selector):
 class BatchingPass(Pass):
     """A backward pass that keeps the gradients of small tensors until its end."""
 
-    def __init__(self, values: Tensor, selector: Any, unmasked: int) -> None:
-        super().__init__(values, selector, unmasked)
+    def __init__(self, values: Tensor, selector: Any) -> None:
+        super().__init__(values, selector)
         self._small: dict[torch.device, SmallGradients] = {}
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import plain_name
-from sparsify.core.importance import Fisher, Importance
+from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
-from sparsify.strategies.importance import SNIP, Custom
+from sparsify.strategies.importance import SNIP, Custom, Fisher
 from sparsify.strategies.presets import Prune
 from sparsify.strategies.strategy import Strategy
 

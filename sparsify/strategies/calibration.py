@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from sparsify.core.importance import Fisher, Importance
+from sparsify.core.importance import Importance
 from sparsify.errors import SparsifyError
+from sparsify.strategies.importance import Fisher
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Calibration = Iterable[Any] | Callable[[nn.Module], object]

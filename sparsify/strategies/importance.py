@@ -1,4 +1,4 @@
-"""Importances beyond the core's: of the weights alone, connection sensitivity, and a user's own function."""
+"""Importances beyond the core's: of the weights alone, Fisher information, SNIP, and a user's own function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.core.importance import D3, Fisher, Importance, row_maximum, with_slack, zero_for_nan
+from sparsify.core.importance import D3, Importance, row_maximum, with_slack, zero_for_nan
 from sparsify.errors import SparsifyError
 
 
@@ -62,6 +62,36 @@ class Bias(Importance):
 
     def covers(self, parameter_name: str) -> bool:
         return parameter_name.rsplit(".", 1)[-1] == "bias"
+
+
+@dataclass(frozen=True)
+class Fisher(Importance):
+    """The diagonal of the empirical Fisher information: grad^2, summed over single examples (Sung et al. 2021).
+
+    With :class:`sparsify.Static` the sum is over calibration examples at their true labels, before training. Any other
+    selection squares the gradient of each step's batch.
+
+    Args:
+        num_samples: calibration examples, at least 1.
+
+    Example:
+        >>> Fisher().score(torch.tensor([0.0, 1.0]), torch.tensor([-3.0, 4.0]))
+        tensor([ 9., 16.])
+    """
+
+    num_samples: int = 1024
+    name = "fisher"
+    monotone = True
+
+    def __post_init__(self) -> None:
+        if type(self.num_samples) is not int or self.num_samples < 1:
+            raise SparsifyError(f"Fisher got num_samples={self.num_samples!r}; expected an int of at least 1.")
+
+    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
+        return grad.square()
+
+    def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
+        return with_slack(threshold).sqrt().expand(weight.shape[0])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The presets, and the selections beyond the core's: pruning, and a given set of entries."""
+"""Presets of strategies and schedules, and the selections beyond the core's: pruning, and a given set of entries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsify.core.importance import D3, Fisher, Importance
+from sparsify.core.importance import D3, Importance
+from sparsify.core.schedule import SHAPES, Schedule
 from sparsify.errors import SparsifyError, did_you_mean
-from sparsify.strategies.importance import SNIP, Bias, Magnitude, Random
+from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random
 from sparsify.strategies.strategy import SELECTIONS, Increment, Repeat, Selection, Static, Strategy
 
 
@@ -71,6 +72,8 @@ def _not_stored(**settings: Any) -> Given:
 
 SELECTIONS.update(prune=Prune, given=_not_stored)
 
+SCHEDULES = {"early": Schedule(until=0.2), **{shape: Schedule(shape) for shape in SHAPES}}
+
 PRESETS: dict[str, Strategy] = {
     "id3": Strategy(D3(exp=2, eps=1), Increment()),
     "d3-repeat": Strategy(D3(exp=2, eps=1), Repeat()),
@@ -94,4 +97,16 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
     raise SparsifyError(
         f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, a Strategy(importance=..., "
         f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, names)}"
+    )
+
+
+def resolve_schedule(schedule: str | Schedule) -> Schedule:
+    """Returns the schedule itself, or the one of this name."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return SCHEDULES[schedule]
+    raise SparsifyError(
+        f"schedule={schedule!r}; expected a name ({', '.join(SCHEDULES)}) or a Schedule."
+        f"{did_you_mean(schedule, SCHEDULES)}"
     )

@@ -25,6 +25,21 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.small import is_small
 
+NOT_EXPORTED = (
+    "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export): it trains by "
+    "autograd functions of its own. Export the plain model, with the trained weights in place: desparsify(model)."
+)
+
+
+def check_not_exported() -> None:
+    """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # it would wrap the error in one of its own
+    # the public is_exporting() is true under torch.compile in older versions of torch
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
+        raise SparsifyError(NOT_EXPORTED)
+
 
 class CompiledGraphs:
     """The graphs of a training step's model, whose operators (masked/compiled.py) call this.
@@ -102,6 +117,7 @@ class CompiledGraphs:
 
     def make_root(self) -> None:
         """Makes a root anchor of the flat delta as it is now, unless there is one."""
+        check_not_exported()
         self._step.root_anchor()
 
     def refresh(self) -> None:
@@ -110,10 +126,10 @@ class CompiledGraphs:
 
     def count_use(self, tensor: ModelTensor) -> None:
         """Counts a use as its graph runs forward; one that runs again inside a backward pass is checkpointing's."""
-        tensor.check_shape()
+        tensor.check_shape(tensor.parameter)
         graph = torch._C._current_graph_task_id()
         if graph == -1:
-            self._uses[tensor].append(Use(self._step, tensor, self._step.root_anchor()))
+            self._uses[tensor].append(Use(tensor, self._step.root_anchor()))
         else:
             self._recomputed[tensor] = graph
 

@@ -22,7 +22,7 @@ from sparsify.common.names import listed
 from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
-from sparsify.core.entries import SparseValues, count_by_tensor
+from sparsify.core.entries import count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.optimizer import listen
 from sparsify.core.policy import Policy
@@ -37,7 +37,7 @@ from sparsify.selection.policies import POLICIES, SelectorFactory
 from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training.compiled import CompiledGraphs
-from sparsify.training.entries import ModelEntries
+from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.optimizer_steps import (
     forget_uncounted_steps,
     has_uncounted_step,
@@ -50,6 +50,11 @@ from sparsify.training.rank_checks import check_agreement, check_ranks_alike, co
 from sparsify.training.sharding import read_base
 from sparsify.training.weights import EffectiveWeights
 
+OVERLAPPING = (
+    "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
+    "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
+    "passes one after the other (with a lock around backward()); forward passes may overlap."
+)
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
 _NOTHING = nullcontext()
 
@@ -89,6 +94,7 @@ class Engine(TrainingStep):
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.weights, self.streams = EffectiveWeights(self, plan.tensors), Streams()
         self.compiled = CompiledGraphs(self, self.refresh)
+        self._begun: dict[int, tuple[int, int]] = {}  # of backward passes: thread, and number of entries unmasked then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
@@ -99,11 +105,11 @@ class Engine(TrainingStep):
         self.loading: tuple[set[ModelTensor], str, set[str] | None] = (set(), "", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_forward": None}
+        open_now: dict[str, Any] = {"_passes": {}, "_begun": {}, "passes": 0, "paused": False}
+        return {**self.__dict__, **open_now, "_lock": None, "_forward": None, "current_root": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forward = _Forward()  # a copy of the model is in none
+        self.__dict__.update(state, _lock=threading.RLock(), _forward=_Forward())
         listen(self)
 
     def start(self, selected: Tensor) -> None:
@@ -202,8 +208,15 @@ class Engine(TrainingStep):
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
             self.compare_ranks()  # in the second step, too: then it shows whether gradients are averaged
             self._compared.add(self.step)
+        if graph in self._begun:
+            raise SparsifyError(OVERLAPPING)
+        thread = threading.get_ident()
+        for other in [each for each in self._passes if self._begun[each][0] == thread]:
+            del self._passes[other]  # it failed: a thread runs one pass at a time
         with self.streams.joined(self.values.device):
-            return super().start_pass(graph)
+            current = super().start_pass(graph)
+        self._begun[graph] = thread, self.unmasked
+        return current
 
     def compare_ranks(self) -> None:
         """Raises ``SparsifyError`` on all ranks when they differ."""
@@ -247,6 +260,8 @@ class Engine(TrainingStep):
         return sizes, bool(is_finite)
 
     def finish(self, current: Pass) -> Tensor:
+        if self._begun.pop(torch._C._current_graph_task_id())[1] != self.unmasked:
+            raise SparsifyError(OVERLAPPING)
         if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
             self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
         grad = super().finish(current)

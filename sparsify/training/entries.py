@@ -1,4 +1,8 @@
-"""The entries of a model that others write to: state dicts, averages, moves to another device."""
+"""The entries of a model that others write to: state dicts, averages, casts, moves to another device.
+
+``sparse_position`` (4,) int64 is state too: optimizer steps done, entries updated by them, number of entries, and a
+checksum of their ids.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.core.entries import BASE, BUFFERS, IDS, POSITION, Entries, checksum
+from sparsify.core.devices import upload
+from sparsify.core.entries import BASE, IDS, VALUES, Entries, count_by_tensor
+
+POSITION = "sparse_position"
+BUFFERS = (IDS, BASE, POSITION)
+
+
+class SparseValues(nn.Parameter):
+    """The flat delta; it stays in float32 when its model is cast to a shorter type, where most steps would be lost."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype in (None, torch.float16, torch.bfloat16):
+            dtype = self.dtype
+        return super().to(device=device or self.device, dtype=dtype, non_blocking=non_blocking)
+
+    def half(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    bfloat16 = half
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SparseValues, (self.data, self.requires_grad)
 
 
 class ModelEntries(Entries):
@@ -25,7 +51,29 @@ class ModelEntries(Entries):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy's buffers count their writes from 0
-        return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen], "_view": None}
+        return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen], "_split": None}
+
+    def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:
+        super().register(capacity, dtype, base_dtype, device)
+        self.root.register_buffer(POSITION, torch.zeros(4, dtype=torch.int64, device=device))
+        self.remember()
+
+    def remove(self) -> None:
+        super().remove()
+        del self.root._buffers[POSITION]
+
+    @property
+    def values(self) -> SparseValues:
+        values: Any = self.root._parameters[VALUES]
+        if type(values) is nn.Parameter:  # new, or from ``load_state_dict(assign=True)``
+            values.__class__ = SparseValues
+        return values
+
+    def buffer(self, name: str) -> Tensor:
+        """One of the buffers, at its full length."""
+        buffer = self.root._buffers[name]
+        assert buffer is not None
+        return buffer
 
     @property
     def nbytes(self) -> int:
@@ -37,15 +85,22 @@ class ModelEntries(Entries):
         self._seen = [(name, buffers[name], buffers[name]._version) for name in BUFFERS]
 
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
+        added = torch.stack([torch.full_like(ids[:1].sum(), ids.numel()), checksum(ids, self.count)])
         super().append(ids, base, counts)
+        self.buffer(POSITION)[2:].add_(added)
         self.remember()
 
     def stepped(self, updates: int) -> None:
         super().stepped(updates)
+        position = self.buffer(POSITION)[:2]
+        position.copy_(upload([self.step, self.updates], position.device))
         self.remember()
 
     def read(self) -> None:
-        super().read()
+        """Reads the buffers again, after they were replaced."""
+        self.step, self.updates, self.count, _ = self.buffer(POSITION).tolist()
+        self.counts = count_by_tensor(self.ids, self.ends).tolist()
+        self._sort()
         self.generation += 1
         self.remember()
 
@@ -103,3 +158,12 @@ class ModelEntries(Entries):
         if bool((ids[1:] == ids[:-1]).any()):
             return "the entries hold the same one twice; the state dict is damaged, load another one."
         return None
+
+
+def checksum(ids: Tensor, first: int) -> Tensor:
+    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that of the slots before.
+
+    Not linear, so that an average of entries does not have the average of their checksums.
+    """
+    slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
+    return (ids * ids * slots).sum()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import check_unsharded
-from sparsify.core.entries import BUFFERS, VALUES
+from sparsify.core.entries import VALUES
 from sparsify.core.install import frozen_row
 from sparsify.core.module import masked_tensors
 from sparsify.core.schedule import Schedule
@@ -22,6 +22,7 @@ from sparsify.masked.swap import check_maskable
 from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Strategy
 from sparsify.strategies.targets import Candidate, Targets, check_own_memory
+from sparsify.training.entries import BUFFERS
 
 SETTINGS = "sparse_settings"
 STATE = (VALUES, *BUFFERS, SETTINGS)  # what the root's state dict has in addition to the model's own
@@ -50,9 +51,9 @@ def mask_candidates(targets: Targets) -> tuple[ModelTensor, ...]:
     tensors: list[ModelTensor] = []
     offset = 0
     for number, candidate in enumerate(targets.candidates):
-        _, owner, attribute = candidate.owners[0]
+        (owner, attribute), *_ = owners = [owner[1:] for owner in candidate.owners]
         kind = QuantizedTensor if is_quantized(candidate.parameter) else ModelTensor
-        tensors.append(kind(number, owner, attribute, candidate.name, offset, _frozen_row(candidate)))
+        tensors.append(kind(number, owner, attribute, candidate.name, offset, frozen_row(owners)))
         offset += tensors[-1].numel
     return tuple(tensors)
 
@@ -98,8 +99,3 @@ def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> Non
             path = name.split(".")
             around = [modules.get(".".join(path[:end])) for end in range(len(path))]
             check_maskable(name, module, attribute, [each for each in around if each is not None])
-
-
-def _frozen_row(candidate: Candidate) -> int | None:
-    rows = (frozen_row(module) for _, module, attribute in candidate.owners if attribute == "weight")
-    return next((row for row in rows if row is not None), None)

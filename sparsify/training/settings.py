@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import digest
-from sparsify.core.entries import VALUES, SparseValues
+from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
@@ -23,6 +23,7 @@ from sparsify.strategies.importance import Random
 from sparsify.strategies.presets import Given
 from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.engine import Engine
+from sparsify.training.entries import SparseValues
 from sparsify.training.optimizer_steps import holds
 from sparsify.training.plan import SETTINGS
 

@@ -13,8 +13,8 @@ from torch.optim import SGD, AdamW
 from twins import Twins, sgd
 
 from sparsify import get_engine, register_importance, sparsify, summary
-from sparsify.core.importance import D3, Fisher
-from sparsify.strategies.importance import Bias, Magnitude, Random
+from sparsify.core.importance import D3
+from sparsify.strategies.importance import Bias, Fisher, Magnitude, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
 
 STEPS, BUDGET, SMALL = 10, 61, 12

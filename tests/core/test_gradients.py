@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sparsify.core.gradients import DenseGradient, Product, TiedGradient, row_gradient, sum_rows
+from sparsify.core.gradients import DenseGradient, Product, row_gradient, sum_rows
 from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.selection.screening import RowBlocks
 
@@ -24,11 +24,18 @@ def of_rows(rows=None, **options):
     return DenseGradient(torch.randn(size, COLS).double(), rows, **options)
 
 
+def tied(rows):
+    """That of a table that some rows were looked up in."""
+    factors = product(4)
+    return Product(factors.left, factors.right, of_rows(rows))
+
+
 def sum_of(*gradients):
     """The sum (ROWS, COLS) of gradients that are left as they are."""
     total = torch.zeros(ROWS, COLS, dtype=torch.float64)
     for gradient in (gradient.dense() for gradient in gradients):
-        total[slice(None) if gradient.rows is None else gradient.rows] += gradient.values
+        rows = torch.arange(ROWS) if gradient.rows is None else gradient.rows
+        total.index_add_(0, rows, gradient.values.double())
     return total
 
 
@@ -58,7 +65,7 @@ def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
     assert torch.equal(sum_of(total), expected)
     assert (total.rows is None) == (first is None or second is None)
     if total.rows is not None:
-        assert total.rows.tolist() == sorted({*first, *second})
+        assert set(total.rows.tolist()) == {*first, *second}
     for (values, before), own in zip(shared, owned, strict=True):
         assert own or torch.equal(values, before)
 
@@ -66,8 +73,8 @@ def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
 @settings(max_examples=50)
 @given(rows=row_sets, indices=index_sets, excluded=index_sets, at_once=st.integers(1, ROWS + 1))
 def test_a_large_product_or_tied_table_is_multiplied_out_some_rows_at_a_time(rows, indices, excluded, at_once):
-    gradient = product(3) if rows is None else TiedGradient(product(3), of_rows(rows))
-    expected = gradient.product.dense().values.clone() if rows else gradient.dense().values.clone()
+    gradient = product(3) if rows is None else tied(rows)
+    expected = gradient.left.t() @ gradient.right
     if rows:
         expected[rows] += gradient.looked_up.values
     blocks = RowBlocks(gradient, indices, excluded)
@@ -109,16 +116,8 @@ def test_any_memory_layout_can_be_cleared_and_added_to(values, owned):
     assert torch.equal(values, before)
 
 
-@pytest.fixture(params=["numbers of rows known", "padded"])
-def padded(request, monkeypatch):
-    """Whether sums of rows are padded, as on a GPU."""
-    monkeypatch.setattr("sparsify.core.gradients.runs_ahead", lambda device: request.param == "padded")
-    return request.param == "padded"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monkeypatch):
-    monkeypatch.setattr("sparsify.core.gradients.CAST_ENTRIES", 100)
+def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype):
     rows, values = torch.arange(5000) % 2, torch.ones(5000, COLS, dtype=dtype)
     gradient = sum_rows(rows, values)
     assert gradient.take(EVERY[: 2 * COLS]).tolist() == [2500] * 2 * COLS
@@ -127,20 +126,20 @@ def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype, padded, monk
 
 
 @pytest.mark.parametrize("number", [ROWS - 1, ROWS, 50])
-def test_of_as_many_ids_as_rows_a_gpu_gets_the_gradient_of_the_whole_table(number, padded):
+def test_as_many_ids_as_rows_have_the_gradient_of_the_whole_table(number):
     ids, grad = torch.arange(number).view(1, -1) % 3, torch.ones(1, number, COLS, dtype=torch.bfloat16)
     gradient = row_gradient(ids, grad, ROWS)
-    assert (gradient.rows is None) == (padded and number >= ROWS)
+    assert (gradient.rows is None) == (number >= ROWS)
     expected = torch.zeros(ROWS, COLS).index_add_(0, ids[0], grad[0].float())
     assert gradient.take(EVERY).view(ROWS, COLS).tolist() == expected.tolist()
     assert gradient.add(row_gradient(ids, grad, ROWS)).take(EVERY).tolist() == (2 * expected).flatten().tolist()
 
 
 @pytest.mark.parametrize("rows", [[3], [1, 1], [4, 0, 4, 2, 4, 0], [2, 2, 1, 2]], ids=str)
-def test_rows_are_summed_with_and_without_the_number_of_those_that_differ(rows, padded):
+def test_rows_are_summed_and_filled_up_by_the_last_one(rows):
     values = torch.randn(len(rows), COLS).double()
     total = sum_rows(torch.tensor(rows), values)
-    assert total.rows.tolist() == sorted(set(rows)) + [max(rows)] * (len(rows) - len(set(rows))) * padded
+    assert total.rows.tolist() == sorted(set(rows)) + [max(rows)] * (len(rows) - len(set(rows)))
     expected = torch.zeros(ROWS, COLS).double().index_add_(0, torch.tensor(rows), values)
     torch.testing.assert_close(total.take(EVERY).view(ROWS, COLS), expected)
     total.clear(EVERY[::2])
@@ -181,22 +180,22 @@ def test_what_is_held_stays_when_the_memory_of_its_factors_is_used_again():
 
 def test_a_product_and_rows_are_kept_apart_and_are_their_sum():
     parts = product(4), of_rows([1, 4, 11])
-    expected, tied = sum_of(*parts), parts[0].held().add(parts[1])
-    assert isinstance(tied, TiedGradient)
-    assert tied.numel == ROWS * COLS
-    torch.testing.assert_close(tied.take(EVERY), expected.flatten())
-    torch.testing.assert_close(tied.dense().values, expected)
+    expected, both = sum_of(*parts), parts[0].held().add(parts[1])
+    assert isinstance(both, Product)
+    assert both.numel == ROWS * COLS
+    torch.testing.assert_close(both.take(EVERY), expected.flatten())
+    torch.testing.assert_close(both.dense().values, expected)
 
 
 @pytest.mark.parametrize(
     "other",
-    [lambda: of_rows([0, 4]), lambda: product(4), of_rows, lambda: TiedGradient(product(4), of_rows([0, 4]))],
+    [lambda: of_rows([0, 4]), lambda: product(4), of_rows, lambda: tied([0, 4])],
     ids=["rows", "product", "dense", "tied"],
 )
 def test_whatever_else_a_table_is_used_for_adds_up(other):
-    tied, other = TiedGradient(product(4), of_rows([1, 4, 11])), other()
-    expected = sum_of(tied, other)
-    torch.testing.assert_close(tied.add(other).dense().values, expected)
+    first, other = tied([1, 4, 11]), other()
+    expected = sum_of(first, other)
+    torch.testing.assert_close(first.add(other).dense().values, expected)
 
 
 def test_rows_are_alone_where_no_token_reached_the_output_layer():

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sparsify.core.importance import D3, Fisher
+from sparsify.core.importance import D3
 from sparsify.errors import SparsifyError
-from sparsify.strategies.importance import IMPORTANCES, SNIP, Bias, register_importance
+from sparsify.strategies.importance import IMPORTANCES, SNIP, Bias, Fisher, register_importance
 
 EXPONENTS = [-2, -1, 0, 1, 2]
 ROWS, COLS = 2, 3

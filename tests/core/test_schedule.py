@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparsify.core.schedule import SHAPES, Schedule, resolve_schedule
+from sparsify.core.schedule import SHAPES, Schedule
 from sparsify.errors import SparsifyError
+from sparsify.strategies.presets import resolve_schedule
 
 schedules = st.builds(
     Schedule,

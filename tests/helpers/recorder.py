@@ -7,13 +7,13 @@ from torch import nn
 from sparsify import D3, Increment, Strategy, get_engine, sparsify
 from sparsify.core.entries import Entries
 from sparsify.core.install import frozen_row
-from sparsify.core.tensor import Collector, Use
+from sparsify.core.tensor import Use
 from sparsify.masked.recompute import recomputable
 from sparsify.masked.swap import swap
 from sparsify.masked.tensor import ModelTensor
 
 
-class Recorder(Collector):
+class Recorder:
     """Collects every gradient; ``gradients`` has those of each parameter, in order of arrival."""
 
     recompute = staticmethod(recomputable)
@@ -26,7 +26,7 @@ class Recorder(Collector):
 
     def uses(self, tensors):
         root, listening = torch.zeros((), requires_grad=True), self.listening and torch.is_grad_enabled()
-        return [Use(self, tensor, root) if listening else None for tensor in tensors]
+        return [Use(tensor, root) if listening else None for tensor in tensors]
 
     def begin(self, tensor, root):
         self.begun.append(tensor.name)
@@ -39,8 +39,8 @@ class Recorder(Collector):
         """The sum of the gradients of a tensor, in its own shape."""
         total = torch.zeros_like(tensor.matrix)
         for gradient in [gradient.dense() for gradient in self.gradients[tensor.name]]:
-            rows = slice(None) if gradient.rows is None else gradient.rows
-            total[rows] += gradient.values.to(total.dtype)
+            rows = torch.arange(len(total)) if gradient.rows is None else gradient.rows
+            total.index_add_(0, rows, gradient.values.to(total.dtype))
         return total.view(tensor.parameter.shape)
 
 
@@ -51,7 +51,8 @@ def mask(module, *attributes):
         parameter.requires_grad_(False)
     tensors, offset = {}, 0
     for attribute in attributes or named:
-        tensors[attribute] = ModelTensor(len(tensors), module, attribute, attribute, offset, frozen_row(module))
+        row = frozen_row([(module, attribute)])
+        tensors[attribute] = ModelTensor(len(tensors), module, attribute, attribute, offset, row)
         offset += tensors[attribute].numel
     recorder = Recorder([tensor.numel for tensor in tensors.values()])
     for tensor in tensors.values():

@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, base_weights, register_importance, sparsify
 from sparsify.common.ranks import Ranks
-from sparsify.core.importance import D3, Fisher
-from sparsify.strategies.importance import SNIP, Magnitude
+from sparsify.core.importance import D3
+from sparsify.strategies.importance import SNIP, Fisher, Magnitude
 from sparsify.strategies.presets import Prune
 from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 

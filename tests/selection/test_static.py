@@ -12,9 +12,9 @@ from twins import Twins, masks_of
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.adapters import add_adapters
-from sparsify.core.importance import D3, Fisher
+from sparsify.core.importance import D3
 from sparsify.strategies.budget import share_out
-from sparsify.strategies.importance import SNIP, Bias, Magnitude, Random, register_importance
+from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.presets import Prune
 from sparsify.strategies.strategy import ALLOCATIONS, Increment, Static, Strategy
 

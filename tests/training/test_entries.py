@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsify import SparsifyError, sparsify
-from sparsify.core.entries import BUFFERS, count_by_tensor
+from sparsify.core.entries import count_by_tensor
+from sparsify.training.entries import BUFFERS
 from sparsify.training.entries import ModelEntries as Entries
 
 SIZES, CAPACITY = [5, 7, 1, 6], 12
