@@ -28,19 +28,13 @@ class Entries:
     Args:
         root: the model; what it has in addition after :meth:`register` is all state.
         sizes: number of entries of each masked tensor, by number.
-
-    Attributes:
-        step: optimizer steps done.
-        updates: entries updated by them.
-        count: number of unmasked entries.
-        counts: the same of each tensor.
     """
 
     def __init__(self, root: nn.Module, sizes: Sequence[int]) -> None:
         self.root, self.ends = root, list(accumulate(sizes))
         self.offsets = [end - size for end, size in zip(self.ends, sizes, strict=True)]
-        self.step = self.updates = self.count = 0
-        self.counts = [0] * len(self.ends)
+        self.step = self.updates = 0  # optimizer steps done, and entries updated by them
+        self.count, self.counts = 0, [0] * len(self.ends)  # of unmasked entries, in all and of each tensor
         self._split: list[tuple[Tensor, ...]] | None = None
 
     def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:

@@ -19,17 +19,10 @@ LARGEST_HELD = 4  # factors are held for another use of their weight while they 
 
 
 class Gradient(ABC):
-    """The gradient (rows, cols) of one weight.
+    """The gradient (rows, cols) of one weight."""
 
-    Attributes:
-        rows: (n,) int64, ascending: the weight's rows that it covers, ``None`` for all of them in order. The last row
-            may be repeated, with values of zero.
-        numel: number of entries that may have a gradient.
-        device: of its tensors.
-    """
-
-    rows: Tensor | None = None
-    numel: int
+    rows: Tensor | None = None  # (n,) int64, ascending: the rows it covers; the last may be repeated, with zeros
+    numel: int  # number of entries that may have a gradient
     device: torch.device
 
     @abstractmethod

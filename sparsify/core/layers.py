@@ -45,8 +45,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         weight, use = count_uses(self)["weight"]
         if use is None:
             return F.embedding(input, weight, self.padding_idx)
-        rows: Tensor = _Embedding.apply(input, weight, use, use.root)
-        return rows
+        return _Embedding.apply(input, weight, use, use.root)
 
 
 def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
@@ -81,8 +80,7 @@ def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
     if use is not None and use.tensor.collector.recompute is not None:
         call = call._replace(recompute=use.tensor.collector.recompute(x))
     with without_autocast(x.device):
-        y: Tensor = _Linear.apply(x, weight, bias, call, None if use is None else use.root)
-    return y
+        return _Linear.apply(x, weight, bias, call, None if use is None else use.root)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -23,8 +23,7 @@ NOT_TWICE = (
 
 def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     """Returns a module's masked tensors by the parameter's attribute name; none for a plain module."""
-    tensors: dict[str, MaskedTensor] = module.__dict__.get(TENSORS, {})
-    return tensors
+    return module.__dict__.get(TENSORS, {})
 
 
 def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:

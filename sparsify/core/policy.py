@@ -73,11 +73,8 @@ class Policy:
     """static-S, and what it has in common with the other policies.
 
     Args:
-        importance: scores the entries.
-        schedule: how the unmasked set grows.
-        tensors: by ascending offset.
-        entries: the unmasked set.
-        budget: entries to unmask in all.
+        importance, schedule: score the entries, and say how the unmasked set grows to the ``budget``.
+        tensors, entries: all of them, by ascending offset, and the unmasked set.
         steps: optimizer steps planned; ``None`` where the number is not known.
         select: makes the selector of a step, of a policy and a number of entries.
 

@@ -126,12 +126,12 @@ class TrainingStep:
 
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
         """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
-        if self.paused or not torch.is_grad_enabled() or not self.entries.values.requires_grad:
+        root = self.root_anchor()
+        if self.paused or not torch.is_grad_enabled() or not root.requires_grad:
             return [None for _ in tensors]
-        root, counts = self.root_anchor(), self.entries.counts
         # a checkpoint may be recomputed after the budget is spent
         checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        all_count = self.policy.growing() or (checkpointed and not self.policy.static)
+        all_count, counts = self.policy.growing() or (checkpointed and not self.policy.static), self.entries.counts
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
         return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.devices import put
-from sparsify.core.entries import Entries
 from sparsify.core.gradients import Gradient, as_matrix
 from sparsify.errors import SparsifyError
 
@@ -34,10 +33,8 @@ _NUMBERS = itertools.count()
 class Use:
     """One use of a tensor in a forward pass, held by its autograd node.
 
-    Args:
-        tensor: the parameter that is used.
-        root: (1,) the input through which autograd reaches the flat delta, after the last use.
-        recomputed: whether checkpointing computes the use again, whose own node only refills the first one's.
+    ``root`` (1,) is the node's input through which autograd reaches the flat delta, after the last use. Where
+    checkpointing computes the use again (``recomputed``), its own node only refills the first one's.
     """
 
     def __init__(self, tensor: MaskedTensor, root: Tensor, recomputed: bool = False) -> None:
@@ -52,8 +49,7 @@ class Use:
             raise SparsifyError(REENTRANT.format(name=self.tensor.name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
             self.tensor.waiting.discard(self._number)
-        wanted: bool = self.tensor.collector.begin(self.tensor, self.root)
-        return wanted
+        return self.tensor.collector.begin(self.tensor, self.root)
 
     def collect(self, gradient: Gradient) -> None:
         """Hands the gradient over."""
@@ -111,43 +107,37 @@ class MaskedTensor:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of :attr:`matrix`, without reading it."""
         cols = self.shape[-1] if self.shape else 1
         return self.numel // max(1, cols), cols
 
     # -------------------------------------------------------------------------------- its entries
 
     @property
-    def _entries(self) -> Entries:
-        entries: Entries = self.collector.entries  # of all tensors
-        return entries
-
-    @property
     def count(self) -> int:
         """Number of unmasked entries."""
-        return self._entries.counts[self.number]
+        return self.collector.entries.counts[self.number]
 
     @property
     def slots(self) -> Tensor:
         """(k,) int64: positions of the unmasked entries in the flat delta, which are in order of unmasking."""
-        return self._entries.of(self.number)[0].to(self.parameter.device)
+        return self.collector.entries.of(self.number)[0].to(self.parameter.device)
 
     @property
     def indices(self) -> Tensor:
         """(k,) int64: their flat, row-major positions in the parameter, ascending."""
-        return self._entries.of(self.number)[1].to(self.parameter.device)
+        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
 
     @property
     def base(self) -> Tensor:
         """(k,) their pretrained values, in the weight's dtype."""
-        base, (slots, _) = self._entries.base, self._entries.of(self.number)
-        return base.index_select(0, slots).to(self.parameter.device, self.dtype)
+        entries = self.collector.entries
+        return entries.base.index_select(0, entries.of(self.number)[0]).to(self.parameter.device, self.dtype)
 
     @property
     def delta(self) -> Tensor:
         """(k,) trained minus pretrained value, in the flat delta's dtype."""
-        values: Tensor = self._entries.values.detach()
-        return values.index_select(0, self._entries.of(self.number)[0]).to(self.parameter.device)
+        entries = self.collector.entries
+        return entries.values.detach().index_select(0, entries.of(self.number)[0]).to(self.parameter.device)
 
     @property
     def num_candidates(self) -> int:

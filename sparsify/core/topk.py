@@ -1,10 +1,7 @@
 """A streaming top-k over all tensors, which arrive one at a time: exact, and in O(k) memory.
 
-In: the tensors' gradients, or blocks of scores. Out: the best k entries by their global ids (the tensor's offset plus
-the flat index), ordered by score, then id: the order of the dense selection, whatever order the tensors came in.
-
-The top-k holds the best entries so far and a threshold, the score that an entry has to reach to join. It is cut back
-whenever it has grown by a share: so selection costs one comparison an entry.
+It holds the best entries so far and a threshold, the score that an entry has to reach to join: selection costs one
+comparison an entry. The winners are ordered by score, then id, whatever order the tensors came in.
 """
 
 from __future__ import annotations
@@ -74,8 +71,7 @@ class TopK:
         Args:
             importance: scores those that can reach the threshold.
             weight: (n_rows, cols), the whole tensor.
-            grad: (n, cols), the gradient of all rows, or some.
-            rows: (n,) int64, the weight's rows that ``grad`` has; ``None`` for all of them in order.
+            grad: (n, cols), of the weight's ``rows`` (n,); ``None`` for all of them in order.
             offset: global id of the tensor's first entry.
             ids: (n * cols,) int64, the entries' global ids; ``None`` where they follow from the offset.
         """
