@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import descend
 from oracle import unmasked_sets
-from products import FREE
 from recorder import mask, unmask
 from torch import nn
 from twins import Twins, sgd
@@ -18,6 +17,7 @@ from twins import Twins, sgd
 from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_engine, sparsify, summary
 from sparsify.core.gradients import DenseGradient, Product, TiedGradient
 from sparsify.core.topk import TopK
+from sparsify.kernels import norm_bound
 from sparsify.selection import screening
 from sparsify.selection.screening import StreamingSelector, Work
 
@@ -104,11 +104,14 @@ def test_a_product_in_a_short_type_is_screened_by_a_full_topk():
 
 
 @pytest.mark.parametrize(
-    ("dear", "unmasked", "is_screened"),
-    [({}, 0, True), ({"norms": 1.1}, 0, False), ({"entry": 1 / 20}, 15, True), ({"entry": 1 / 14}, 15, False)],
+    ("norms", "entry", "unmasked", "is_screened"),
+    [(0, 0, 0, True), (22, 0, 0, False), (0, ROWS * COLS / 20, 15, True), (0, ROWS * COLS / 14, 15, False)],
 )
-def test_nothing_is_screened_where_that_costs_more_than_the_full_product(monkeypatch, dear, unmasked, is_screened):
-    monkeypatch.setattr(screening, "costs_of", lambda *_: FREE._replace(**dear))
+def test_nothing_is_screened_where_that_costs_more_than_the_full_product(
+    monkeypatch, norms, entry, unmasked, is_screened
+):
+    monkeypatch.setattr(norm_bound, "NORMS", norms)
+    monkeypatch.setattr(norm_bound, "ENTRY", entry)
     topk, unmasked = TopK(1, torch.float32, "cpu", threshold=1e3), torch.arange(unmasked)
     product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
     found = screen(topk, a_tensor(torch.zeros(ROWS, COLS), unmasked), product, unmasked)
