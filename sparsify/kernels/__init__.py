@@ -1,4 +1,4 @@
-"""The hot loops: the plain torch form of each is its specification; ``triton/`` has forms of three of them for GPUs.
+"""The hot loops: the plain torch form of each is its specification; ``triton/`` has forms for GPUs.
 
 Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported when a loop first
 runs on a GPU; without it, and in float64, the plain form runs.

@@ -9,8 +9,8 @@ large gradients do not count for all others. With rows and columns in the order 
 reach the threshold form a staircase in one corner.
 
 The size of the staircase is first estimated by the norms of some rows and columns. Where too much would be left, this
-takes about a hundredth of the product's time, and nothing else is computed. The estimate depends on the factors alone
-and not on earlier steps, so that a resumed run repeats its bits.
+takes about a hundredth of the product's time, and nothing else is computed. The estimate depends on the factors alone,
+so that a resumed run repeats its bits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsify.kernels.sddmm import ENTRY, FACTORS
+
+SCREENED = (torch.float32, torch.bfloat16)  # dtypes
+# costs on a CPU, counted as in ``sddmm.py``; deliberately overestimated
+NORMS = 48  # of each row and column
+TILE = 1.5  # of each entry that is multiplied and compared
 SQUARES_UNDERFLOW = 2.0**-63  # the square of a smaller number is lost: a norm is taken to be sqrt(n) times this larger
 LARGEST_SCALE = 2.0**40  # of a token; its square and that of its inverse are far from overflow and underflow
-NUMBERS_AT_ONCE = 1 << 18  # of a factor, cast, scaled and squared together: they stay in a cache
+NUMBERS_AT_ONCE = 1 << 18  # of a factor, scaled and squared together: they stay in a cache
 SAMPLE = 32  # rows, and columns, by which the staircase is estimated
 STEP = 128  # rows of a step of the staircase
+
+
+def screening_limit(left: Tensor, right: Tensor, sampled: int) -> int:
+    """Number of entries that screening may multiply at the dense product's cost, which it samples from too."""
+    if left.device.type != "cpu" or left.dtype not in SCREENED:
+        return 0
+    rows, cols, factor = left.shape[1], right.shape[1], FACTORS.get(left.dtype, 1)
+    return max(0, int((rows * cols / factor - NORMS * (rows + cols) - ENTRY * sampled) / TILE))
 
 
 def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tuple[Tensor, Tensor]] | None:
@@ -73,18 +87,14 @@ def _norms(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> tu
 
 def _token_norms(factor: Tensor) -> Tensor:
     """The norms (n,) of a factor's tokens, above 0."""
-    norms = [torch.linalg.vector_norm(some, dim=1, dtype=torch.float32) for some in factor.split(_at_once(factor))]
-    return torch.cat(norms) + max(1, factor.shape[1]) ** 0.5 * SQUARES_UNDERFLOW
+    norms = torch.linalg.vector_norm(factor, dim=1, dtype=torch.float32)
+    return norms + max(1, factor.shape[1]) ** 0.5 * SQUARES_UNDERFLOW
 
 
 def _scaled_norms(factor: Tensor, scales: Tensor) -> Tensor:
     """The norms (cols,) of a factor's columns, in float32, with each token (n,) scaled."""
     total = torch.zeros(factor.shape[1], dtype=torch.float32, device=factor.device)
-    for tokens, some in zip(factor.split(_at_once(factor)), scales.split(_at_once(factor)), strict=True):
+    at_once = max(1, NUMBERS_AT_ONCE // max(1, factor.shape[1]))
+    for tokens, some in zip(factor.split(at_once), scales.split(at_once), strict=True):
         total += (tokens * some[:, None]).square_().sum(0)
     return total.sqrt_() + max(1, factor.shape[0]) ** 0.5 * SQUARES_UNDERFLOW
-
-
-def _at_once(factor: Tensor) -> int:
-    """Number of a factor's tokens that are read together."""
-    return max(1, NUMBERS_AT_ONCE // max(1, factor.shape[1]))

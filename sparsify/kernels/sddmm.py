@@ -1,4 +1,9 @@
-"""Single entries of a product left^T right: sampled dense-dense matrix multiplication (SDDMM), k dot products."""
+"""Single entries of a product left^T right: sampled dense-dense matrix multiplication (SDDMM), k dot products.
+
+Whether that costs less than the dense product is decided by shapes and dtype alone: equal shapes take equal ways. Costs
+are counted in entries of the dense product. A CPU's were measured once, with 1024 tokens; a GPU's follow from the bytes
+that the Triton form moves, and from an H100's data sheet.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,23 @@ from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
-SECTOR = 32  # bytes that a GPU reads at least
 TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
+ENTRY = 70  # cost of a dot product on a CPU
+FACTORS = {torch.bfloat16: 2}  # of a CPU's costs: a dense product in this dtype takes half the time
+MOVED = {True: 80, False: 10}  # cost of a byte that a GPU moves for each token, with matrix units and without
+
+
+def sampling_pays(left: Tensor, right: Tensor, number: int) -> bool:
+    """Whether computing so many entries of left^T right costs no more than the dense product."""
+    rows, cols = left.shape[1], right.shape[1]
+    cost = number * ENTRY * FACTORS.get(left.dtype, 1)
+    if runs_ahead(left.device):
+        if left.dtype not in SHORT or not has_triton(left.device):
+            return False
+        in_units = left.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
+        # the factors are read and written to be transposed, then both are read for each entry
+        cost = 2 * (rows + cols + number) * left.dtype.itemsize * MOVED[in_units] if number else 0
+    return cost <= rows * cols
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
@@ -23,10 +43,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     if short and runs_ahead(left.device) and has_triton(left.device) and left.shape[0] and indices.numel():
         from sparsify.kernels.triton.sddmm import sddmm as fused
 
-        # transposing reads and writes each number; after it, a dot product reads consecutive ones, not whole sectors
-        size, numbers = left.itemsize, left.shape[1] + right.shape[1]
-        transposes = left.dtype == right.dtype and indices.numel() * (SECTOR - size) > numbers * size
-        return fused(left, right, indices, transposes=transposes)
+        return fused(left, right, indices)
     return plain_sddmm(left, right, indices)
 
 

@@ -4,57 +4,66 @@
     cut      keeps the best candidates, where there are many, and raises the threshold
 
 The order of the best is :class:`sparsify.core.topk.TopK`'s. ``select`` needs free places for all entries that it is
-given: the caller counts as if each of them joined, and cuts in time. The Triton form can do with fewer.
+given: the caller counts as if each of them joined, and cuts in time.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
-from sparsify.core.importance import D3, Importance
+from sparsify.core.importance import Importance
 from sparsify.core.topk import at_least_float32, best_first
-from sparsify.kernels import has_triton
-from sparsify.kernels.candidates import Candidates, Part
-from sparsify.kernels.sddmm import SHORT
-
-MOST_CUT = 1 << 22  # candidates; beyond, sorting them on the whole GPU is faster than one program's loop over them
 
 
-def may_overflow(candidates: Candidates, importance: Importance, part: Part) -> bool:
-    """Whether :func:`select` takes a part with more entries than there are free places."""
-    return _has_fused_select(candidates, importance, part) and _has_fused_cut(candidates)
-
-
-def select(candidates: Candidates, importance: Importance, part: Part, *, overflows: bool = False) -> None:
-    """Adds the entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold.
+class Candidates:
+    """Entries that may be among the best, in arrays of a fixed size; their number is read on their device only.
 
     Args:
-        candidates: with a free place for each entry of the part, unless ``overflows``.
-        importance: scores the entries.
-        part: the entries.
-        overflows: whether places may run out (:func:`may_overflow`). The call before was a :func:`cut`, or of this
-            kind; afterwards there are at most ``limit`` candidates, as after a cut.
+        size: how many of the best are looked for, at least 1.
+        limit: how many may stay until a cut, at least ``size``.
+        capacity: largest number of candidates, at least ``limit``.
+        total: all global ids are below this.
+        dtype: of scores, gradients and weights.
+        device: of the arrays.
     """
-    if _has_fused_select(candidates, importance, part):
-        from sparsify.kernels.triton.select import select_d3
 
-        select_d3(candidates, importance, part, overflows)
-    else:
-        plain_select(candidates, importance, part)
+    def __init__(
+        self, size: int, limit: int, capacity: int, total: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.size, self.limit, self.capacity, self.total = size, limit, capacity, total
+        self.most = 0  # an upper bound of their number, for the host
+        # (capacity + 1,) each; the plain form writes entries that are not kept to the last place
+        self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)  # global
+        self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))
+        self.arrays = self.ids, self.scores, self.grads, self.weights
+        # (1,) each
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)  # the number of candidates
+        self.threshold = torch.full((1,), -torch.inf, dtype=dtype, device=device)  # the score that is needed to join
+        self.finite = torch.ones(1, dtype=torch.bool, device=device)  # whether all gradients so far were finite
+
+    @property
+    def held(self) -> Tensor:
+        """(capacity + 1,) bool: which places have a candidate."""
+        return torch.arange(self.capacity + 1, device=self.count.device) < self.count
 
 
-def cut(candidates: Candidates, limit: int) -> None:
-    """Keeps the ``size`` best of more than ``limit`` candidates, and makes the worst of these the threshold."""
-    if _has_fused_cut(candidates):
-        from sparsify.kernels.triton.select import cut as fused_cut
+class Part(NamedTuple):
+    """Consecutive entries of the gradient of one tensor, or of several small ones."""
 
-        fused_cut(candidates, limit)
-    else:
-        plain_cut(candidates, limit)
+    weight: Tensor  # (n_rows, cols), the whole tensor
+    grad: Tensor  # (n, cols), the gradient of all rows, or some
+    rows: Tensor | None  # (n,) int64, the weight's rows that grad has; None for all of them in order
+    offset: int  # global id of the tensor's first entry
+    ids: Tensor | None  # (n * cols,) int64, the entries' global ids; None where they follow from the offset
+    start: int  # the first entry of the part, flat in grad
+    stop: int  # the one after the last
 
 
 def plain_select(candidates: Candidates, importance: Importance, part: Part) -> None:
-    """The plain torch form of :func:`select`, where the places suffice."""
+    """Adds the entries whose gradient is not zero, and whose score is finite, above 0 and at or above the threshold."""
     weight, grad, rows, offset, ids, start, stop = part
     own = at_least_float32(grad.reshape(-1)[start:stop])
     places = torch.arange(start, stop, device=grad.device)  # flat in the weight
@@ -64,32 +73,21 @@ def plain_select(candidates: Candidates, importance: Importance, part: Part) -> 
     weights = at_least_float32(weight.take(places))
     scores = importance.score(weights, own).to(candidates.threshold)
     keep = (scores >= candidates.threshold) & (scores > 0) & scores.isfinite() & (own != 0)
-    position = torch.where(keep, candidates.count[0] + keep.cumsum(0) - 1, candidates.capacity)
+    position = torch.where(keep, candidates.count + keep.cumsum(0) - 1, candidates.capacity)
     new_ids = places + offset if ids is None else ids[start:stop]
     for kept, new in zip(candidates.arrays, (new_ids, scores, own, weights), strict=True):
         kept.index_put_((position,), new.to(kept))
-    candidates.count[0] += keep.sum()
+    candidates.count += keep.sum()
     candidates.finite &= own.isfinite().all()
 
 
 def plain_cut(candidates: Candidates, limit: int) -> None:
-    """The plain torch form of :func:`cut`."""
-    size, count = candidates.size, candidates.count[0]
-    due = count > limit
+    """Keeps the ``size`` best of more than ``limit`` candidates, and makes the worst of these the threshold."""
+    due = candidates.count > limit
     order = best_first(candidates.ids, candidates.scores.where(candidates.held, -torch.inf))
-    worst = candidates.scores[order[size - 1 : size]]  # (1,): a scalar index would wait for the device
+    worst = candidates.scores[order[candidates.size - 1 : candidates.size]]  # (1,): an int would wait for the device
     order = torch.where(due, order, torch.arange(candidates.capacity + 1, device=order.device))
     for kept in candidates.arrays:
         kept.copy_(kept[order])
     candidates.threshold.copy_(torch.where(due, worst, candidates.threshold))
-    count.copy_(torch.where(due, size, count))
-
-
-def _has_fused_select(candidates: Candidates, importance: Importance, part: Part) -> bool:
-    short = part.weight.dtype in SHORT and part.grad.dtype in SHORT and candidates.scores.dtype == torch.float32
-    return short and type(importance) is D3 and has_triton(part.grad.device)
-
-
-def _has_fused_cut(candidates: Candidates) -> bool:
-    short = candidates.scores.dtype == torch.float32 and candidates.capacity <= MOST_CUT
-    return short and has_triton(candidates.ids.device)
+    candidates.count.masked_fill_(due, candidates.size)

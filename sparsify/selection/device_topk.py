@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.core.importance import Importance
+from sparsify.core.importance import D3, Importance
 from sparsify.core.topk import Winners, best_first
-from sparsify.kernels.candidates import Candidates, Part
-from sparsify.kernels.select import cut, may_overflow, select
+from sparsify.kernels import has_triton
+from sparsify.kernels.sddmm import SHORT
+from sparsify.kernels.select import Candidates, Part, plain_cut, plain_select
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
-MOST_AT_ONCE = 1 << 20  # entries in a part, all of which may become candidates, at 20 bytes each
+MOST_AT_ONCE = 1 << 22  # entries in a part, all of which may become candidates, at 20 bytes each
 
 
 class ScoredEntries(NamedTuple):
@@ -40,48 +41,6 @@ class ScoredEntries(NamedTuple):
         return Winners(self.ids.where(self.scores > 0, -1), self.grads, self.weights)
 
 
-class _Held:
-    """The candidates on one device, and what the host knows of them."""
-
-    def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        limit = size + max(size, SMALLEST_CUT)  # candidates that may stay until a cut
-        self.candidates = Candidates(size, limit, limit + min(total, MOST_AT_ONCE), total, dtype, device)
-        self._most = 0  # an upper bound of their number
-        self._seen = 0  # entries offered so far
-        self._is_cut = False  # whether none was offered since the last cut
-
-    def offer(self, importance: Importance, whole: Part) -> None:
-        """Offers the entries of one tensor in parts."""
-        most_at_once = whole.stop if may_overflow(self.candidates, importance, whole) else MOST_AT_ONCE
-        start = 0
-        while start < whole.stop:
-            number = min(whole.stop - start, most_at_once, max(FEWEST_AT_ONCE, self._seen))
-            self._offer(importance, whole._replace(start=start, stop=start + number))
-            start += number
-
-    def _offer(self, importance: Importance, part: Part) -> None:
-        candidates, number = self.candidates, part.stop - part.start
-        expected = candidates.limit + min(MOST_AT_ONCE, max(FEWEST_AT_ONCE, self._seen))
-        if self._most + number > min(expected, candidates.capacity) and not self._is_cut:
-            self._cut(candidates.limit)
-        overflows = self._most + number > candidates.capacity
-        select(candidates, importance, part, overflows=overflows)
-        self._most = candidates.limit if overflows else self._most + number
-        self._seen += number
-        self._is_cut = overflows
-
-    def _cut(self, limit: int) -> None:
-        cut(self.candidates, limit)
-        self._most, self._is_cut = min(self._most, limit), True
-
-    def best(self) -> ScoredEntries:
-        """Returns the best (size,), in no order."""
-        size = self.candidates.size
-        self._cut(size)
-        ids, scores, grads, weights = (array[:size] for array in self.candidates.arrays)
-        return ScoredEntries(ids, scores.where(self.candidates.held[:size], 0), grads, weights)
-
-
 class DeviceTopK:
     """The best ``size`` of all entries of a model, of which there are ``total``, kept on the devices they came from.
 
@@ -89,29 +48,76 @@ class DeviceTopK:
     """
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size, self.dtype, self._settings = size, dtype, (size, total, dtype)
-        self._held = {device: _Held(*self._settings, device)}  # that of the winners first
+        self.size, self.dtype, self._total, self._most_at_once = size, dtype, total, min(total, MOST_AT_ONCE)
+        self._seen = 0  # entries offered so far
+        self._held: dict[torch.device, Candidates] = {}
+        self._held_on(device)  # that of the winners first
+
+    def _held_on(self, device: torch.device) -> Candidates:
+        """The candidates on a device."""
+        if device not in self._held:
+            limit = self.size + max(self.size, SMALLEST_CUT)  # candidates that may stay until a cut
+            capacity = limit + self._most_at_once
+            self._held[device] = Candidates(self.size, limit, capacity, self._total, self.dtype, device)
+        return self._held[device]
 
     @property
     def finite(self) -> Tensor:
         """Bool scalar: whether all gradients so far were finite."""
-        finite = (held.candidates.finite[0] for held in self._held.values())
+        finite = (candidates.finite[0] for candidates in self._held.values())
         return reduce(lambda one, other: one & other.to(one.device), finite)
 
     def offer(
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Offers the entries of one tensor; see :meth:`sparsify.core.topk.TopK.offer`."""
-        if grad.device not in self._held:
-            self._held[grad.device] = _Held(*self._settings, grad.device)
-        self._held[grad.device].offer(importance, Part(weight, grad, rows, offset, ids, 0, grad.numel()))
+        """Offers the entries of one tensor in parts; see :meth:`sparsify.core.topk.TopK.offer`."""
+        candidates, start = self._held_on(grad.device), 0
+        while start < grad.numel():
+            at_once = min(self._most_at_once, max(FEWEST_AT_ONCE, self._seen))
+            number = min(at_once, grad.numel() - start)
+            if candidates.most + number > candidates.limit + at_once:
+                cut(candidates, candidates.limit)
+            select(candidates, importance, Part(weight, grad, rows, offset, ids, start, start + number))
+            start += number
+            self._seen += number
 
-    def candidates(self) -> ScoredEntries:
-        """Returns the entries (n,) that may be the best, at least ``size``, in no order; scores are 0 where none is."""
-        best = zip(*(held.best() for held in self._held.values()), strict=True)
-        return ScoredEntries(*(torch.cat([part.to(parts[0].device) for part in parts]) for parts in best))
+    def best(self) -> ScoredEntries:
+        """Returns the best (size,), highest score first, equal scores by ascending id; scores are 0 where none is."""
+        parts = []
+        for candidates in self._held.values():
+            cut(candidates, self.size)
+            arrays = [candidates.ids, candidates.scores.where(candidates.held, 0), candidates.grads, candidates.weights]
+            parts.append([array[: self.size].to(next(iter(self._held))) for array in arrays])
+        return ScoredEntries(*map(torch.cat, zip(*parts, strict=True))).best(self.size)
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""
-        return self.candidates().best(self.size).winners()
+        return self.best().winners()
+
+
+def select(candidates: Candidates, importance: Importance, part: Part) -> None:
+    """Adds those of a part's entries that reach the threshold, in Triton where it runs."""
+    candidates.most += part.stop - part.start
+    short = part.weight.dtype in SHORT and part.grad.dtype in SHORT
+    if short and type(importance) is D3 and _is_fused(candidates):
+        from sparsify.kernels.triton.select import select_d3
+
+        select_d3(candidates, importance, part)
+    else:
+        plain_select(candidates, importance, part)
+
+
+def cut(candidates: Candidates, limit: int) -> None:
+    """Keeps the best of more than ``limit`` candidates, in Triton where it runs."""
+    candidates.most = min(candidates.most, limit)
+    if _is_fused(candidates):
+        from sparsify.kernels.triton.select import cut as fused_cut
+
+        fused_cut(candidates, limit)
+    else:
+        plain_cut(candidates, limit)
+
+
+def _is_fused(candidates: Candidates) -> bool:
+    return candidates.scores.dtype == torch.float32 and has_triton(candidates.ids.device)

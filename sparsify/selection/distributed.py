@@ -22,8 +22,7 @@ from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, som
 from sparsify.selection.small import SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
-MOST_ROUNDS = 2  # of raising the threshold for one tensor, before its whole gradient is averaged
-RAISING = 4  # entries of a rank that are exchanged for that, per entry to be selected
+RAISING = 4  # entries of a rank that are exchanged to raise the threshold, per entry to be selected
 ALL_ROWS = -1
 
 
@@ -61,49 +60,46 @@ class DistributedSelector(RanksSelector):
     batches_small = False  # one of the ranks may have to skip a tensor
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        unmasked, excluded, few = None, self._excluded(tensor), self._topk.size * RAISING
-        for rounds_left in reversed(range(MOST_ROUNDS + 1)):
-            proposed, complete, taken, gradient = self._propose(tensor, gradient, excluded)
-            unmasked = taken if unmasked is None else unmasked
-            rows, numbers, all_complete = self._headers(tensor, gradient, proposed.numel(), int(complete))
-            last = self._pays(tensor, rows, numbers) and bool(all_complete.all())
-            if not last:  # raise the threshold by the best
-                proposed, numbers = proposed[:few], numbers.clamp(max=few)
-                if not rounds_left or not self._pays(tensor, rows, numbers):
-                    self._offer_whole_mean(tensor, gradient, excluded, rows)
-                    break
-            if numbers.any():
-                union = self._ranks.union(proposed, int(numbers.max()), tensor.numel)
-                self._offer_mean(tensor, gradient, union)
-                excluded = torch.cat([excluded, union.to(excluded.device)])
-            if last:
-                break
-        assert unmasked is not None
-        return unmasked
+        return self._offer(tensor, gradient, self._excluded(tensor), raises=True)
 
-    def _propose(
-        self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor
-    ) -> tuple[Tensor, bool, Tensor, Gradient]:
+    def _offer(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor, *, raises: bool) -> Tensor:
+        """Offers all but the excluded entries (e,); ``raises``: the best may be exchanged first, for a threshold."""
+        if self._importance.monotone:
+            proposed, taken, gradient = self._propose(tensor, gradient, excluded)
+        else:
+            taken, gradient = self._compute(tensor, gradient, excluded)
+            proposed = tensor.indices[:0]
+        rows, numbers = self._headers(tensor, gradient, proposed.numel())
+        few = numbers.clamp(max=self._topk.size * RAISING)
+        complete = self._pays(tensor, rows, numbers)
+        if not complete and not (raises and self._pays(tensor, rows, few)):
+            self._offer_whole_mean(tensor, gradient, excluded, rows)
+            return taken
+        numbers = numbers if complete else few
+        if numbers.any():
+            most = int(numbers.max())
+            union = self._ranks.union(proposed[:most], most, tensor.numel)
+            self._offer_mean(tensor, gradient, union)
+            excluded = torch.cat([excluded, union.to(excluded.device)])
+        if not complete:
+            self._offer(tensor, gradient, excluded, raises=False)
+        return taken
+
+    def _propose(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Tensor, Gradient]:
         """Finds entries that could reach the threshold, by this rank's gradient.
 
         Returns:
-            Their flat indices (n,), best first; whether these are all; the gradient of the unmasked entries (k,); and
-            the whole gradient in the form that was scanned.
+            Their flat indices (n,), best first; the gradient of the unmasked entries (k,); and the whole gradient in
+            the form that was scanned.
         """
         threshold = self._topk.threshold
-        if not self._importance.monotone:
-            self._work.dense += gradient.numel
-            gradient = gradient.dense()
-            return excluded[:0].to(threshold.device), False, gradient.take(tensor.indices), gradient
-        # more proposals would take more bytes than the gradient
-        most = max(self._topk.size * RAISING, 2 * gradient.numel // (3 * num_ranks())) + 1
+        most = 2 * tensor.numel // (num_ranks() + 2) + 1  # so many proposals take more bytes than the gradient
         # rounding keeps no entry out: of a sum of so many float32 terms, and of its quotient, which may be squared
         slack = ROUNDING_SLACK * (1 + num_ranks() * 2.0**-22) ** 2
         own = TopK(most, threshold.dtype, threshold.device, threshold / slack)
         taken, gradient = StreamingSelector(own, self._importance, self._work).scan(tensor, gradient, excluded)
         self._topk.finite &= own.finite
-        ids = own.winners().ids
-        return ids - tensor.offset, ids.numel() < most, taken, gradient
+        return own.winners().ids - tensor.offset, taken, gradient
 
     def _pays(self, tensor: MaskedTensor, rows: Tensor, numbers: Tensor) -> bool:
         """Whether exchanging so many proposals (ranks,) takes no more bytes than averaging the whole gradient."""
@@ -174,10 +170,8 @@ class ShardedSelector(RanksSelector):
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
         self._offer_mean_of_small()
-        best = self._topk.candidates().best(self._topk.size)
-        gathered = self._ranks.gather(torch.cat([array.view(torch.uint8) for array in best]))
-        parts = gathered.split([array.nbytes for array in best], dim=1)
-        everyone = ScoredEntries(*(part.reshape(-1).view(array.dtype) for part, array in zip(parts, best, strict=True)))
+        best = self._topk.best()
+        everyone = ScoredEntries(*(self._ranks.gather(array).view(-1) for array in best))
         return everyone.best(self._topk.size).winners()
 
     def _offer_mean(self, tensor: MaskedTensor, gradient: DenseGradient, lengths: Tensor) -> None:
@@ -224,7 +218,7 @@ class ShardedSelector(RanksSelector):
             own = gradient or DenseGradient(torch.zeros(tensor.matrix_shape, dtype=self._topk.dtype, device=device))
             by_device.setdefault(device, SmallGradients()).add(tensor, own)
         for small in by_device.values():
-            self._work.dense += sum(small.sizes)
+            self._work.dense += small.numel
             weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
             mean = self._ranks.mean_share(grad.to(self._topk.dtype))
             first = dist.get_rank() * mean.numel()

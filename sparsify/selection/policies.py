@@ -116,9 +116,6 @@ class SelectorFactory:
         """Forgets what depends on the unmasked set, which is another one now."""
         self._ranking = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ranking": None}
-
 
 class RepeatPolicy(Policy):
     """repeat-S: a step trains the best entries of all, as many as the budget has, as far as there are free slots."""

@@ -17,9 +17,8 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.importance import Importance
 from sparsify.core.policy import DenseSelector
 from sparsify.core.tensor import MaskedTensor
-from sparsify.kernels.costs import SCREENED, costs_of
-from sparsify.kernels.norm_bound import size_of, staircase
-from sparsify.kernels.sddmm import sddmm
+from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
+from sparsify.kernels.sddmm import sampling_pays, sddmm
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.small import BatchingSelector, SmallGradients
 
@@ -55,9 +54,8 @@ class Work:
 
 def sampled(product: Product, indices: Tensor) -> Tensor | None:
     """Entries (k,) of a product, each as a dot product over the tokens; ``None`` where the whole product is faster."""
-    if not costs_of(product.left, product.right).prefers_sampling(indices.numel()):
-        return None
-    return sddmm(product.left, product.right, indices)
+    left, right = product.left, product.right
+    return sddmm(left, right, indices) if sampling_pays(left, right, indices.numel()) else None
 
 
 Product.sampler = staticmethod(sampled)
@@ -84,7 +82,7 @@ class StreamingSelector(DenseSelector, BatchingSelector):
         return self.scan(tensor, gradient, self._excluded(tensor))[0]
 
     def offer_small(self, small: SmallGradients) -> None:
-        self._work.dense += sum(small.sizes)
+        self._work.dense += small.numel
         weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
         self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
 
@@ -98,10 +96,12 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
         """
         if isinstance(gradient, Product):
-            scan = self._scan_blocks if isinstance(self._topk, DeviceTopK) else self.screen
-            unmasked = scan(tensor, gradient, excluded)
-            if unmasked is not None:
-                return unmasked, gradient
+            if not isinstance(self._topk, DeviceTopK):
+                unmasked = self.screen(tensor, gradient, excluded)
+                if unmasked is not None:
+                    return unmasked, gradient
+            elif gradient.numel > MOST_MULTIPLIED:
+                return self._scan_blocks(tensor, gradient, excluded), gradient
         return self._scan_dense(tensor, gradient, excluded)
 
     def _scan_dense(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Gradient]:
@@ -118,10 +118,8 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             dense.clear(excluded)  # an entry whose gradient is zero is never offered
         return unmasked, dense
 
-    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor | None:
-        """Offers the entries of a large product in blocks of rows; ``None`` for a small one."""
-        if gradient.numel <= MOST_MULTIPLIED:
-            return None
+    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
+        """Offers the entries of a large product in blocks of rows; returns the gradient of the unmasked ones (k,)."""
         self._work.dense += gradient.numel
         (height, cols), weight = tensor.matrix_shape, tensor.matrix
         blocks, at_once = RowBlocks(gradient, tensor.indices, excluded), max(1, MOST_MULTIPLIED // cols)
@@ -139,8 +137,9 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             or where not everything might be finite: nothing was offered then.
         """
         left, right = gradient.left, gradient.right
-        most = costs_of(left, right).screening_limit(tensor.count) if self._can_screen(gradient) else 0
-        if not most:
+        most = screening_limit(left, right, tensor.count) if gradient.looked_up is None else 0
+        is_large = gradient.numel >= SMALLEST_SCREENED and float(self._topk.threshold) > SMALLEST_THRESHOLD
+        if not most or not is_large or not self._importance.monotone:
             return None
         least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)
         steps = staircase(left, right, least, most)
@@ -151,25 +150,10 @@ class StreamingSelector(DenseSelector, BatchingSelector):
         self._offer_steps(tensor, gradient, steps, least, excluded)
         return sddmm(left, right, tensor.indices)
 
-    def _can_screen(self, product: Product) -> bool:
-        """Whether a product is on a CPU and large, and the top-k has a threshold to compare with."""
-        return (
-            product.looked_up is None
-            and product.left.device.type == "cpu"
-            and product.left.dtype in SCREENED
-            and product.numel >= SMALLEST_SCREENED
-            and self._importance.monotone
-            and float(self._topk.threshold) > SMALLEST_THRESHOLD
-        )
-
     def _offer_steps(
-        self,
-        tensor: MaskedTensor,
-        product: Product,
-        steps: list[tuple[Tensor, Tensor]],
-        least: Tensor,
+        self, tensor: MaskedTensor, product: Product, steps: list[tuple[Tensor, Tensor]], least: Tensor,
         excluded: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Offers the entries at the steps' rows (r,) and columns (c,) that reach their row's bound, one of (rows,)."""
         right = product.right.index_select(1, steps[0][1]).float() if steps else product.right
         for rows, columns in steps:  # the columns are a beginning of the first step's
@@ -204,26 +188,14 @@ class RowBlocks:
     def __init__(self, gradient: Product, unmasked: Tensor, excluded: Tensor) -> None:
         self._product, self._looked_up = gradient, gradient.looked_up
         self._unmasked, self._excluded = unmasked, excluded
-        self._dtype = self._product.left.dtype
-        if self._looked_up is not None:
-            self._dtype = torch.promote_types(self._dtype, self._looked_up.values.dtype)
-        self.taken = torch.zeros_like(unmasked, dtype=self._dtype)
+        self.taken = self._product.left.new_zeros(unmasked.shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Multiplies out some rows (stop - start, cols); to be called once for each row."""
-        left, right = self._product.left[:, start:stop].t(), self._product.right
-        values = left.new_empty(left.shape[0] * right.shape[1] + 1)
-        torch.mm(left, right, out=values[:-1].view(-1, right.shape[1]))
-        values[-1:].zero_()  # the place of other rows' entries
-        values = values.to(self._dtype)
-        rows = values[:-1].view(-1, right.shape[1])
+        values = self._product.left[:, start:stop].t() @ self._product.right
         if self._looked_up is not None:
-            rows += some_rows(self._looked_up, start, stop)
-        first, last = start * right.shape[1], rows.numel()
-        unmasked, excluded = (
-            places.where((places >= 0) & (places < last), last)
-            for places in (self._unmasked - first, self._excluded - first)
-        )
-        self.taken = self.taken + values.take(unmasked)
-        values.index_fill_(0, excluded, 0)
-        return rows
+            values = values + some_rows(self._looked_up, start, stop)
+        block = DenseGradient(values, torch.arange(start, stop, device=values.device))
+        self.taken = self.taken + block.take(self._unmasked)
+        block.clear(self._excluded)
+        return block.values

@@ -6,7 +6,6 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -71,44 +70,37 @@ class SmallGradients:
     def __init__(self) -> None:
         self.tensors: list[MaskedTensor] = []
         self.values: list[Tensor] = []  # of their gradients
-        self.sizes: list[int] = []  # number of entries of each
+        self._starts: list[int] = []  # where each of these begins once they are joined
+        self.numel = 0  # entries of all
 
     def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
         gradient = gradient.dense()
         if gradient.rows is not None:
-            cols = gradient.values.shape[1]
-            gradient = DenseGradient(gradient.values.new_zeros(tensor.numel // cols, cols)).add(gradient)
+            gradient = DenseGradient(gradient.values.new_zeros(tensor.matrix_shape)).add(gradient)
         self.tensors.append(tensor)
         self.values.append(gradient.own().values.reshape(-1))
-        self.sizes.append(gradient.numel)
+        self._starts.append(self.numel)
+        self.numel += tensor.numel
 
     def take(self) -> Tensor:
         """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
-        return self._joined()[self._places([tensor.indices for tensor in self.tensors])]
+        return torch.cat(self.values)[self._places([tensor.indices for tensor in self.tensors])]
 
     def entries(self, excluded: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, gradients and global ids (n,) of all entries, those of excluded flat indices without a gradient."""
-        grad, weight = self._joined(), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
+        grad, weight = torch.cat(self.values), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
         grad.index_fill_(0, self._places(excluded), 0)  # and so never offered
-        # in the joined vector an entry's place is its flat index, and its id, less a number of its tensor
-        less = [start - tensor.offset for start, tensor in zip(self._starts(), self.tensors, strict=True)]
-        ids = torch.arange(grad.numel(), device=grad.device)
-        ids -= _repeated(less, self.sizes, grad.device)
+        # an entry's place here is its flat index, and its id, less a number of its tensor
+        less = [start - tensor.offset for start, tensor in zip(self._starts, self.tensors, strict=True)]
+        ids = torch.arange(self.numel, device=grad.device)
+        ids -= _repeated(less, [tensor.numel for tensor in self.tensors], grad.device)
         return weight, grad, ids
 
-    def _joined(self) -> Tensor:
-        """All gradients (n,) in one new vector."""
-        return torch.cat(self.values)
-
-    def _starts(self) -> list[int]:
-        """Where each tensor's gradient begins in that vector."""
-        return list(accumulate(self.sizes[:-1], initial=0))
-
     def _places(self, indices: Sequence[Tensor]) -> Tensor:
-        """Where some flat indices of each tensor are in that vector."""
+        """Where some flat indices of each tensor are in the joined gradients."""
         places = torch.cat(list(indices))
-        return places + _repeated(self._starts(), [own.numel() for own in indices], places.device)
+        return places + _repeated(self._starts, [own.numel() for own in indices], places.device)
 
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:

@@ -22,7 +22,6 @@ from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
-from sparsify.kernels.scatter import scatter
 from sparsify.masked.tensor import ModelTensor
 from sparsify.training.sharding import check_root
 
@@ -147,6 +146,8 @@ class EffectiveWeights:
     @torch.no_grad()
     def _scatter(self, *, seen: bool) -> None:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
+        from sparsify.kernels.triton.scatter import scatter
+
         weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor()
         scatter(weights, self._entries.counts, indices, torch.cat(self._entries.effective()), seen)
 

@@ -27,6 +27,7 @@ from sparsify.core.gradients import DenseGradient
 from sparsify.core.importance import D3
 from sparsify.core.topk import TopK
 from sparsify.integrations.distributed import check_ranks
+from sparsify.kernels import norm_bound
 from sparsify.selection import screening
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector, ShardedSelector
@@ -103,7 +104,7 @@ def trained(rank, name):
     with ExitStack() as limits:
         if name == "screened":
             limits.enter_context(patch.object(screening, "SMALLEST_SCREENED", 1))
-            limits.enter_context(patch.object(screening, "costs_of", lambda *_: FREE))
+            limits.enter_context(patch.multiple(norm_bound, **FREE))
         result = train(rank, model, batches, **options)
     check_ranks(model)
     return result

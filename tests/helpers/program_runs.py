@@ -25,7 +25,8 @@ TINY = {
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,
-    "sparsify.selection.screening.costs_of": lambda *_: FREE,
+    **{f"sparsify.kernels.norm_bound.{name}": cost for name, cost in FREE.items()},
+    "sparsify.selection.screening.sampling_pays": lambda *_: True,
 }
 
 

@@ -238,7 +238,7 @@ def is_restored(model, case, place):
 def gather(ranks, own, gather=Ranks.gather):
     """What the ranks gather; the candidates of the first one alone, which has those of all entries."""
     everyone = gather(ranks, own)
-    if own.dtype == torch.uint8:
+    if own.is_floating_point():
         everyone[1:].zero_()
     return everyone
 

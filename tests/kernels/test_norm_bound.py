@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors
 
 from sparsify.kernels import norm_bound
-from sparsify.kernels.norm_bound import size_of, staircase
+from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
 
 ALL = 1 << 40  # entries that may be multiplied
 DTYPES = [torch.float32, torch.bfloat16]
@@ -108,3 +108,12 @@ def test_a_product_that_overflows_is_none(dtype):
     left, right = torch.full((64, 20), 1e18, dtype=dtype), torch.full((64, 20), 1e21, dtype=dtype)
     right[32:] *= -1
     assert found_in(left, right, 1.0) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_layers_are_screened_and_small_ones_and_other_types_are_not(dtype):
+    def limit(rows, cols, sampled=0, dtype=dtype):
+        return screening_limit(torch.empty(8, rows, dtype=dtype), torch.empty(8, cols, dtype=dtype), sampled)
+
+    assert 0.2 * 3072 * 768 < limit(3072, 768, 200) < limit(3072, 768) < 3072 * 768
+    assert limit(16, 16) == limit(3072, 768, 3072 * 768 // 60) == limit(3072, 768, dtype=torch.float64) == 0

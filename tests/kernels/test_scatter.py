@@ -7,15 +7,12 @@ from hypothesis import strategies as st
 from products import seeded
 
 from sparsify.kernels import has_triton
-from sparsify.kernels.scatter import plain_scatter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.fixture(scope="module", params=["plain", "triton"])
-def form(request, device):
-    if request.param == "plain":
-        return plain_scatter
+@pytest.fixture(scope="module")
+def form(device):
     if not has_triton(device):
         pytest.skip("Triton is not installed, or does not run here")
     from sparsify.kernels.triton import scatter as triton_scatter

@@ -1,7 +1,5 @@
 """Single entries of a product: all forms give the dot products."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +8,12 @@ from products import KINDS, SIZES, exact, factors, seeded
 
 from sparsify.core import gradients
 from sparsify.kernels import has_triton
-from sparsify.kernels.sddmm import plain_sddmm
+from sparsify.kernels.sddmm import plain_sddmm, sampling_pays
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=["plain", "triton", "transposed"], scope="module")
+@pytest.fixture(params=["plain", "triton"], scope="module")
 def form(request, device):
     """All forms."""
     if request.param == "plain":
@@ -24,7 +22,7 @@ def form(request, device):
         pytest.skip("Triton is not installed, or does not run here")
     from sparsify.kernels.triton import sddmm as triton_sddmm
 
-    return partial(triton_sddmm.sddmm, transposes=request.param == "transposed")
+    return triton_sddmm.sddmm
 
 
 @settings(max_examples=80)
@@ -83,9 +81,20 @@ def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
-    monkeypatch.setattr("sparsify.kernels.costs.BYTES", 2.5e14)  # so that 40 dot products take longer than 200
+    monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: 1})  # so that 40 dot products take longer than 200
     left, right = factors("random", 30, 10, 20, torch.bfloat16)
     indices = torch.arange(number) * 5
     entries = gradients.Product(left, right).take(indices)
     assert entries.dtype == (torch.float32 if number < 40 else torch.bfloat16)  # else the whole product's
     torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_entries_of_large_layers_are_sampled_and_never_all(dtype):
+    def pays(rows, cols, number, tokens=1024):
+        return sampling_pays(torch.empty(tokens, rows, dtype=dtype), torch.empty(tokens, cols, dtype=dtype), number)
+
+    assert pays(3072, 768, 3072 * 768 // 200)
+    assert not pays(3072, 768, 3072 * 768 // 20)
+    assert not pays(8, 8, 1)
+    assert not pays(8, 8, 1, tokens=0), "an empty product has costs too"

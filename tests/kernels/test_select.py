@@ -1,7 +1,6 @@
 """Selecting on a device: both forms find the best entries by score, then id."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from products import seeded
 
 from sparsify.core.importance import D3
 from sparsify.kernels import has_triton
-from sparsify.kernels.candidates import Candidates, Part
-from sparsify.kernels.select import plain_cut, plain_select
+from sparsify.kernels.select import Candidates, Part, plain_cut, plain_select
 
 pytestmark = pytest.mark.usefixtures("device")
 EXACT = [D3(), D3(exp=1, eps=1e-3), D3(exp=0)]  # both forms round their scores alike
@@ -30,7 +28,7 @@ def fused(device):
         pytest.skip("Triton is not installed, or does not run here")
     from sparsify.kernels.triton import select as triton_select
 
-    return partial(triton_select.select_d3, overflows=False), triton_select.cut
+    return triton_select.select_d3, triton_select.cut
 
 
 @pytest.fixture(scope="module", params=["plain", "triton"])
@@ -49,9 +47,9 @@ def empty(capacity=200, size=1, limit=1):
     return Candidates(size, limit, capacity, TOTAL, torch.float32, torch.get_default_device())
 
 
-def select(form, candidates, importance, weight, grad, rows=None, ids=None, start=0, stop=None, **options):
+def select(form, candidates, importance, weight, grad, rows=None, ids=None, start=0, stop=None):
     part = Part(weight, grad, rows, OFFSET, ids, start, grad.numel() if stop is None else stop)
-    form[0](candidates, importance, part, **options)
+    form[0](candidates, importance, part)
 
 
 def selected(form, importance, weight, grad, rows=None, capacity=1000, start=0, stop=None):
@@ -144,35 +142,6 @@ def test_ids_are_taken_from_a_list_where_there_is_one(form):
     candidates, ids = empty(), torch.tensor([30, 4, 12])
     select(form, candidates, D3(exp=0), torch.tensor([[5.0, 6.0, 7.0]]), torch.tensor([[1.0, 0.0, 3.0]]), ids=ids)
     assert held(candidates) == {30: (1.0, 1.0, 5.0), 12: (3.0, 3.0, 7.0)}
-
-
-@settings(max_examples=12)
-@given(
-    *(st.integers(*ends) for ends in ((0, 999), (1, 12), (0, 20), (8, 40), (0, 30))),
-    st.sampled_from(["ties", "rising", "one score"]), st.booleans(),
-)  # fmt: skip
-def test_where_places_run_out_the_best_of_all_entries_stay(fused, seed, size, slack, room, before, scores, some_rows):
-    limit = size + slack
-    candidates = empty(limit + room, size, limit)
-    kinds = {"ties": some(12, 5, seed), "rising": torch.arange(1.0, 61).view(12, 5), "one score": torch.ones(12, 5)}
-    offered = {}
-    for ids in torch.arange(1000, 1000 + before).split(room):
-        own = torch.full((1, ids.numel()), 0.75)
-        fused[1](candidates, limit)
-        select(fused, candidates, D3(exp=0), own, own, ids=ids)
-        offered |= {int(entry): 0.75 for entry in ids}
-    fused[1](candidates, limit)
-    rows = torch.arange(12) * 2 if some_rows else None
-    select(fused, candidates, D3(exp=0), torch.zeros(24, 5), kinds[scores], rows, overflows=True)
-    places = torch.arange(60) if rows is None else (rows[:, None] * 5 + torch.arange(5)).view(-1)
-    offered |= dict(zip((places + OFFSET).tolist(), kinds[scores].view(-1).abs().tolist(), strict=True))
-    offered = {entry: score for entry, score in offered.items() if score}
-    best = sorted(offered, key=lambda entry: (-offered[entry], entry))[:size]
-    assert int(candidates.count[0]) <= limit
-    assert set(best) <= set(held(candidates))
-    assert all(held(candidates)[entry][0] == offered[entry] for entry in held(candidates))
-    fused[1](candidates, size)
-    assert sorted(held(candidates)) == sorted(best)
 
 
 def filled(scores, ids, capacity, size):

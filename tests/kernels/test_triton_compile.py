@@ -46,8 +46,6 @@ for short in ("fp32", "bf16", "fp16"):
                               "exp": "fp32"}
         form = {"exact_exp": exact_exp, "has_rows": exact_exp == 2, "has_ids": exact_exp == 1}
         build(select._select, types, block=select.BLOCK, **form)
-        if short == "fp32":
-            build(select._select_again, types, num_warps=select.AGAIN_WARPS, block=select.BLOCK, **form)
     build(sddmm._sddmm, {"left": "*" + short, "right": "*" + short, "indices": "*i64", "partial": "*fp32"},
           entries=sddmm.ENTRIES, at_once=sddmm.TOKENS, share=sddmm.SHARE)
 build(select._cut, CANDIDATES, **CUT)

@@ -3,6 +3,7 @@
 import pytest
 from products import FREE
 
+from sparsify.kernels import norm_bound
 from sparsify.selection import screening
 
 
@@ -10,5 +11,6 @@ from sparsify.selection import screening
 def screened(monkeypatch):
     """Any layer is worth a screen, and no tensor of more than 16 entries is small."""
     monkeypatch.setattr(screening, "SMALLEST_SCREENED", 1)
-    monkeypatch.setattr(screening, "costs_of", lambda *_: FREE)
+    for name, cost in FREE.items():
+        monkeypatch.setattr(norm_bound, name, cost)
     monkeypatch.setattr("sparsify.selection.small.LARGEST", 16)

@@ -71,17 +71,17 @@ def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, ra
         assert winners.weights[:found].tolist() == weights[winners.ids[:found]].tolist()
 
 
-def test_selection_launches_two_kernels_for_a_tensor_of_any_size(monkeypatch):
+def test_a_large_model_is_selected_from_by_few_launches_and_cuts(monkeypatch):
     launched = []
-    for kernel in ("select", "cut"):
-        monkeypatch.setattr(device_topk, kernel, lambda *args, overflows=False: launched.append(1 + overflows))
-    monkeypatch.setattr(device_topk, "may_overflow", lambda *args: True)
+    for kernel in ("plain_select", "plain_cut"):
+        monkeypatch.setattr(device_topk, kernel, lambda *args: launched.append(args))
+    monkeypatch.setattr(kernels, "_is_installed", lambda: False)
     layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
     sizes = [32000 * 4096, 4096, *32 * layer, 32000 * 4096]  # of a 7-billion-parameter Llama
     topk = DeviceTopK(6_700, sum(sizes), torch.float32, torch.get_default_device())
     for size in sizes:
         topk.offer(D3(), torch.empty(1), torch.empty(1).expand(1, size), None, 0)
-    assert len(sizes) <= sum(launched) <= 2 * len(sizes) + 50  # the first tensor comes in parts that double
+    assert len(launched) <= 2 * sum(size // device_topk.MOST_AT_ONCE + 1 for size in sizes) + 50
 
 
 def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):

@@ -49,7 +49,7 @@ def topk_of(size):
 def offer(small, topk, masked_only=True):
     work = Work()
     StreamingSelector(topk, IMPORTANCE, work, masked_only).offer_small(small)
-    assert work == Work(dense=sum(small.sizes))
+    assert work == Work(dense=small.numel)
 
 
 def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtype():

@@ -1,4 +1,4 @@
-"""The Triton form of ``kernels/scatter.py``: each entry gets its weight's address. Torch casts, this moves bits."""
+"""Writes values into many weights in one launch, each at its weight's address. Torch casts, this moves bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ BLOCK = 1024  # entries of a program
 def scatter(
     weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
 ) -> None:
-    """See :func:`sparsify.kernels.scatter.scatter`."""
+    """Writes values (k,) into contiguous weights, each at its own entries, cast to its dtype.
+
+    Args:
+        weights: on devices that Triton runs on.
+        counts: number of values for each weight.
+        indices: (k,) int64, flat in their weight and distinct there; the weights' entries one after the other.
+        values: in the same order.
+        seen: whether autograd's version counters see it.
+    """
     number = indices.numel()
     written = [weight for weight, count in zip(weights, counts, strict=True) if count]
     repeats = [count for count in counts if count]
