@@ -88,7 +88,7 @@ class Engine(TrainingStep):
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.weights, self.streams = EffectiveWeights(self, plan.tensors), Streams()
-        self.compiled = CompiledGraphs(self, self.refresh)
+        self.compiled = CompiledGraphs(self)
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
         self._counted_by_hook = False  # whether the last step was
