@@ -85,17 +85,6 @@ def extend(
     engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Continues a run with a larger budget, or for more steps; see :func:`sparsify.extend`."""
-    budget, steps, capacity = plan_extension(engine, budget, steps, optimizer)
-    if capacity > engine.values.numel():
-        lengthen(engine, capacity, optimizer)
-    engine.policy.budget, engine.steps, engine.extended_at = budget, steps, engine.unmasked
-    engine.restart()
-
-
-def plan_extension(
-    engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
-) -> tuple[int, int | None, int]:
-    """Checks an extension of a run; returns its budget, steps and capacity, and changes nothing."""
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         raise SparsifyError(
             f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. For "
@@ -114,19 +103,22 @@ def plan_extension(
             f"steps={engine.steps}; expected no less of either."
         )
     capacity = resolve_capacity(new_budget, engine.strategy, engine.schedule, new_steps, candidates)
-    capacity = max(capacity, engine.values.numel())
-    if engine.sharded and capacity > engine.values.numel():
+    is_longer = capacity > engine.values.numel()
+    if engine.sharded and is_longer:
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
     if optimizer is not None and not holds(optimizer, engine.values):
         raise SparsifyError(
             f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that trains it, or none and make a "
             "new one afterwards."
         )
-    return new_budget, new_steps, capacity
+    if is_longer:
+        _lengthen(engine, capacity, optimizer)
+    engine.policy.budget, engine.steps, engine.extended_at = new_budget, new_steps, engine.unmasked
+    engine.restart()
 
 
 @torch.no_grad()
-def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
     """Gives the root a longer flat delta; the new numbers and their optimizer state are zero."""
     old = engine.values
     new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
