@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sparsify.common.raw_bits import digest
 from sparsify.core.entries import VALUES, SparseValues
-from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
@@ -33,7 +32,9 @@ _SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy
 def settings_of(engine: Engine) -> dict[str, Any]:
     """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.schedule
-    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": _candidates(engine.tensors)}
+    names = hashlib.sha256(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors]).encode()).hexdigest()
+    candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {names[:12]}"
+    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates}
     if isinstance(strategy.selection, Increment):
         settings["schedule"] = {"name": schedule.shape, "every": schedule.every, "until": schedule.until}
         settings["steps"] = engine.steps
@@ -138,13 +139,6 @@ def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(size - tensor.numel())])
-
-
-def _candidates(tensors: Sequence[MaskedTensor]) -> str:
-    """A short text that identifies the masked tensors."""
-    names = repr([(tensor.name, tuple(tensor.shape)) for tensor in tensors])
-    total = sum(tensor.numel for tensor in tensors)
-    return f"{len(tensors)} tensors of {total:,} entries, digest {hashlib.sha256(names.encode()).hexdigest()[:12]}"
 
 
 def _unpacked(packed: Tensor) -> dict[str, Any]:
