@@ -38,7 +38,7 @@ class Gradient(ABC):
         """Returns the sum with the gradient of another use of the same weight; neither is used afterwards."""
 
     def held(self) -> Gradient:
-        """Returns the gradient in a form that outlives the node that saw it."""
+        """Returns the gradient in a form that is small enough to wait for another use of the weight."""
         return self
 
 
@@ -120,16 +120,13 @@ class Product(Gradient):
         left: (n, rows), of n tokens.
         right: (n, cols).
         looked_up: rows to be added to it, of a table that is an embedding and the output layer.
-        borrowed: whether the memory of the factors is used again once the node has run.
     """
 
     # computes entries (k,) of left^T right at flat indices; None: by the whole product
     sampler: ClassVar[Callable[[Product, Tensor], Tensor | None] | None] = None
 
-    def __init__(
-        self, left: Tensor, right: Tensor, looked_up: DenseGradient | None = None, *, borrowed: bool = False
-    ) -> None:
-        self.left, self.right, self.looked_up, self._borrowed = left, right, looked_up, borrowed
+    def __init__(self, left: Tensor, right: Tensor, looked_up: DenseGradient | None = None) -> None:
+        self.left, self.right, self.looked_up = left, right, looked_up
         self.numel = left.shape[1] * right.shape[1] if left.shape[0] else 0
         self.device = left.device
 
@@ -159,9 +156,7 @@ class Product(Gradient):
         return rows if rows is not None and not left.shape[0] else Product(left, right, rows)
 
     def held(self) -> Gradient:
-        if not _can_wait(self.left, self.right):
-            return self.dense()
-        return Product(self.left.clone(), self.right.clone(), self.looked_up) if self._borrowed else self
+        return self if _can_wait(self.left, self.right) else self.dense()
 
 
 def _can_wait(left: Tensor, right: Tensor) -> bool:
@@ -169,11 +164,10 @@ def _can_wait(left: Tensor, right: Tensor) -> bool:
     return left.numel() + right.numel() <= LARGEST_HELD * left.shape[1] * right.shape[1]
 
 
-def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool, *, borrowed: bool = False) -> Product:
+def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
     """Returns the gradient of a linear layer's weight for inputs (..., in) and output gradients (n, out)."""
     rows = x.reshape(-1, x.shape[-1])  # (n, in)
-    left, right = (rows, grad_rows) if transposed else (grad_rows, rows)
-    return Product(left, right, borrowed=borrowed)
+    return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
 
 
 def row_gradient(ids: Tensor, grad: Tensor, height: int) -> DenseGradient:

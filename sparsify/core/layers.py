@@ -139,8 +139,7 @@ def _product(call: LinearCall, x: Tensor | None, grad_rows: Tensor) -> Product:
     if x is None:
         assert call.recompute is not None
         x = call.recompute()
-    borrowed = call.recompute is not None
-    return linear_gradient(x.to(grad_rows.dtype), grad_rows, call.transposed, borrowed=borrowed)
+    return linear_gradient(x.to(grad_rows.dtype), grad_rows, call.transposed)
 
 
 class _Embedding(torch.autograd.Function):

@@ -14,7 +14,8 @@ from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
-TOKENS_AT_ONCE = 32  # rows of the factors whose gathered columns stay in a cache
+TOKENS_AT_ONCE = 256  # rows of the factors that are transposed together
+ENTRIES_AT_ONCE = 1 << 10  # whose columns, of so many tokens, stay in a cache
 ENTRY = 70  # cost of a dot product on a CPU
 FACTORS = {torch.bfloat16: 2}  # of a CPU's costs: a dense product in this dtype takes half the time
 MOVED = {True: 80, False: 10}  # cost of a byte that a GPU moves for each token, with matrix units and without
@@ -48,10 +49,12 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
 
 
 def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    """The plain torch form of :func:`sddmm`."""
+    """The plain torch form of :func:`sddmm`: it gathers the columns of the factors as rows of their transposes."""
     row, column = indices.div(right.shape[1], rounding_mode="floor"), indices % right.shape[1]
     dtype = torch.promote_types(left.dtype, torch.float32)
     total = torch.zeros(indices.numel(), dtype=dtype, device=left.device)
     for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):
-        total += some_left.to(dtype).index_select(1, row).mul_(some_right.to(dtype).index_select(1, column)).sum(0)
+        of_rows, of_columns = some_left.t().to(dtype).contiguous(), some_right.t().to(dtype).contiguous()
+        for part, rows, columns in zip(*(each.split(ENTRIES_AT_ONCE) for each in (total, row, column)), strict=True):
+            part += of_rows.index_select(0, rows).mul_(of_columns.index_select(0, columns)).sum(1)
     return total

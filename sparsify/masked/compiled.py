@@ -79,8 +79,6 @@ def compiled_embedding(module: Any, ids: Tensor) -> Tensor:
 
 def compiled_tap(tensor: ModelTensor, parameter: Tensor) -> Tensor:
     """Returns the tap of a masked parameter."""
-    if not tensor.collector.compiled.trains(tensor):
-        return parameter.detach()
     return _use("tap", None, parameter.detach(), None, tensor, None)
 
 
@@ -89,25 +87,26 @@ def _use(
     of_weight: ModelTensor | None, of_bias: ModelTensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes a layer's output, in an operator where a gradient may be collected for its weight or bias."""
-    tensors = [t if t is not None and t.collector.compiled.trains(t) else None for t in (of_weight, of_bias)]
-    trained = next((tensor for tensor in tensors if tensor is not None), None)
-    if trained is None:
-        return _compute(kind, x, weight, bias)
-    root = trained.collector.compiled.root_anchor
-    handles = [None if tensor is None else tensor.handle for tensor in tensors]
+    trained = [t if t is not None and _trains(t) else None for t in (of_weight, of_bias)]
+    collector = next((tensor.collector for tensor in trained if tensor is not None), None)
+    if collector is None:
+        return weight if kind == "tap" else _compute(kind, x, weight, bias)
+    root = collector.compiled.root_anchor
+    handles = [None if tensor is None else tensor.handle for tensor in trained]
     training = torch.is_grad_enabled() and root.requires_grad
     return _OPS.use(kind, x, weight, bias, root, *handles, training, _serial())
 
 
-def refreshed_root(root: Tensor, handle: Tensor) -> Tensor:
-    """Returns the root anchor of a forward pass, which begins by updating the weights to the flat delta."""
-    return _OPS.refresh(root, handle)
+def _trains(tensor: ModelTensor) -> bool:
+    """Whether a gradient may be collected for the tensor, now or later."""
+    step: Any = tensor.collector
+    return not (step.paused or tensor.dormant)
 
 
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
     """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
-    tensor_of(handle).collector.compiled.make_root()
+    tensor_of(handle).collector.uses(())  # refuses to be exported, too
     return True
 
 
@@ -175,7 +174,8 @@ def _run_collect(
 
 @_operator("refresh(Tensor root, Tensor handle) -> Tensor", lambda root, _: torch.empty_like(root))
 def _run_refresh(root: Tensor, handle: Tensor) -> Tensor:
-    tensor_of(handle).collector.compiled.refresh()
+    step: Any = tensor_of(handle).collector
+    step.refresh()
     return root.clone()
 
 

@@ -48,10 +48,11 @@ class QuantizedTensor(ModelTensor):
 
     @property
     def base(self) -> Tensor:
-        self._check_not_cast()
+        self.check_not_cast()
         return super().base
 
-    def _check_not_cast(self) -> None:
+    def check_not_cast(self) -> None:
+        """Raises ``SparsifyError`` where the kept base values were rounded."""
         stored = self.collector.entries.base
         if torch.promote_types(stored.dtype, self.dtype) != stored.dtype:
             raise SparsifyError(
@@ -77,7 +78,7 @@ class QuantizedTensor(ModelTensor):
         return self.weight.take(indices)
 
     def write(self, values: Tensor) -> None:
-        self._check_not_cast()
+        self.check_not_cast()
         self._shown = self.indices, values.detach().to(self.dtype, copy=True)
 
     write_without_version_bump = write  # a graph that was built before holds the values that it was built with

@@ -14,80 +14,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparsify.common.shards import is_fully_sharded
 from sparsify.core.module import masked_tensors
 
-_ATEN = torch.ops.aten
 _EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not save it
 _MARK = "sparsify_mark"  # in the metadata of any node: identifies it without keeping its graph alive
 
 
-def _layer_norm(node: Any, _: Callable[[], Tensor]) -> Tensor:
-    # the ``out`` form computes it elsewhere, and copies
-    values: Tensor = torch.native_layer_norm(
-        node._saved_input, node._saved_normalized_shape, node._saved_weight, node._saved_bias, node.metadata[_EPS]
-    )[0]
-    return values
+def _layer_norm(node: Any) -> Tensor:
+    saved = node._saved_input, node._saved_normalized_shape, node._saved_weight, node._saved_bias
+    return torch.native_layer_norm(*saved, node.metadata[_EPS])[0]
 
 
-# name of an operation's autograd node -> the inputs that the node saves, and the operation, given a buffer
-_OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any, Callable[[], Tensor]], Tensor]]] = {
-    "GeluBackward0": (
-        ("_saved_self",),
-        lambda node, empty: _ATEN.gelu.out(node._saved_self, approximate=node._saved_approximate, out=empty()),
-    ),
-    "SiluBackward0": (("_saved_self",), lambda node, empty: _ATEN.silu.out(node._saved_self, out=empty())),
+# name of an operation's autograd node -> the inputs that the node saves, and the operation
+_OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[Any], Tensor]]] = {
+    "GeluBackward0": (("_saved_self",), lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate)),
+    "SiluBackward0": (("_saved_self",), lambda node: F.silu(node._saved_self)),
     # the product of a gated block, and the last operation of an activation that is written out in Python
-    "MulBackward0": (
-        ("_saved_self", "_saved_other"),
-        lambda node, empty: _ATEN.mul.out(node._saved_self, node._saved_other, out=empty()),
-    ),
+    "MulBackward0": (("_saved_self", "_saved_other"), lambda node: node._saved_self * node._saved_other),
     "NativeLayerNormBackward0": (("_saved_input",), _layer_norm),
 }
 
-
-class _Memory:
-    """The buffer in which a thread recomputes inputs, one after the other: allocated once in a backward pass.
-
-    It belongs to one backward pass and one stream at a time. Autograd runs the nodes of a GPU in one thread, where
-    several passes may alternate, and several streams that do not wait for each other.
-    """
-
-    owner: tuple[int, torch.Stream | None] = (-1, None)  # the backward pass and the stream
-    buffer: Tensor | None = None
-    made: tuple[object, Tensor] | None = None  # the last input and its node's mark; queries, keys and values share one
-
-    def clear(self) -> None:
-        self.buffer = self.made = None
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nbytes, buffer = shape.numel() * dtype.itemsize, self.buffer
-        if buffer is None or buffer.nbytes < nbytes or buffer.device != device:
-            buffer = self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return buffer[:nbytes].view(dtype).view(shape)
-
-
-_MEMORIES: dict[int, _Memory] = {}  # by thread
-
-
-def _memory(device: torch.device) -> _Memory:
-    """Returns this thread's memory for the running backward pass on a device."""
-    memory = _MEMORIES.setdefault(threading.get_ident(), _Memory())
-    stream = torch.accelerator.current_stream(device) if device.type == "cuda" else None
-    owner = torch._C._current_graph_task_id(), stream
-    if memory.owner != owner:
-        memory.clear()
-        memory.owner = owner
-    return memory
+# the last input that a thread recomputed in a stream, with the backward pass and its node's mark: queries, keys and
+# values share one. Autograd runs the nodes of a GPU in one thread, in streams that do not wait for each other
+_LAST: dict[tuple[int, int], tuple[int, object, Tensor]] = {}
 
 
 def release_memory() -> None:
-    """Frees the memory of the running backward pass, in all its threads."""
+    """Frees what the running backward pass has recomputed, in all its threads."""
     graph = torch._C._current_graph_task_id()
-    for memory in list(_MEMORIES.values()):
-        if memory.owner[0] == graph:
-            memory.clear()
+    for place, (owner, *_) in list(_LAST.items()):
+        if owner == graph:
+            _LAST.pop(place, None)
 
 
 def note_epsilon(module: Any, args: Any, output: Tensor) -> None:
@@ -104,10 +64,7 @@ def note_epsilon(module: Any, args: Any, output: Tensor) -> None:
 
 
 def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
-    """Returns a function that recomputes ``x`` in a backward pass, bit for bit; ``None`` where ``x`` has to be saved.
-
-    The recomputed tensor is valid until the next one is recomputed.
-    """
+    """Returns a function that recomputes ``x`` in backward, bit for bit; ``None`` where ``x`` has to be saved."""
     node: Any = x.grad_fn
     # a version beyond 0 tells of writes that autograd does not know of, as through detach(). Where hooks pack saved
     # tensors, now or when x was made (checkpointing, offloading), these may be unpacked only once
@@ -125,15 +82,16 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
             return None
     except RuntimeError:  # a backward pass through x is over, and has freed its node's tensors
         return None
-    shape, dtype, device, mark = x.shape, x.dtype, x.device, node.metadata.setdefault(_MARK, object())
+    device, mark = x.device, node.metadata.setdefault(_MARK, object())
 
     def again() -> Tensor:
-        memory = _memory(device)
-        made = memory.made
-        if made is None or made[0] is not mark:
-            memory.made = None
+        place = threading.get_ident(), torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+        last = _LAST.get(place)
+        if last is None or last[1] is not mark:
+            _LAST.pop(place, None)  # before the next is allocated
+            del last
             with torch.no_grad():
-                made = memory.made = mark, make(node, lambda: memory.empty(shape, dtype, device))
-        return made[1]
+                last = _LAST[place] = torch._C._current_graph_task_id(), mark, make(node)
+        return last[2]
 
     return again

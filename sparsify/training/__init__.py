@@ -5,7 +5,7 @@ engine               the core's step on several devices, ranks and shards
 weights, entries     base + delta in the weights; buffers that others write to
 optimizer_steps      steps that have begun; optimizers made in the wrong order
 state, settings      state dicts, and what they are compared by
-export, exporter     the ways out: a delta, and a stream of versions (``source.py`` is what finds them)
-summary, verification
+export               the way out: a delta, or a stream of versions
+summary
 compiled, quantized, sharding, rank_checks, new_parameters
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsify.core.gradients import Gradient
 from sparsify.core.module import without_autocast
-from sparsify.core.step import Root, TrainingStep
+from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import REENTRANT, Use
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
@@ -44,19 +44,17 @@ def check_not_exported() -> None:
 class CompiledGraphs:
     """The graphs of a training step's model, whose operators (masked/compiled.py) call this.
 
-    Args:
-        step: takes the gradients.
-        refresh: brings the weights in step with the flat delta.
+    These are imported while a graph is compiled, since they bring in the compiler.
     """
 
-    def __init__(self, step: TrainingStep, refresh: Callable[[], None]) -> None:
-        self._step, self._refresh = step, refresh
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step  # takes the gradients
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
         self._uses: defaultdict[ModelTensor, list[Use]] = defaultdict(list)  # that wait for their backward
         self._recomputed: dict[ModelTensor, int] = {}  # the backward pass in which its graph ran forward again
 
     def __getstate__(self) -> dict[str, Any]:
-        return CompiledGraphs(self._step, self._refresh).__dict__  # a copy of the model starts with no open graph
+        return CompiledGraphs(self._step).__dict__  # a copy of the model starts with no open graph
 
     # -------------------------------------------------------------------------------- while a graph is compiled
 
@@ -81,48 +79,30 @@ class CompiledGraphs:
     @property
     def root_anchor(self) -> Tensor:
         """(1,) what every use takes as an input."""
-        return self._traced_root().output if self._entry is None else self._entry
+        return self._traced_root()[0] if self._entry is None else self._entry
 
     def enter(self) -> None:
         """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
-        from sparsify.masked.compiled import refreshed_root
+        root, handle = self._traced_root()
+        operators: Any = torch.ops.sparsify
+        self._entry = operators.refresh(root, handle)
 
-        self._entry = refreshed_root(self._traced_root().output, self._handle)
+    def _traced_root(self) -> tuple[Tensor, Tensor]:
+        """The root anchor and a tensor's handle; a graph is compiled anew when the flat delta is another one."""
+        from sparsify.masked.compiled import made_ready
+
+        tensor: Any = self._step.tensors[0]
+        made_ready(tensor.handle)
+        root = self._step.current_root
+        assert root is not None
+        assert root.serves(self._step.entries.values)  # becomes a guard: every run of the graph checks it
+        return root.output, tensor.handle
 
     def leave(self) -> None:
         """The root's forward has ended."""
         self._entry = None
 
-    def trains(self, tensor: ModelTensor) -> bool:
-        """Whether a gradient may be collected for the tensor, now or later."""
-        return not (self._step.paused or tensor.dormant)
-
-    @property
-    def _handle(self) -> Tensor:
-        tensor: Any = self._step.tensors[0]
-        handle: Tensor = tensor.handle
-        return handle
-
-    def _traced_root(self) -> Root:
-        """The root anchor; a graph is compiled anew when the flat delta is another one."""
-        from sparsify.masked.compiled import made_ready
-
-        made_ready(self._handle)
-        root = self._step.current_root
-        assert root is not None
-        assert root.serves(self._step.entries.values)  # becomes a guard: every run of the graph checks it
-        return root
-
     # -------------------------------------------------------------------------------- while a graph runs
-
-    def make_root(self) -> None:
-        """Makes a root anchor of the flat delta as it is now, unless there is one."""
-        check_not_exported()
-        self._step.root_anchor()
-
-    def refresh(self) -> None:
-        """Brings the weights in step with the flat delta, as a graph of the root's forward begins."""
-        self._refresh()
 
     def count_use(self, tensor: ModelTensor) -> None:
         """Counts a use as its graph runs forward; one that runs again inside a backward pass is checkpointing's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from sparsify.core.optimizer import listen
 from sparsify.core.policy import Policy
 from sparsify.core.schedule import Schedule
 from sparsify.core.step import Pass, TrainingStep, read_weights
-from sparsify.core.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
@@ -36,7 +36,7 @@ from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.policies import POLICIES, SelectorFactory
 from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
-from sparsify.training.compiled import CompiledGraphs
+from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.optimizer_steps import (
     forget_uncounted_steps,
@@ -93,7 +93,7 @@ class Engine(TrainingStep):
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.weights, self.streams = EffectiveWeights(self, plan.tensors), Streams()
-        self.compiled = CompiledGraphs(self, self.refresh)
+        self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int]] = {}  # of backward passes: thread, and number of entries unmasked then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
@@ -198,6 +198,10 @@ class Engine(TrainingStep):
         self._traced = False
         if not torch.compiler.is_dynamo_compiling():
             self._forward.depth = max(0, self._forward.depth - 1)
+
+    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
+        check_not_exported()
+        return super().uses(tensors)
 
     # -------------------------------------------------------------------------------- backward
 

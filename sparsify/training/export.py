@@ -1,13 +1,14 @@
-"""Exports what was learned: a model's entries by tensor, and the tensors that have to be stored whole.
+"""Exports a model in training: a delta of what it has learned, or a stream of its versions.
 
-In: the engine of a sparsified model. Out: the parts of a :class:`sparsify.SparseDelta`.
+In: an engine. Out: a :class:`sparsify.stream.version.Version`: the unmasked entries by tensor, with the values that the
+weights have now, the tensors that have to be stored whole, and a delta's config.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
-from sparsify.common.names import listed, plain_model, plain_name
-from sparsify.common.raw_bits import digest
-from sparsify.common.shards import full_values, is_shard
+from sparsify.common.names import ENGINE, listed, plain_model, plain_name
+from sparsify.common.raw_bits import all_finite, digest
+from sparsify.common.shards import full_values
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
@@ -26,8 +27,11 @@ from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
+from sparsify.masked.quantized import QuantizedTensor
+from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.presets import Prune
 from sparsify.strategies.strategy import Strategy
+from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
 
 UNKNOWN_VALUES = (
@@ -40,6 +44,151 @@ NOT_FINITE = (
     "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
     "an earlier state, and clip gradients, scale the loss (GradScaler), or lower the learning rate."
 )
+_LIBRARIES = ("sparsify", "torch", "safetensors", "transformers", "peft")  # a delta's config has their versions
+
+
+class DeltaSource:
+    """Gives the delta of an engine's model, to code that needs nothing of training."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
+        """The parts of a :class:`sparsify.SparseDelta`, of the first ``budget`` entries or all."""
+        version = Exporter(self._engine, model, "SparseDelta.from_model()")(budget)
+        return {name: _delta(name, own) for name, own in version.tensors.items()}, version.whole, version.config
+
+    def exporter(self, model: nn.Module) -> Exporter:
+        """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""
+        return Exporter(self._engine, model, "DeltaPublisher.update()")
+
+
+class Exporter:
+    """A function that returns the model's present version.
+
+    Positions and base values are copied to the host once, when entries are new; each call takes the values anew.
+
+    Args:
+        engine: of a sparsified model.
+        model: the model, or what wraps it, which is searched for parameters that train and that no delta holds.
+        call: the user's call, for error messages.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, call: str) -> None:
+        self._engine, self._call = engine, call
+        self._key: object = None  # as long as it is the same, so are the entries and the config
+        self._entries: dict[ModelTensor, TrainedEntries] = {}  # those exported as entries, with the base's values
+        self._config: dict[str, Any] = {}
+        warn_of_unheld(engine, model, stacklevel=5)
+
+    @torch.no_grad()
+    def __call__(self, budget: int | None = None) -> Version:
+        """Exports the first ``budget`` entries in order of unmasking, by default all.
+
+        Dense are ``modules_to_save``, pruned tensors, those that the base does not have, and buffers that training
+        changed. The entries of a quantized weight are differences.
+        """
+        engine = self._engine
+        if vars(engine.root).get(ENGINE) is not engine:
+            raise SparsifyError(
+                f"{self._call}: the model was desparsified since its publisher was made, so that nothing of it "
+                "changes any more. If it was sparsified again, make a new DeltaPublisher."
+            )
+        prepare(engine, self._call)
+        if budget is None:
+            budget = engine.unmasked
+        elif isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= engine.unmasked:
+            raise SparsifyError(
+                f"budget={budget!r}; expected an int between 1 and the {engine.unmasked:,} entries unmasked so far, "
+                "or None for all of them."
+            )
+        parameters = dict(engine.root.named_parameters())
+        there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
+        masked = [tensor for tensor in engine.tensors if id(tensor.parameter) in there]
+        # whose entries alone are no change of the base: it lacks them, or they were pruned
+        as_whole = dict.fromkeys(t for t in masked if t.name in engine.new_names or is_pruned(engine.strategy, t))
+        self._find_entries([tensor for tensor in masked if tensor not in as_whole], as_whole, budget)
+        whole = {n: full_values(parameters[n]) for n in (*engine.dense_names, *engine.new_names) if n in parameters}
+        whole |= changed_buffers(engine) | {tensor.name: _as_of(tensor, budget) for tensor in as_whole}
+        whole = {plain_name(name): own_copy(tensor) for name, tensor in whole.items()}
+        return Version(dict(sorted(self._export(budget).items())), whole, {**self._config, "steps_done": engine.step})
+
+    def _find_entries(self, masked: Sequence[ModelTensor], as_whole: Iterable[ModelTensor], budget: int) -> None:
+        """Copies the entries where they are others than at the last call."""
+        engine = self._engine
+        dtypes = [(tensor.number, tensor.dtype) for tensor in masked]
+        key = engine.entries.generation, engine.unmasked, engine.steps, budget, dtypes
+        if key == self._key:
+            return
+        slots, indices = engine.entries.by_tensor()
+        flat = [own_copy(part) for part in (slots, indices, engine.entries.base.index_select(0, slots))]
+        parts = list(zip(*(part.split(engine.entries.counts) for part in flat), strict=True))
+        self._entries = {}
+        for tensor in masked:
+            among_first = parts[tensor.number][0] < budget
+            indices, base = (part[among_first] for part in parts[tensor.number][1:])
+            if indices.numel():
+                if isinstance(tensor, QuantizedTensor):
+                    tensor.check_not_cast()
+                base, kind = base.to(tensor.dtype), "replace" if tensor.scheme is None else "add"
+                sort = tuple(tensor.shape_now), tensor.dtype, kind, tensor.scheme
+                self._entries[tensor] = TrainedEntries(*sort, indices, base, base)
+        in_whole = sum(int((tensor.slots < budget).sum()) for tensor in as_whole)
+        self._key, self._config = key, describe_run(engine, budget, in_whole)
+
+    def _export(self, budget: int) -> dict[str, TrainedEntries]:
+        """The entries with their present values; raises where one is not finite."""
+        engine = self._engine
+        # without asking the other ranks, and faster than reading all weights
+        sums = engine.entries.effective() if engine.weights.are_sums or engine.sharded else None
+        values = []
+        for tensor in self._entries:
+            if tensor.is_quantized:
+                own = tensor.delta
+            else:
+                own = tensor.take(tensor.indices) if sums is None else sums[tensor.number].to(tensor.dtype)
+            values.append(own if budget == engine.unmasked else own[tensor.slots.to(own.device) < budget])
+        found: dict[str, TrainedEntries] = {}
+        for (tensor, entries), own in zip(self._entries.items(), _on_host(values), strict=True):
+            name, entries = plain_name(tensor.name), entries._replace(values=own)
+            if not all_finite(own):
+                _delta(name, entries)
+            if name in found:
+                raise SparsifyError(f"two trained tensors are called `{name}`: rename one of the modules.")
+            found[name] = entries
+        return found
+
+
+def _delta(name: str, entries: TrainedEntries) -> TensorDelta:
+    try:
+        return entries.delta()
+    except SparsifyError as error:
+        raise SparsifyError(f"tensor `{name}` cannot go into a delta: {error}") from error
+
+
+def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors (k,) to the CPU, all of a dtype and device at once."""
+    found: dict[int, Tensor] = {}
+    for sort in {(part.dtype, part.device) for part in parts}:
+        group = {n: part for n, part in enumerate(parts) if (part.dtype, part.device) == sort}
+        copies = own_copy(torch.cat(list(group.values()))).split([part.numel() for part in group.values()])
+        found.update(zip(group, copies, strict=True))
+    return [found[number] for number in range(len(parts))]
+
+
+def _as_of(tensor: MaskedTensor, budget: int) -> Tensor:
+    """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
+    later = tensor.slots >= budget
+    weight = full_values(tensor.parameter).clone(memory_format=torch.contiguous_format)
+    return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
+
+
+def is_pruned(strategy: Strategy, tensor: MaskedTensor) -> bool:
+    """Whether zeros were written into the tensor before training: its entries lack them, so it is stored whole."""
+    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape_now)
+
+
+# ------------------------------------------------------------------------------------ what an export relies on
 
 
 def prepare(engine: Engine, call: str) -> None:
@@ -52,71 +201,14 @@ def prepare(engine: Engine, call: str) -> None:
     engine.weights.reshard()
 
 
-def export(engine: Engine, budget: int | None, model: nn.Module) -> DeltaParts:
-    """Tensors, dense tensors and config of a model's delta; see :meth:`sparsify.SparseDelta.from_model`.
-
-    Dense are ``modules_to_save``, pruned tensors, those that the base does not have, and buffers that training changed.
-    The entries of a quantized weight are differences.
-    """
-    prepare(engine, "SparseDelta.from_model()")
-    unmasked = engine.unmasked
-    if budget is None:
-        budget = unmasked
-    elif isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= unmasked:
-        raise SparsifyError(
-            f"budget={budget!r}; expected an int between 1 and the {unmasked:,} entries unmasked so far, "
-            "or None for all of them."
-        )
-    tensors: dict[str, TensorDelta] = {}
-    parameters = dict(engine.root.named_parameters())
-    whole = dense_tensors(engine, parameters)
-    in_whole = 0  # entries
-    for name, tensor in trained_tensors(engine, parameters).items():
-        plain = plain_name(name)
-        indices, values, base = entries_of(tensor, budget)
-        if is_stored_whole(engine, name, tensor):
-            whole[plain] = as_of(tensor, budget)
-            in_whole += indices.numel()
-        elif indices.numel():
-            if plain in tensors:
-                raise SparsifyError(f"two trained tensors are called `{plain}`: rename one of the modules.")
-            parts = own_copy(indices), own_copy(values), tuple(tensor.shape_now), tensor.dtype
-            kind = "replace" if tensor.scheme is None else "add"
-            try:
-                tensors[plain] = TensorDelta(*parts, kind, digest(base), quantization=tensor.scheme)
-            except SparsifyError as error:
-                raise SparsifyError(f"tensor `{plain}` cannot go into a delta: {error}") from error
-    config = describe_run(engine, budget, in_whole)
-    warn_of_unheld(engine, model, stacklevel=5)
-    return tensors, {name: own_copy(tensor) for name, tensor in whole.items()}, config
-
-
-def dense_tensors(engine: Engine, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``modules_to_save`` and the buffers that training changed, by plain name; they are not copied."""
-    whole = {plain_name(name): full_values(parameters[name]) for name in engine.dense_names if name in parameters}
-    return whole | {plain_name(name): buffer for name, buffer in changed_buffers(engine).items()}
-
-
-def trained_tensors(engine: Engine, parameters: Mapping[str, Tensor]) -> dict[str, MaskedTensor | Untrained]:
-    """The masked tensors, and the other parameters that the base does not have, by their names in the model."""
-    there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
-    found: dict[str, MaskedTensor | Untrained] = {t.name: t for t in engine.tensors if id(t.parameter) in there}
-    new = (name for name in engine.new_names if name in parameters and name not in found)
-    return found | {name: Untrained(parameters[name]) for name in new}
-
-
-def is_stored_whole(engine: Engine, name: str, tensor: MaskedTensor | Untrained) -> bool:
-    """Whether a tensor's entries alone are no change of the base: the base lacks it, or it was pruned."""
-    return name in engine.new_names or is_pruned(engine.strategy, tensor)
-
-
 def find_unheld(engine: Engine, model: nn.Module) -> str:
     """Names parameters that train, or trained, in ``model``, which is the engine's or holds it, and are in no delta."""
     own = dict(engine.root.named_parameters())
     held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
     held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
-    held.update(id(own[name]) for name in engine.frozen_names if name in own and _is_base(engine, name, own[name]))
+    frozen = {n: own[n] for n in engine.frozen_names if n in own and own[n].requires_grad}
+    held.update(id(p) for n, p in frozen.items() if engine.base_digests.get(n) == (p.dtype, digest(full_values(p))))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
     trainable, replaced = ([f"`{plain_name(name)}`" for name in names] for names in (trainable, replaced))
@@ -139,55 +231,9 @@ def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> Non
         warnings.warn(f"{unheld}.", stacklevel=stacklevel)
 
 
-def _is_base(engine: Engine, name: str, parameter: Tensor) -> bool:
-    if not parameter.requires_grad:
-        return True
-    known = engine.base_digests.get(name)
-    return known is not None and known == (parameter.dtype, digest(full_values(parameter)))
-
-
 def digest_buffers(model: nn.Module) -> dict[str, str]:
     """A digest of every buffer in the model's state dict, by name; :func:`changed_buffers` compares them later."""
     return {name: digest(buffer) for name, buffer in _persistent_buffers(model)}
-
-
-class Untrained:
-    """A parameter that the base does not have and that is not masked: it is exported without entries."""
-
-    is_quantized, scheme = False, None
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter, self.shape_now, self.dtype = parameter, parameter.shape, parameter.dtype
-        self.indices = self.slots = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        self.base = self.delta = torch.empty(0, dtype=self.dtype, device=parameter.device)
-
-
-def entries_of(tensor: MaskedTensor | Untrained, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ascending indices, values and base values (k,) of a tensor's entries among the first ``budget`` of the model.
-
-    The values of a quantized weight are the changes, in the delta's dtype, and its base values the dequantized ones.
-    """
-    among_first = tensor.slots < budget
-    indices, base = tensor.indices[among_first], tensor.base[among_first]
-    if tensor.is_quantized:
-        values = tensor.delta[among_first]
-    elif is_shard(tensor.parameter):  # without asking the other ranks
-        values = (tensor.base.to(tensor.delta) + tensor.delta)[among_first].to(tensor.dtype)
-    else:
-        values = tensor.parameter.detach().take(indices)
-    return indices, values, base
-
-
-def is_pruned(strategy: Strategy, tensor: MaskedTensor | Untrained) -> bool:
-    """Whether zeros were written into the tensor before training: its entries lack them, so it is stored whole."""
-    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape_now)
-
-
-def as_of(tensor: MaskedTensor | Untrained, budget: int) -> Tensor:
-    """The trained tensor, with its base values at all but the first ``budget`` entries of the model."""
-    later = tensor.slots >= budget
-    weight = full_values(tensor.parameter).clone(memory_format=torch.contiguous_format)
-    return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
 
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:
@@ -227,16 +273,9 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
         "steps": engine.steps,
         "steps_done": engine.step,
         **record_extensions(engine.root, (*not_the_bases, *(tensor.name for tensor in engine.tensors))),
-        "versions": _library_versions(),
+        "versions": {name: str(sys.modules[name].__version__) for name in _LIBRARIES if name in sys.modules},
         **({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}),
     }
-
-
-def _library_versions() -> dict[str, str]:
-    """Versions of those of the libraries that are imported already."""
-    libraries = ("sparsify", "torch", "safetensors", "transformers", "peft")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in libraries}
-    return {name: str(version) for name, version in versions.items() if version is not None}
 
 
 def _base_name(model_config: Any) -> str | None:

@@ -15,13 +15,13 @@ from sparsify.common.names import ENGINE
 from sparsify.core import install as core
 from sparsify.masked.swap import swap
 from sparsify.training.engine import Engine
+from sparsify.training.export import DeltaSource
 from sparsify.training.optimizer_steps import watch
 from sparsify.training.plan import SETTINGS, Plan
 from sparsify.training.quantized import give_up_packed, mark_trainable, unmark_trainable
 from sparsify.training.settings import record_settings
-from sparsify.training.source import DeltaSource
 from sparsify.training.state import place_hooks, remove_hooks
-from sparsify.training.verification import digest_base
+from sparsify.training.summary import digest_base
 
 
 def install(plan: Plan) -> None:

@@ -51,19 +51,14 @@ def give_up_packed(model: nn.Module, weights: Sequence[tuple[MaskedTensor, Tenso
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and not is_quantized(p)]
     for tensor, weight in weights:
         weight, packed = weight.to(dtypes[0] if dtypes else weight.dtype), tensor.parameter
-        for module in model.modules():
-            if module._parameters.get(tensor.attribute) is packed:
-                _make_dense(module, weight)
+        for module in [each for each in model.modules() if each._parameters.get(tensor.attribute) is packed]:
+            module.__class__ = nn.Linear
+            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            for state in ("quant_state", "state"):  # bitsandbytes keeps scales there
+                module.__dict__.pop(state, None)
     quantizer = getattr(model, QUANTIZER, None)
     if weights and quantizer is not None and not any(is_quantized(parameter) for parameter in model.parameters()):
         quantizer.remove_quantization_config(model)  # transformers' own, as after its dequantize()
-
-
-def _make_dense(module: nn.Module, weight: Tensor) -> None:
-    module.__class__ = nn.Linear
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    for state in ("quant_state", "state"):  # bitsandbytes keeps scales there
-        module.__dict__.pop(state, None)
 
 
 # The Trainer refuses a quantized model that is not PEFT's, unless its quantizer says that the model can be trained as

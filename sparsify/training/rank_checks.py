@@ -37,33 +37,18 @@ REMEDIES = {  # by part; the flat delta before the weights, which are written fr
 
 
 def check_ranks_alike(step: TrainingStep, ranks: Ranks, settings: object) -> None:
-    """Compares all ranks; raises ``SparsifyError`` on each of them when they differ.
-
-    Args:
-        step: of this rank.
-        ranks: the others.
-        settings: of the run on this rank; its ``repr`` tells all.
-    """
+    """Compares all ranks' steps and settings; raises ``SparsifyError`` on each of them when they differ."""
     parts = _parts(step, settings)
-    names = [tensor.name for tensor in step.tensors]
-    headers = ranks.headers(BEGIN, list(parts.values()), names)
-    if differing := [
-        part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()
-    ]:
+    headers = ranks.headers(BEGIN, list(parts.values()), [tensor.name for tensor in step.tensors])
+    differing = [part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()]
+    if differing:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 
 def compare_ends(values: Tensor, ranks: Ranks, winners: Winners, finite: Tensor) -> Tensor:
     """Compares the ends of all ranks' backward passes, without a wait for their devices.
 
-    Args:
-        values: (capacity,) this rank's flat delta.
-        ranks: the others.
-        winners: what this rank's selector found.
-        finite: () bool, whether the gradients that this rank saw are finite.
-
-    Returns:
-        (3,) bool: whether those of all ranks are, and whether they have the same flat deltas and winners.
+    Returns (3,) bool: whether all ranks' gradients are finite, and their flat deltas ``values`` and winners the same.
     """
     bits = values.detach().view(torch.int32).sum(dtype=torch.int64)
     order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)

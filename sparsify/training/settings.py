@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sparsify.common.raw_bits import digest
 from sparsify.core.entries import VALUES
-from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
@@ -34,7 +33,9 @@ _SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy
 def settings_of(engine: Engine) -> dict[str, Any]:
     """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.schedule
-    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": _candidates(engine.tensors)}
+    names = hashlib.sha256(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors]).encode()).hexdigest()
+    candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {names[:12]}"
+    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates}
     if isinstance(strategy.selection, Increment):
         settings["schedule"] = {"name": schedule.shape, "every": schedule.every, "until": schedule.until}
         settings["steps"] = engine.steps
@@ -86,17 +87,6 @@ def extend(
     engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Continues a run with a larger budget, or for more steps; see :func:`sparsify.extend`."""
-    budget, steps, capacity = plan_extension(engine, budget, steps, optimizer)
-    if capacity > engine.values.numel():
-        lengthen(engine, capacity, optimizer)
-    engine.policy.budget, engine.steps, engine.extended_at = budget, steps, engine.unmasked
-    engine.restart()
-
-
-def plan_extension(
-    engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
-) -> tuple[int, int | None, int]:
-    """Checks an extension of a run; returns its budget, steps and capacity, and changes nothing."""
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         raise SparsifyError(
             f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. For "
@@ -115,19 +105,22 @@ def plan_extension(
             f"steps={engine.steps}; expected no less of either."
         )
     capacity = resolve_capacity(new_budget, engine.strategy, engine.schedule, new_steps, candidates)
-    capacity = max(capacity, engine.values.numel())
-    if engine.sharded and capacity > engine.values.numel():
+    is_longer = capacity > engine.values.numel()
+    if engine.sharded and is_longer:
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
     if optimizer is not None and not holds(optimizer, engine.values):
         raise SparsifyError(
             f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that trains it, or none and make a "
             "new one afterwards."
         )
-    return new_budget, new_steps, capacity
+    if is_longer:
+        _lengthen(engine, capacity, optimizer)
+    engine.policy.budget, engine.steps, engine.extended_at = new_budget, new_steps, engine.unmasked
+    engine.restart()
 
 
 @torch.no_grad()
-def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
     """Gives the root a longer flat delta; the new numbers and their optimizer state are zero."""
     old = engine.values
     new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
@@ -147,13 +140,6 @@ def lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | N
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(size - tensor.numel())])
-
-
-def _candidates(tensors: Sequence[MaskedTensor]) -> str:
-    """A short text that identifies the masked tensors."""
-    names = repr([(tensor.name, tuple(tensor.shape)) for tensor in tensors])
-    total = sum(tensor.numel for tensor in tensors)
-    return f"{len(tensors)} tensors of {total:,} entries, digest {hashlib.sha256(names.encode()).hexdigest()[:12]}"
 
 
 def _unpacked(packed: Tensor) -> dict[str, Any]:

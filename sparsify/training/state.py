@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 from sparsify.common.names import ENGINE
 from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.compiled import check_not_exported
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS, POSITION
 from sparsify.training.export import changed_buffers, is_pruned
@@ -78,7 +77,6 @@ def _engine_of(root: nn.Module) -> Engine:
 
 
 def _before_forward(root: nn.Module, args: Any) -> None:
-    check_not_exported()
     if getattr(root, "_is_replica", False):
         raise SparsifyError(
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "

@@ -1,25 +1,71 @@
-"""Summaries of a sparsified model: how much is unmasked, where, and what it costs."""
+"""Summaries of a sparsified model: how much is unmasked, where, what it costs, and that no frozen entry has changed.
+
+The proof are digests of the base at ``sparsify()``, and now: of tensors with their pretrained values back at the
+unmasked entries. They are the same if, and only if, the frozen entries and the kept base values are.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from sparsify.common.names import listed
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
+from sparsify.common.raw_bits import digest
+from sparsify.common.shards import full_values
+from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.selection.screening import Work
 from sparsify.strategies.presets import PRESETS, Given
-from sparsify.strategies.strategy import Repeat, Strategy
+from sparsify.strategies.strategy import Increment, Repeat, Strategy
 from sparsify.training.engine import Engine
-from sparsify.training.verification import Verification
-from sparsify.training.verification import verify as run_verification
+from sparsify.training.export import find_unheld, prepare
 
 TENSORS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of a verification."""
+
+    num_frozen: int  # entries that should not have changed
+    changed: tuple[str, ...]  # tensors in which some of them did
+    recast: tuple[str, ...]  # tensors in another dtype than at ``sparsify()``, which cannot be compared
+    unmasked: int  # entries
+    expected: int  # entries by the schedule; for repeat-S the number of slots in use
+    unheld: str  # names parameters that train and are in no delta
+    passes_without_step: int = 0  # backward passes, where no optimizer step has ever been counted
+
+    @property
+    def ok(self) -> bool:
+        """Whether frozen entries are unchanged, counts are as planned, and a delta holds all that trains."""
+        counts = self.unmasked == self.expected and not self.passes_without_step
+        return counts and not (self.changed or self.recast or self.unheld)
+
+    def __str__(self) -> str:
+        found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
+        problems = [f"{len(names)} tensors {problem}: {listed(names)}" for names, problem in found if names]
+        if self.unmasked != self.expected:
+            problems.append(
+                f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (entries without a "
+                "gradient wait for one)"
+            )
+        if self.passes_without_step:
+            problems.append(
+                f"{self.passes_without_step:,} backward passes ran, and no optimizer step was counted: the optimizer "
+                "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
+                "steps)"
+            )
+        problems += [self.unheld] if self.unheld else []
+        return "; ".join(problems) or (
+            f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
+        )
 
 
 @dataclass(frozen=True)
@@ -130,29 +176,25 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
     """The summary of an engine's model; ``model`` is the same, or holds it."""
     engine.catch_up()
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
+    parameters = dict(engine.root.named_parameters())
     return Summary(
         strategy=engine.strategy,
         budget=engine.budget,
         unmasked=sum(counts.values()),
         num_candidates=sum(tensor.num_candidates for tensor in engine.tensors),
         num_parameters=num_parameters(engine.root),
-        num_dense=sum(_sizes(engine.root, engine.dense_names).values()),
+        num_dense=sum(parameters[name].numel() for name in engine.dense_names if name in parameters),
         step=engine.step,
         steps=engine.steps,
         updates=engine.updates,
         state_bytes=engine.entries.nbytes,
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
-        verification=run_verification(engine, model) if verify else None,
+        verification=_verify(engine, model) if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
         last_work=engine.work,
     )
-
-
-def _sizes(root: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    parameters = dict(root.named_parameters())
-    return {name: parameters[name].numel() for name in names if name in parameters}
 
 
 def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
@@ -162,3 +204,48 @@ def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
     sizes = true_sizes(model)  # PEFT's attention makes a parameter anew each time that it is read
     named = [(name.rpartition(".")[2], parameter) for name, parameter in model.named_parameters()]
     return sum(sizes.get(parameter, parameter.numel()) for name, parameter in named if name != VALUES)
+
+
+def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:
+    """Dtype and digest of the base of every parameter that has one and ordinary memory, by name."""
+    masked, left_out = {tensor.parameter: tensor for tensor in engine.tensors}, {*engine.dense_names, VALUES}
+    digests = {}
+    for name, parameter in engine.root.named_parameters():
+        if name in left_out or parameter.is_meta:
+            continue
+        tensor = masked.get(parameter)
+        weight = full_values(parameter) if tensor is None else tensor.weight
+        if tensor is not None and tensor.count:
+            weight = put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
+        if type(weight) is Tensor:
+            digests[name] = (weight.dtype, digest(weight))
+    return digests
+
+
+def _verify(engine: Engine, model: nn.Module) -> Verification:
+    """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
+    prepare(engine, "summary(verify=True)")
+    now = digest_base(engine)
+    parameters = dict(engine.root.named_parameters())
+    before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
+    recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
+    changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
+    entries = sum(sizes[name] for name in before)
+    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
+    unheld = find_unheld(engine, model)
+    return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
+
+
+def _expected(engine: Engine) -> int:
+    """Number of entries that should be unmasked by now."""
+    if isinstance(engine.strategy.selection, Repeat):
+        return engine.unmasked  # it depends on the gradients how many were ever chosen
+    if not isinstance(engine.strategy.selection, Increment):
+        return engine.budget
+    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
+    if engine.steps is None or not begun:
+        return 0
+    target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
+    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count

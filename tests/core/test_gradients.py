@@ -4,10 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Product, row_gradient, sum_rows
-from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.selection.screening import RowBlocks
 
 ROWS, COLS = 12, 10
@@ -165,17 +163,6 @@ def test_sums_with_other_types_and_with_dense_gradients_are_multiplied_out(other
     expected, total = sum_of(first, second), first.held().add(second)
     assert not isinstance(total, Product)
     torch.testing.assert_close(total.dense().values, expected)
-
-
-def test_what_is_held_stays_when_the_memory_of_its_factors_is_used_again():
-    h = [torch.randn(3, COLS, requires_grad=True) for _ in range(2)]
-    first, second = (recomputable(F.gelu(x)) for x in h)
-    one = Product(torch.randn(3, ROWS), first(), borrowed=True)
-    expected, held = one.dense().values, one.held()
-    second()
-    assert not torch.equal(one.dense().values, expected), "made in the same memory"
-    assert torch.equal(held.dense().values, expected)
-    release_memory()
 
 
 def test_a_product_and_rows_are_kept_apart_and_are_their_sum():

@@ -16,7 +16,7 @@ from sparsify.masked.tensor import ModelTensor
 class Recorder:
     """Collects every gradient; ``gradients`` has those of each parameter, in order of arrival."""
 
-    recompute = staticmethod(recomputable)
+    recompute, compiled, in_forward, forward_pass = staticmethod(recomputable), None, False, 0
 
     def __init__(self, sizes):
         self.gradients, self.begun = {}, []
