@@ -9,8 +9,10 @@ each a strided view of one stored tensor. Nothing of the tensor's own size is al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,16 +70,10 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
         return cls(shape, [Window(key, (0,) * len(shape), torch.empty(shape, device="meta"))])
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _FUNCTIONS:
             raise NotImplementedError(f"{getattr(func, '__name__', func)} of a layout")
         return _FUNCTIONS[func](*args, **(kwargs or {}))
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def contiguous(self) -> Layout:
         return self
@@ -94,16 +90,14 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
             return [Part(window.key, indices + window.offset, torch.arange(indices.numel()))]
         parts = []
         for window in self.windows:
-            begin, end = torch.searchsorted(indices, torch.tensor(self._range(window))).tolist()
-            near = indices[begin:end]
-            inside, flat = torch.ones_like(near, dtype=torch.bool), torch.full_like(near, window.offset)
-            coordinates = torch.unravel_index(near, self.shape)
-            for coordinate, box, stride in zip(coordinates, window.box, window.place.stride(), strict=True):
-                inside &= (coordinate >= box.start) & (coordinate < box.stop)
-                flat += (coordinate - box.start) * stride
+            corners = np.ravel_multi_index(tuple((s.start, s.stop - 1) for s in window.box), self.shape, mode="clip")
+            begin, end = torch.searchsorted(indices, torch.from_numpy(corners) + torch.tensor([0, 1])).tolist()
+            near = torch.stack(torch.unravel_index(indices[begin:end], self.shape))  # (ndim, count) coordinates
+            local = near - torch.tensor(window.start)[:, None]
+            inside = ((local >= 0) & (local < torch.tensor(window.place.shape)[:, None])).all(dim=0)
             entries = inside.nonzero().flatten()
             if entries.numel():
-                flat, order = flat[entries].sort()
+                flat, order = (torch.tensor(window.place.stride()) @ local[:, entries] + window.offset).sort()
                 parts.append(Part(window.key, flat, begin + entries[order]))
         return parts
 
@@ -116,16 +110,9 @@ Part(key='experts.1', indices=tensor([2]), entries=tensor([1]))]
             result[window.box] = window.view(read(window.key))
         return result
 
-    def _range(self, window: Window) -> list[int]:
-        """The flat positions from a window's first entry up to after its last one."""
-        first = last = 0
-        for size, box in zip(self.shape, window.box, strict=True):
-            first, last = first * size + box.start, last * size + box.stop - 1
-        return [first, last + 1]
-
 
 def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    dim %= layouts[0].ndim + 1
+    dim %= len(layouts[0].shape) + 1
     rows = []
     for layout in layouts:
         windows = [Window(w.key, (*w.start[:dim], 0, *w.start[dim:]), w.place.unsqueeze(dim)) for w in layout.windows]
@@ -134,50 +121,48 @@ def _stack(layouts: Sequence[Layout], dim: int = 0) -> Layout:
 
 
 def _cat(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    shape = list(layouts[0].shape)
-    dim %= len(shape)
-    if len({(*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts}) > 1:
-        raise ValueError("shapes do not go together")
+    shape = torch.cat([torch.empty(layout.shape, device="meta") for layout in layouts], dim).shape
     windows: list[Window] = []
-    shape[dim] = 0
+    begin = 0
     for layout in layouts:
-        windows += [window._replace(start=_moved(window.start, dim, shape[dim])) for window in layout.windows]
-        shape[dim] += layout.shape[dim]
+        windows += [window._replace(start=_moved(window.start, dim, begin)) for window in layout.windows]
+        begin += layout.shape[dim]
     return Layout(shape, windows)
 
 
 def _cut(function: Any, layout: Layout, size: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
     """The pieces that ``torch.split`` or ``torch.chunk`` makes of a tensor."""
-    dim %= layout.ndim
-    pieces, start = [], 0
-    for piece in function(torch.empty(layout.shape[dim]), size):
-        windows, end = [], start + len(piece)
+    pieces, begin = [], 0
+    for piece in function(torch.empty(layout.shape, device="meta"), size, dim):
+        windows, end = [], begin + piece.shape[dim]
         for window in layout.windows:
             box = window.box[dim]
-            first, last = max(box.start, start), min(box.stop, end)
+            first, last = max(box.start, begin), min(box.stop, end)
             if first < last:
                 place = window.place.narrow(dim, first - box.start, last - first)
-                windows.append(Window(window.key, _moved(window.start, dim, first - box.start - start), place))
-        pieces.append(Layout((*layout.shape[:dim], len(piece), *layout.shape[dim + 1 :]), windows))
-        start = end
+                windows.append(Window(window.key, _moved(window.start, dim, first - box.start - begin), place))
+        pieces.append(Layout(piece.shape, windows))
+        begin = end
     return tuple(pieces)
 
 
 def _transpose(layout: Layout, dim0: int, dim1: int) -> Layout:
-    order = list(range(layout.ndim))
+    order = list(range(len(layout.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     windows = [Window(w.key, tuple(w.start[dim] for dim in order), w.place.permute(order)) for w in layout.windows]
     return Layout([layout.shape[dim] for dim in order], windows)
 
 
 def _moved(start: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    return (*start[:dim], start[dim] + by, *start[dim + 1 :])
+    moved = list(start)
+    moved[dim] += by
+    return tuple(moved)
 
 
-_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.stack: _stack,
     torch.cat: _cat,
-    torch.split: lambda layout, split_size_or_sections, dim=0: _cut(torch.split, layout, split_size_or_sections, dim),
-    torch.chunk: lambda layout, chunks, dim=0: _cut(torch.chunk, layout, chunks, dim),
+    torch.split: partial(_cut, torch.split),
+    torch.chunk: partial(_cut, torch.chunk),
     torch.transpose: _transpose,
 }

@@ -25,7 +25,6 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
 _MOST_JSON_BYTES = 2**26
 
 
@@ -75,16 +74,11 @@ class Checkpoint(Mapping[str, Tensor]):
         self.stored: dict[str, Stored] = {}
         for file in self.files:
             for name, stored in _read_header(file).items():
-                if name in self.stored:
-                    first = self.stored[name].file.name
-                    raise SparsifyError(
-                        f"`{name}` is both in `{first}` and in `{file.name}`: download or save it again."
-                    )
-                self.stored[name] = stored
+                if (first := self.stored.setdefault(name, stored)) is not stored:
+                    places = f"`{first.file.name}` and in `{file.name}`"
+                    raise SparsifyError(f"`{name}` is both in {places}: download or save it again.")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
         return self.layout(name).assemble(self.read)
 
     def __contains__(self, name: object) -> bool:
@@ -121,12 +115,13 @@ class Checkpoint(Mapping[str, Tensor]):
             return Layout.stored(name, self.stored[name].shape)
         if layouts := self.converted(name):
             return layouts[0]
-        text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
-        remedy = "Give the base that the delta was trained on"
+        reason = "transformers loads none under that name either"
         if isinstance(self._conversion, SparsifyError):
-            text += f", and what its tensors are called in a model is not known, since {self._conversion}"
-            raise BaseMismatchError(f"{text}. {remedy}, with its `config.json` next to the weights.")
-        raise BaseMismatchError(f"{text}, nor does transformers load one under that name. {remedy}.")
+            reason = f"what its tensors are called in a model is not known, since {self._conversion}"
+        raise BaseMismatchError(
+            f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}, and {reason}. Give the base "
+            "that the delta was trained on, with its `config.json` next to the weights."
+        )
 
     def converted(self, name: str) -> list[Layout]:
         """The layouts that transformers loads a tensor from; see :meth:`Conversion.find`."""
@@ -219,10 +214,9 @@ def _read_header(file: Path) -> dict[str, Stored]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    data = 8 + length
+    header.pop("__metadata__", None)
     return {
-        name: Stored(file, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
         for name, entry in header.items()
-        if name != METADATA_KEY
         for begin, end in [entry["data_offsets"]]
     }
