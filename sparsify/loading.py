@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -107,8 +106,7 @@ def _recorded_class(name: object) -> Any:
     remedy = "pass `model_class=...`, such as AutoModelForSequenceClassification, or the class it was trained in."
     if name is None:
         raise SparsifyError(f"the delta does not record which class it was trained in: {remedy}")
-    found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-    base_class = transformers.PreTrainedModel
+    found, base_class = getattr(transformers, str(name), None), transformers.PreTrainedModel
     if not isinstance(found, type) or not issubclass(found, base_class) or found is base_class:
         raise SparsifyError(f"it was trained in {name!r:.100}, which is no model class of transformers: {remedy}")
     return found
@@ -161,11 +159,12 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     """Loads the base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
     from huggingface_hub.errors import HFValidationError  # raised by transformers 4 for a missing folder
 
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_load_report)
     try:
         labels = {} if "config" in kwargs else recorded_labels(delta.config, delta.whole)
-        with _without_load_report():
-            options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
-            model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
+        options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
+        model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
     except (OSError, HFValidationError) as error:
         remedy = "pass its id on the hub or its folder, `load_model(base, delta)`."
         raise SparsifyError(f"the base `{brief(name)}` cannot be loaded ({brief(error)}): {remedy}") from error
@@ -174,6 +173,8 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
             f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "
             f"({type(error).__name__}: {brief(error)}): check base and arguments, or pass `model_class=...`."
         ) from error
+    finally:
+        logger.removeFilter(_is_no_load_report)
     tensors = named_tensors(model)
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
     missing = {key: tensors[key] for key in keys if key in tensors}
@@ -197,16 +198,6 @@ def _check_complete(model: nn.Module, missing: Mapping[str, Tensor], in_delta: I
         )
 
 
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Suppresses transformers' report of the tensors that a checkpoint lacks: the delta has them, or it is an error."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not any(words in record.getMessage() for words in _LOAD_REPORTS)
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    """Filters out the report of tensors that a checkpoint lacks: the delta has them, or it is an error."""
+    return not any(words in record.getMessage() for words in _LOAD_REPORTS)

@@ -9,9 +9,9 @@ come twice: a difference that the dtype cannot hold exactly may be stored in two
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,78 +24,84 @@ from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelt
 from sparsify.delta.patch_plan import check_fits, counted
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
-CONFIG_NAME, WEIGHTS_NAME, _PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."  # of every name in PEFT's files
 _MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
 
 Shape = tuple[int, ...]
 
 
-class Shira:
-    """r * (in_features + out_features) places in a layer; rows and columns in int32, 8 bytes an entry."""
+class Method(NamedTuple):
+    """How a method of PEFT stores the entries that it trains in a weight (out_features, in_features)."""
 
-    name, values_key, indices_key = "shira", "shira_weight", "shira_indices"
-
-    def places(self, settings: Mapping[str, Any], shape: Shape) -> int:
-        """The number of places that PEFT makes for a weight of this shape (out_features, in_features)."""
-        return int(float(settings["r"]) * sum(shape))
-
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raises where a config, as read from its file, asks for more than entries in a layer."""
+    values_key: str  # the end of the names of values (count,)
+    indices_key: str
+    is_flat: bool  # whether indices are flat positions (count,), or rows and columns (2, count)
+    places: Callable[[Mapping[str, Any], Shape], int]  # their number, by the adapter's config and the weight's shape
+    # the values that PEFT computes with: base (n,), plus differences (count,) at positions, some of them twice
+    add: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
         """The flat positions (count,) int64, checked to be in the weight."""
-        rows, columns = _checked(stored, shape)
-        return rows * shape[1] + columns
-
-    def add(self, base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
-        """The values that PEFT computes with: base (n,), plus differences (count,) at positions, some of them twice."""
-        result = base.clone()
-        # in place, as PEFT does, so that the sum of a low-precision weight and float32 is rounded once
-        result += torch.sparse_coo_tensor(positions[None], differences, base.shape, check_invariants=False)
-        return result
-
-
-class Supertuning:
-    """int(numel * (1 - sparsity)) places in a layer; flat positions in int32, 4 bytes an entry. Methods as Shira's."""
-
-    name, values_key, indices_key = "supertuning", "supertuning_values", "supertuning_indices"
-
-    def places(self, settings: Mapping[str, Any], shape: Shape) -> int:
-        return int(math.prod(shape) * (1 - float(settings["sparsity"])))
-
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
-        if settings.get("r") is not None:
-            part = f"a LoRA part (`r` is {settings['r']!r:.100}, the Supra hybrid)"
-            raise SparsifyError(f"it has {part}: merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff`")
-        if not settings.get("save_precomputed_indices", True):
-            remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
-            raise SparsifyError(f"it was saved without its indices: {remedy}")
-
-    def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
-        return _checked(stored, (math.prod(shape),))
-
-    def add(self, base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
-        return base.scatter_add(0, positions, differences.to(base.dtype))
+        sizes = (math.prod(shape),) if self.is_flat else shape
+        if stored.dim() != len(sizes) or (not self.is_flat and stored.shape[0] != 2):
+            expected = "(count,)" if self.is_flat else "(2, count)"
+            raise SparsifyError(f"indices have shape {tuple(stored.shape)}, expected {expected}")
+        if stored.dtype not in (torch.int32, torch.int64, torch.float32):  # the last is PEFT's on Windows
+            raise SparsifyError(f"indices are {stored.dtype}, expected torch.int32")
+        if stored.is_floating_point() and not torch.equal(stored, stored.round()):
+            raise SparsifyError("indices are no whole numbers")
+        positions = torch.zeros(stored.shape[-1], dtype=torch.int64)
+        for row, size in zip(stored.long().view(len(sizes), -1), sizes, strict=True):
+            if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
+                raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")
+            positions = positions * size + row
+        return positions
 
 
-Method = Shira | Supertuning
-METHODS: dict[str, Method] = {method.name: method for method in (Shira(), Supertuning())}
+def _add_rounded_once(base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
+    """In place, as SHiRA does, so that the sum of a low-precision weight and float32 is rounded once."""
+    result = base.clone()
+    result += torch.sparse_coo_tensor(positions[None], differences, base.shape, check_invariants=False)
+    return result
+
+
+METHODS = {
+    "shira": Method(
+        "shira_weight", "shira_indices", False,
+        lambda config, shape: int(float(config["r"]) * sum(shape)),
+        _add_rounded_once,
+    ),
+    "supertuning": Method(
+        "supertuning_values", "supertuning_indices", True,
+        lambda config, shape: int(math.prod(shape) * (1 - float(config["sparsity"]))),
+        lambda base, positions, differences: base.scatter_add(0, positions, differences.to(base.dtype)),
+    ),
+}  # fmt: skip
 
 
 def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
     """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
     folder, tensors = Path(folder), open_base(base)
+    ties = tied_names(base) if isinstance(base, nn.Module) else {}
+    found: dict[str, TensorDelta] = {}
     try:
         config = read_json(folder / CONFIG_NAME)
-        method = _find_method(config.get("peft_type"))
-        method.check_settings(config)
-        layers, whole = _sort(_read_weights(folder), method)
-        if isinstance(base, nn.Module):
-            _check_ties(layers, base)
-        found = {f"{layer}.weight": _entries(layer, own, config, method, tensors) for layer, own in layers.items()}
+        method = _find_method(config)
+        layers, whole = _read_weights(folder / "adapter_model.safetensors", method)
+        for layer, parts in layers.items():
+            name = f"{layer}.weight"
+            if others := [other for other in ties.get(name, []) if other != name]:
+                one = f"`{name}`, which in this base is one tensor with `{others[0]}`"
+                raise SparsifyError(f"it changes {one}, in one place only: {_MERGE}")
+            if (entries := _entries(layer, parts, config, method, tensors)) is not None:
+                found[name] = entries
         saved = config.get("modules_to_save")
-        _check_saved(whole, saved if isinstance(saved, list) else [], tensors)
+        for name, tensor in whole.items():
+            if name in tensors:
+                check_fits(name, tensor, tensors[name].shape, tensors[name].dtype)
+            elif not isinstance(saved, list) or not any(f".{module}." in f".{name}" for module in saved):
+                raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")
     except BaseMismatchError:
         raise
     except (SparsifyError, SafetensorError) as error:
@@ -107,28 +113,31 @@ def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
         "base_model_revision": config.get("revision"),
         "converted_from": {key: config.get(key) for key in ("peft_type", "peft_version")},
     }
-    return {name: entry for name, entry in found.items() if entry is not None}, whole, origin
+    return found, whole, origin
 
 
-def _find_method(peft_type: object) -> Method:
-    method = METHODS.get(peft_type.lower()) if isinstance(peft_type, str) else None
-    if method is None:
+def _find_method(config: Mapping[str, Any]) -> Method:
+    """The method of a config, as read from its file; raises where it asks for more than entries in a layer."""
+    name = str(config.get("peft_type")).lower()
+    if name not in METHODS:
         others = " and ".join(map(str.upper, METHODS))
-        raise SparsifyError(f"its `peft_type` is {peft_type!r:.100}, and only {others} change entries: {_MERGE}")
-    return method
+        kind = config.get("peft_type")
+        raise SparsifyError(f"its `peft_type` is {kind!r:.100}, and only {others} change entries: {_MERGE}")
+    if name == "supertuning" and config.get("r") is not None:
+        raise SparsifyError(f"it has a LoRA part (`r` is {config['r']!r:.100}, the Supra hybrid): {_MERGE}")
+    if name == "supertuning" and not config.get("save_precomputed_indices", True):
+        remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
+        raise SparsifyError(f"it was saved without its indices: {remedy}")
+    return METHODS[name]
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        pickle = f", and a `{_PICKLE_NAME}` can run code: load it with PEFT if you trust it, and save it again"
-        raise SparsifyError(f"it has no `{WEIGHTS_NAME}`: give the folder that PEFT's `save_pretrained` wrote{pickle}")
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-
-
-def _sort(stored: Mapping[str, Tensor], method: Method) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+def _read_weights(path: Path, method: Method) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Values and indices by layer, and all other tensors."""
+    if not path.is_file():
+        pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
+        raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
+    with safe_open(path, framework="pt", device="cpu") as file:
+        stored = {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     layers: dict[str, tuple[Tensor, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     for name, tensor in stored.items():
@@ -143,16 +152,6 @@ def _sort(stored: Mapping[str, Tensor], method: Method) -> tuple[dict[str, tuple
     if not layers:
         raise SparsifyError(f"no tensor in it is called `<layer>.{method.values_key}`")
     return layers, whole
-
-
-def _check_ties(layers: Iterable[str], base: nn.Module) -> None:
-    """Raises where PEFT changes one use of a weight that a delta would change in all of them."""
-    ties = tied_names(base)
-    for name in (f"{layer}.weight" for layer in layers):
-        if others := [other for other in ties.get(name, []) if other != name]:
-            raise SparsifyError(
-                f"it changes `{name}`, which in this base is one tensor with `{others[0]}`, in one place only: {_MERGE}"
-            )
 
 
 def _entries(
@@ -190,28 +189,3 @@ def _entries(
         return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", sha)
     except SparsifyError as error:
         raise SparsifyError(f"layer `{layer}`: {error}") from error
-
-
-def _check_saved(whole: Mapping[str, Tensor], saved: Iterable[object], tensors: Mapping[str, Tensor]) -> None:
-    """Raises unless every other tensor replaces one of the base's, or belongs to a module that was saved whole."""
-    for name, tensor in whole.items():
-        if name in tensors:
-            check_fits(name, tensor, tensors[name].shape, tensors[name].dtype)
-        elif not any(f".{module}." in f".{name}" for module in saved):
-            raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")
-
-
-def _checked(stored: Tensor, sizes: Shape) -> Tensor:
-    """Stored positions as int64, a row for each of the sizes."""
-    if stored.dim() != len(sizes) or (len(sizes) == 2 and stored.shape[0] != 2):
-        expected = "(2, count)" if len(sizes) == 2 else "(count,)"
-        raise SparsifyError(f"indices have shape {tuple(stored.shape)}, expected {expected}")
-    if stored.dtype not in (torch.int32, torch.int64, torch.float32):  # the last is PEFT's on Windows
-        raise SparsifyError(f"indices are {stored.dtype}, expected torch.int32")
-    if stored.is_floating_point() and not torch.equal(stored, stored.round()):
-        raise SparsifyError("indices are no whole numbers")
-    positions = stored.long()
-    for row, size in zip(positions.view(len(sizes), -1), sizes, strict=True):
-        if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
-            raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")
-    return positions
