@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from safetensors.torch import load_file
@@ -152,15 +152,13 @@ class SparsifyCallback(TrainerCallback):
 
 def _move_to_front(callback: SparsifyCallback) -> None:
     """Moves a callback before the reporters; only the caller, the handler, has the list of callbacks."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             # the handler iterates by position: the callbacks before this one move up by one, and none is called twice
             handler.callbacks.remove(callback)
             handler.callbacks.insert(0, callback)
             return
-        frame = frame.f_back
 
 
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
