@@ -39,18 +39,17 @@ def load_model(
     """Loads a base with transformers and puts a delta onto it.
 
     The class, the number and names of the labels, and LoRA or other adapters are those that were trained. A tensor that
-    neither the base nor the delta has is an error; it is never initialised at random. The base's values are checked by
-    the delta's hashes.
+    neither the base nor the delta has is an error, never initialised at random. The delta's hashes check the base.
 
     Args:
-        base: the base's id on the hub, or a folder; ``None`` for the recorded one. For the recorded base the recorded
-            revision is loaded, unless ``revision`` is given.
-        delta: a delta, the path of one, or the id of its repository on the hub. For another revision of the
-            repository than its main branch, give ``SparseDelta.load(repo, revision=...)``.
+        base: the base's id on the hub, or a folder; ``None`` for the recorded one. The recorded base is loaded in the
+            recorded revision, unless ``revision`` is given.
+        delta: a delta, its path, or the id of its repository on the hub, in its main branch; for another revision give
+            ``SparseDelta.load(repo, revision=...)``.
         model_class: class with ``from_pretrained``, such as ``AutoModelForCausalLM`` or your own; by default the
             recorded class, if it is one of transformers'.
-        kwargs: for ``from_pretrained``: ``device_map``, ``attn_implementation``, ``token``, ... ``dtype`` is that of
-            the base in training, unless given; in another one the base cannot be checked.
+        kwargs: for ``from_pretrained``: ``device_map``, ``token``, ... ``dtype`` is by default that of the base in
+            training; in another one the base cannot be checked.
 
     Returns:
         The model in eval mode.

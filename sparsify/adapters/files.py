@@ -13,7 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
 from sparsify.adapters.insert import Model, check_without_adapters, find_adapters, find_places, insert_adapters
@@ -60,7 +60,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     inner = plain_model(model)
     base = getattr(inner, "config", None)
     full = {  # that AdapterHub writes next to the weights, and the modules that the user named
-        "config": {**_SETTINGS, **KINDS[config.kind]._asdict(), "reduction_factor": config.reduction_factor},
+        "config": {**_SETTINGS, **KINDS[config.kind], "reduction_factor": config.reduction_factor},
         "hidden_size": getattr(base, "hidden_size", None),
         "model_class": type(inner).__name__,
         "model_name": getattr(base, "name_or_path", None),
@@ -93,7 +93,20 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
         with torch.device("meta"):
             parameters = Adapter(place.width, config).named_parameters(f"{place.name}.{config.name}")
         shapes |= {name: tuple(parameter.shape) for name, parameter in parameters}
-    tensors = _read_weights(folder / WEIGHTS_NAME, shapes, type(model).__name__)
+    file, model_class = folder / WEIGHTS_NAME, type(model).__name__
+    try:
+        tensors = safetensors.torch.load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise SparsifyError(
+            f"{file} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
+        ) from None
+    for name in [*shapes, *tensors]:
+        if name not in tensors:
+            raise SparsifyError(f"{file} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
+        if name not in shapes:
+            raise SparsifyError(f"{file} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
+        if (shape := tuple(tensors[name].shape)) != shapes[name]:
+            raise SparsifyError(f"{file}: `{name}` has the shape {shape}, {model_class} needs {shapes[name]}.")
     insert_adapters(model, config)
     model.load_state_dict(tensors, strict=False)
     return model
@@ -105,27 +118,9 @@ def _read_config(path: Path) -> AdapterConfig:
     if not isinstance(given, dict) or "name" not in full or "reduction_factor" not in given:
         raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters; expected save_adapters()'s.")
     for kind, known in KINDS.items():
-        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known._asdict()}.items()):
+        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known}.items()):
             return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
-    settings = ", ".join(f"{kind}: {known._asdict()}" for kind, known in KINDS.items())
     raise SparsifyError(
-        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings ({settings}); load "
+        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings ({KINDS}); load "
         "it with AdapterHub's `adapters`."
     )
-
-
-def _read_weights(path: Path, shapes: dict[str, tuple[int, ...]], model_class: str) -> dict[str, Tensor]:
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SparsifyError(
-            f"{path} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
-        ) from None
-    for name in [*shapes, *tensors]:
-        if name not in tensors:
-            raise SparsifyError(f"{path} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
-        if name not in shapes:
-            raise SparsifyError(f"{path} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
-        if (shape := tuple(tensors[name].shape)) != shapes[name]:
-            raise SparsifyError(f"{path}: `{name}` has the shape {shape}, {model_class} needs {shapes[name]}.")
-    return tensors

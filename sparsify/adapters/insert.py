@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig, Kind
+from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
 from sparsify.common.names import check_plain, near_names
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
@@ -180,9 +180,9 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
     return places
 
 
-def _places_of(layer: Any, kind: Kind) -> list[Place]:
+def _places_of(layer: Any, kind: dict[str, Any]) -> list[Place]:
     """The places in a layer, by their names in it; none in any that is not known."""
-    sees_sum, both = kind.original_ln_before, kind.mh_adapter
+    sees_sum, both = kind["original_ln_before"], kind["mh_adapter"]
     if _is_post_norm(layer) and _is_post_norm(getattr(layer, "attention", None)):  # BERT's
         attentions = [name for name in ("attention", "crossattention") if both and hasattr(layer, name)]
         parts = {f"{name}.output": getattr(layer, name).output for name in attentions} | {"output": layer.output}

@@ -58,13 +58,8 @@ class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name; iteration is over the names in the files.
 
     Access also takes a name at run time, for which transformers is imported, and gives the tensor that
-    ``from_pretrained`` would make.
-
-    Attributes:
-        path: the folder, or the file.
-        folder: that of the files, and of ``config.json``.
-        files: the safetensors files, in the order of their names.
-        stored: the place of each tensor, by its name in the files.
+    ``from_pretrained`` would make. ``stored`` has the place of each tensor by its name in the files, ``folder`` holds
+    these and ``config.json``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -162,16 +157,26 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
+    """The file, that in the folder, or those that the folder's index names, checked to be existing files in it."""
     for file in (path, path / WEIGHTS_NAME):
         if file.is_file():
             return (file,)
-    if (path / INDEX_NAME).is_file():
-        return _shards(path / INDEX_NAME)
+    index = path / INDEX_NAME
     if not path.exists():
         download = f"one on the hub has to be downloaded first, which `hf download {path}` does."
         raise SparsifyError(f"`{path}` does not exist: give the path of a checkpoint; {download}")
-    expected = f"expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors file."
-    raise SparsifyError(f"`{path}` holds no checkpoint: {expected}")
+    if not index.is_file():
+        expected = f"expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors file."
+        raise SparsifyError(f"`{path}` holds no checkpoint: {expected}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
+        if not os.path.isfile(path / name):  # Path.is_file raises for a name that no file can have
+            raise SparsifyError(f"the shard {name!r:.100} that `{index}` names is missing: download it again.")
+    return tuple(path / name for name in sorted(set(weight_map.values())))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -189,19 +194,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
     return document
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names, checked to be existing files next to it."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
-        if not os.path.isfile(index.parent / name):  # Path.is_file raises for a name that no file can have
-            raise SparsifyError(f"the shard {name!r:.100} that `{index}` names is missing: download it again.")
-    return tuple(index.parent / name for name in sorted(set(weight_map.values())))
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
