@@ -143,8 +143,7 @@ class TrajectoryPoint:
 def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
     """Returns tensor sparsity and selection entropy over training so far.
 
-    A step that found fewer entries with a gradient than scheduled is not visible afterwards: the reconstruction is then
-    ahead of what happened, and a warning says so.
+    A step that found fewer entries with a gradient than scheduled is not visible afterwards: a warning says so.
 
     Args:
         model: a sparsified model; it is only read.
@@ -169,18 +168,14 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         [(0, 0), (1, 2), (2, 4), (3, 6)]
     """
     if not isinstance(model, nn.Module):
-        raise SparsifyError(
-            f"expected a sparsified model, got {type(model).__name__}: only the model that was trained has its "
-            "steps. shares() shows where the entries of a delta are."
-        )
+        kind = type(model).__name__
+        raise SparsifyError(f"expected a sparsified model, got {kind}, which has no steps; shares() shows its entries.")
     engine = get_engine(model)
     if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")
     if isinstance(engine.strategy.selection, Repeat):
-        raise SparsifyError(
-            f"{engine.strategy.selection} selects its entries afresh at each step, and how many were new is not "
-            "known afterwards; call summary(model) while it trains."
-        )
+        problem = "how many of them were new is not known afterwards; call summary(model) while it trains."
+        raise SparsifyError(f"{engine.strategy.selection} selects its entries afresh at each step: {problem}")
     planned = sum(_unmasked_after(engine, step) for step in range(1, engine.step + 1))
     if planned != engine.updates:
         warnings.warn(
@@ -211,8 +206,6 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     if step == 0:
         return 0
     if engine.steps is None:
-        raise SparsifyError(
-            "the planned number of training steps, and so when entries were unmasked, is not known; set "
-            "get_engine(model).steps to what it was in training."
-        )
+        remedy = "set get_engine(model).steps to what it was in training."
+        raise SparsifyError(f"the planned number of steps, and so when entries were unmasked, is not known; {remedy}")
     return min(engine.unmasked, engine.schedule.target(step - 1, engine.steps, engine.budget))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsify.adapters.extensions import extend
 from sparsify.common.names import named_tensors
@@ -180,21 +180,16 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
     shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.initializer is not None}
     model = extend(model, delta.config, shapes).eval()
-    _check_complete(model, missing, shapes, name)
-    return model
-
-
-def _check_complete(model: nn.Module, missing: Mapping[str, Tensor], in_delta: Iterable[str], base: str) -> None:
-    """Raises where a tensor that the base lacks would keep its random values: the delta does not have it either."""
     tensors = named_tensors(model)
-    settled = {id(tensors[name]) for name in in_delta if name in tensors}
+    settled = {id(tensors[name]) for name in shapes if name in tensors}
     settled |= {id(tensor) for name, tensor in tensors.items() if _PEFT_REPLACED in name.split(".")}
     if lacking := sorted(name for name, tensor in missing.items() if id(tensor) not in settled):
         raise BaseMismatchError(
-            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{base}`, in this shape, nor in the "
+            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{name}`, in this shape, nor in the "
             "delta, and would have random values: pass the base that the delta was trained on, or train with such "
             "modules in modules_to_save=[...]."
         )
+    return model
 
 
 def _is_no_load_report(record: logging.LogRecord) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -29,6 +29,8 @@ _NOT_TAKEN = {"auto_mapping", "base_model_name_or_path", "megatron_config", "meg
 # of a setting, unless it lists names and the model has more modules: PEFT compares each item with each module's name,
 # and compiles an expression anew where there are more than `re` keeps
 _MAX_ITEMS = 256
+# an unescaped character, with which an expression could match in more than one way
+_MAY_BACKTRACK = re.compile(r"(?<!\\)(\\\\)*[*+?{(]")
 _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
 
 
@@ -51,7 +53,7 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
 def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
     """PEFT's settings, with a regular expression that selects modules replaced by the names of those it selected."""
     settings: dict[str, Any] = _as_json(config.to_dict())
-    if not any(_may_backtrack(str(settings.get(key) or "")) for key in (*_MODULES, "layers_pattern")):
+    if not any(_MAY_BACKTRACK.search(str(settings.get(key) or "")) for key in (*_MODULES, "layers_pattern")):
         return settings
     names = [
         name
@@ -65,11 +67,8 @@ def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
 
 def _as_json(settings: dict[str, Any]) -> Any:
     """Settings in JSON types: a set as a sorted list, an enum as its value, any other object as text."""
-
-    def convert(value: Any) -> Any:
-        return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
-
-    return json.loads(json.dumps(settings, default=convert))
+    text = json.dumps(settings, default=lambda v: sorted(v) if isinstance(v, Set) else getattr(v, "value", str(v)))
+    return json.loads(text)
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -83,7 +82,20 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
         given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(AdapterConfig)}
         with torch.device("meta"):
             insert_adapters(model, AdapterConfig(**given))
-    _materialise(model, shapes)
+    new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
+    for name, tensor in new.items():
+        if shapes.get(name) != tuple(tensor.shape):
+            raise BaseMismatchError(
+                f"tensor `{brief(name)}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
+                f"{shapes.get(name, 'no values')} in the delta: {_REMEDY}."
+            )
+    own = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    size = sum(tensor.numel() for tensor in new.values())
+    if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):
+        raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {_REMEDY}.")
+    for module in model.modules():
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            module.to_empty(device=own[0].device if own else "cpu", recurse=False)
     return model
 
 
@@ -131,33 +143,10 @@ def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
     given = f"the delta records an adapter {brief(adapter, 100)!r} with"
     if isinstance(value, (dict, list)) and len(value) > most:
         raise SparsifyError(f"{given} {len(value):,} items in `{key}`, expected at most {most:,}: {_REMEDY}.")
-    if isinstance(value, str) and _may_backtrack(value):
+    if isinstance(value, str) and _MAY_BACKTRACK.search(value):
         problem = f"a regular expression in `{key}` ({brief(value, 100)!r}), which may take for ever and is not run"
         raise SparsifyError(f"{given} {problem}: {_REMEDY}.")
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     for item in value if isinstance(value, list) else ():
         _check_setting(adapter, key, item, most)
-
-
-def _may_backtrack(pattern: str) -> bool:
-    """Whether a regular expression could try more than one way to match each of its alternatives."""
-    return re.search(r"[*+?{(]", re.sub(r"\\.", "", pattern)) is not None
-
-
-def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Allocates the tensors on the meta device, if the delta has values for each."""
-    new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
-    for name, tensor in new.items():
-        if shapes.get(name) != tuple(tensor.shape):
-            raise BaseMismatchError(
-                f"tensor `{brief(name)}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
-                f"{shapes.get(name, 'no values')} in the delta: {_REMEDY}."
-            )
-    own = [parameter for parameter in model.parameters() if not parameter.is_meta]
-    size = sum(tensor.numel() for tensor in new.values())
-    if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):
-        raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {_REMEDY}.")
-    for module in model.modules():
-        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            module.to_empty(device=own[0].device if own else "cpu", recurse=False)

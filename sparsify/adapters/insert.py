@@ -173,9 +173,9 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
                     "whose output an adapter goes with target_modules=[...]."
                 )
     if not places:
+        remedy = "For any other model name the modules after whose output an adapter goes: target_modules=['mlp']."
         raise SparsifyError(
-            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
-            "name the modules after whose output an adapter goes, such as target_modules=['mlp']."
+            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. {remedy}"
         )
     return places
 
@@ -219,10 +219,8 @@ def _after(name: str, model: nn.Module) -> Place:
         raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}{near}.")
     module = modules[name]
     if isinstance(module, nn.Sequential):
-        raise SparsifyError(
-            f"target_modules: {name!r:.100} is an nn.Sequential, which would run the adapter as one more step; name "
-            "its last module."
-        )
+        problem = "is an nn.Sequential, which would run the adapter as one more step; name its last module."
+        raise SparsifyError(f"target_modules: {name!r:.100} {problem}")
     width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
     if not isinstance(width, int):
         of = f"what {name!r:.100}, a {type(module).__name__}, gives"

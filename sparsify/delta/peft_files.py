@@ -21,7 +21,7 @@ from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
 from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelta, one_of, require
-from sparsify.delta.patch_plan import check_fits, counted
+from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
 CONFIG_NAME = "adapter_config.json"
@@ -44,11 +44,8 @@ class Method(NamedTuple):
     def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
         """The flat positions (count,) int64, checked to be in the weight."""
         sizes = (math.prod(shape),) if self.is_flat else shape
-        if stored.dim() != len(sizes) or (not self.is_flat and stored.shape[0] != 2):
-            expected = "(count,)" if self.is_flat else "(2, count)"
-            raise SparsifyError(f"indices have shape {tuple(stored.shape)}, expected {expected}")
-        if stored.dtype not in (torch.int32, torch.int64, torch.float32):  # the last is PEFT's on Windows
-            raise SparsifyError(f"indices are {stored.dtype}, expected torch.int32")
+        expected = (torch.int32, torch.int64, torch.float32)  # the last is PEFT's on Windows
+        require(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
         if stored.is_floating_point() and not torch.equal(stored, stored.round()):
             raise SparsifyError("indices are no whole numbers")
         positions = torch.zeros(stored.shape[-1], dtype=torch.int64)
@@ -68,16 +65,20 @@ def _add_rounded_once(base: Tensor, positions: Tensor, differences: Tensor) -> T
 
 METHODS = {
     "shira": Method(
-        "shira_weight", "shira_indices", False,
-        lambda config, shape: int(float(config["r"]) * sum(shape)),
-        _add_rounded_once,
+        values_key="shira_weight",
+        indices_key="shira_indices",
+        is_flat=False,
+        places=lambda config, shape: int(float(config["r"]) * sum(shape)),
+        add=_add_rounded_once,
     ),
     "supertuning": Method(
-        "supertuning_values", "supertuning_indices", True,
-        lambda config, shape: int(math.prod(shape) * (1 - float(config["sparsity"]))),
-        lambda base, positions, differences: base.scatter_add(0, positions, differences.to(base.dtype)),
+        values_key="supertuning_values",
+        indices_key="supertuning_indices",
+        is_flat=True,
+        places=lambda config, shape: int(math.prod(shape) * (1 - float(config["sparsity"]))),
+        add=lambda base, positions, differences: base.scatter_add(0, positions, differences.to(base.dtype)),
     ),
-}  # fmt: skip
+}
 
 
 def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
@@ -176,9 +177,11 @@ def _entries(
         )
     try:
         require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
+        expected = (places,) if method.is_flat else (2, places)
+        require(
+            stored.shape == expected, "indices have shape", tuple(stored.shape), f"{expected} for {places:,} values"
+        )
         positions = method.read_positions(stored, shape)
-        if positions.shape != values.shape:
-            raise SparsifyError(f"there are {counted(positions.numel(), 'index', 'indices')} for {places:,} values")
         indices, owners = positions.unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
         trained = method.add(base, owners, values.to(torch.promote_types(base.dtype, torch.float32)))

@@ -123,7 +123,7 @@ class SparsifyCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # a model without save_pretrained has been written with its frozen weights
         if args.should_save and (folder / checkpoints.WEIGHTS).is_file() and not checkpoints.has_trained_state(folder):
-            checkpoints.write_trained_state(event["model"], folder, checkpoints.expected_files(args))
+            checkpoints.write_trained_state(event["model"], folder, args)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if state.is_world_process_zero:

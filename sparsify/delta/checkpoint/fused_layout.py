@@ -78,9 +78,8 @@ class Layout:
             inside = ((local >= 0) & (local < torch.tensor(window.place.shape)[:, None])).all(dim=0)
             entries = inside.nonzero().flatten()
             if entries.numel():
-                flat, order = (
-                    torch.tensor(window.place.stride()) @ local[:, entries] + int(window.place.storage_offset())
-                ).sort()
+                offset, strides = int(window.place.storage_offset()), torch.tensor(window.place.stride())
+                flat, order = (offset + strides @ local[:, entries]).sort()
                 parts.append(Part(window.key, flat, begin + entries[order]))
         return parts
 
