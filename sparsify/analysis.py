@@ -25,6 +25,8 @@ from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.summary import selection_entropy, tensor_sparsity
 
+__all__ = ["TensorShare", "TrajectoryPoint", "shares", "trajectory"]
+
 Source = nn.Module | SparseDelta
 
 _EXPERT = re.compile(r"(?<=\bexperts\.)(\w+_)?\d+(?=\.|$)")  # Mixtral's experts.7, Switch's experts.expert_7
@@ -121,8 +123,7 @@ def _counts(source: Source) -> dict[str, tuple[int, int]]:
     if isinstance(source, SparseDelta):
         return {name: (tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()}
     if isinstance(source, nn.Module):
-        tensors = get_engine(source).tensors
-        return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in tensors}
+        return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in get_engine(source).tensors}
     raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
 
 

@@ -48,8 +48,8 @@ def load_model(
             ``SparseDelta.load(repo, revision=...)``.
         model_class: class with ``from_pretrained``, such as ``AutoModelForCausalLM`` or your own; by default the
             recorded class, if it is one of transformers'.
-        kwargs: for ``from_pretrained``: ``device_map``, ``token``, ... ``dtype`` is by default that of the base in
-            training; in another one the base cannot be checked.
+        kwargs: for ``from_pretrained``: ``device_map``, ``attn_implementation``, ``token``, ... ``dtype`` is by default
+            that of the base in training; in another one the base cannot be checked.
 
     Returns:
         The model in eval mode.

@@ -225,6 +225,5 @@ def _after(name: str, model: nn.Module) -> Place:
     if not isinstance(width, int):
         of = f"what {name!r:.100}, a {type(module).__name__}, gives"
         raise SparsifyError(f"target_modules: the size of {of} is not known; name a linear layer.")
-    parameters = [*module.parameters(), *model.parameters()]
-    like = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-    return Place(f"{name}.adapters".lstrip("."), module, width, like)
+    floating = (each for each in (*module.parameters(), *model.parameters()) if each.is_floating_point())
+    return Place(f"{name}.adapters".lstrip("."), module, width, next(floating, None))

@@ -188,7 +188,6 @@ def _entries(
         changed = trained != base  # also where it is not a number, which the entries' own check refuses
         if not changed.any():
             return None
-        sha = digest(base[changed])
-        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", sha)
+        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", digest(base[changed]))
     except SparsifyError as error:
         raise SparsifyError(f"layer `{layer}`: {error}") from error
