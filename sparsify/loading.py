@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsify.adapters.extensions import extend
 from sparsify.common.names import named_tensors
@@ -40,18 +39,17 @@ def load_model(
     """Loads a base with transformers and puts a delta onto it.
 
     The class, the number and names of the labels, and LoRA or other adapters are those that were trained. A tensor that
-    neither the base nor the delta has is an error; it is never initialised at random. The base's values are checked by
-    the delta's hashes.
+    neither the base nor the delta has is an error, never initialised at random. The delta's hashes check the base.
 
     Args:
-        base: the base's id on the hub, or a folder; ``None`` for the recorded one. For the recorded base the recorded
-            revision is loaded, unless ``revision`` is given.
-        delta: a delta, the path of one, or the id of its repository on the hub. For another revision of the
-            repository than its main branch, give ``SparseDelta.load(repo, revision=...)``.
+        base: the base's id on the hub, or a folder; ``None`` for the recorded one. The recorded base is loaded in the
+            recorded revision, unless ``revision`` is given.
+        delta: a delta, its path, or the id of its repository on the hub, in its main branch; for another revision give
+            ``SparseDelta.load(repo, revision=...)``.
         model_class: class with ``from_pretrained``, such as ``AutoModelForCausalLM`` or your own; by default the
             recorded class, if it is one of transformers'.
-        kwargs: for ``from_pretrained``: ``device_map``, ``attn_implementation``, ``token``, ... ``dtype`` is that of
-            the base in training, unless given; in another one the base cannot be checked.
+        kwargs: for ``from_pretrained``: ``device_map``, ``attn_implementation``, ``token``, ... ``dtype`` is by default
+            that of the base in training; in another one the base cannot be checked.
 
     Returns:
         The model in eval mode.
@@ -107,8 +105,7 @@ def _recorded_class(name: object) -> Any:
     remedy = "pass `model_class=...`, such as AutoModelForSequenceClassification, or the class it was trained in."
     if name is None:
         raise SparsifyError(f"the delta does not record which class it was trained in: {remedy}")
-    found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-    base_class = transformers.PreTrainedModel
+    found, base_class = getattr(transformers, str(name), None), transformers.PreTrainedModel
     if not isinstance(found, type) or not issubclass(found, base_class) or found is base_class:
         raise SparsifyError(f"it was trained in {name!r:.100}, which is no model class of transformers: {remedy}")
     return found
@@ -161,11 +158,12 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     """Loads the base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
     from huggingface_hub.errors import HFValidationError  # raised by transformers 4 for a missing folder
 
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_load_report)
     try:
         labels = {} if "config" in kwargs else recorded_labels(delta.config, delta.whole)
-        with _without_load_report():
-            options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
-            model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
+        options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
+        model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
     except (OSError, HFValidationError) as error:
         remedy = "pass its id on the hub or its folder, `load_model(base, delta)`."
         raise SparsifyError(f"the base `{brief(name)}` cannot be loaded ({brief(error)}): {remedy}") from error
@@ -174,39 +172,26 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
             f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "
             f"({type(error).__name__}: {brief(error)}): check base and arguments, or pass `model_class=...`."
         ) from error
+    finally:
+        logger.removeFilter(_is_no_load_report)
     tensors = named_tensors(model)
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
     missing = {key: tensors[key] for key in keys if key in tensors}
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
     shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.initializer is not None}
     model = extend(model, delta.config, shapes).eval()
-    _check_complete(model, missing, shapes, name)
-    return model
-
-
-def _check_complete(model: nn.Module, missing: Mapping[str, Tensor], in_delta: Iterable[str], base: str) -> None:
-    """Raises where a tensor that the base lacks would keep its random values: the delta does not have it either."""
     tensors = named_tensors(model)
-    settled = {id(tensors[name]) for name in in_delta if name in tensors}
+    settled = {id(tensors[name]) for name in shapes if name in tensors}
     settled |= {id(tensor) for name, tensor in tensors.items() if _PEFT_REPLACED in name.split(".")}
     if lacking := sorted(name for name, tensor in missing.items() if id(tensor) not in settled):
         raise BaseMismatchError(
-            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{base}`, in this shape, nor in the "
+            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{name}`, in this shape, nor in the "
             "delta, and would have random values: pass the base that the delta was trained on, or train with such "
             "modules in modules_to_save=[...]."
         )
+    return model
 
 
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Suppresses transformers' report of the tensors that a checkpoint lacks: the delta has them, or it is an error."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not any(words in record.getMessage() for words in _LOAD_REPORTS)
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    """Filters out the report of tensors that a checkpoint lacks: the delta has them, or it is an error."""
+    return not any(words in record.getMessage() for words in _LOAD_REPORTS)

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from sparsify import SparsifyError
-from sparsify.analysis import TensorShare, trajectory
-from sparsify.analysis.shares import Source, tables
+from sparsify.analysis import Source, TensorShare, tables, trajectory
 
 # Okabe and Ito's colour-blind safe palette; the line styles differ in greyscale, too
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,17 +14,12 @@ from sparsify.errors import SparsifyError
 
 INITIAL_STD = 0.02  # of AdapterHub's init_weights="bert"
 _LEAST_FACTOR = 2**-10  # a larger bottleneck than 1024 times the hidden size is a mistake, or an attack
-
-
-class Kind(NamedTuple):
-    """A published way to place adapters in a layer, by AdapterHub's settings for it."""
-
-    mh_adapter: bool  # whether the attention has an adapter, too, in addition to the feed-forward network's
-    original_ln_before: bool  # whether an adapter sees the sum of a sublayer's output and its residual, or the output
-    non_linearity: str
-
-
-KINDS = {"houlsby": Kind(True, False, "swish"), "pfeiffer": Kind(False, True, "relu")}
+# AdapterHub's settings for two published kinds: whether the attention has an adapter, in addition to the feed-forward
+# network's, and whether an adapter sees the sum of a sublayer's output and its residual, or the output
+KINDS: dict[str, dict[str, Any]] = {
+    "houlsby": {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"},
+    "pfeiffer": {"mh_adapter": False, "original_ln_before": True, "non_linearity": "relu"},
+}
 _NON_LINEARITIES = {"swish": nn.SiLU, "relu": nn.ReLU}
 
 
@@ -71,7 +66,7 @@ class Adapter(nn.Module):
         self.config = config
         bottleneck = config.bottleneck(width)
         down = nn.Linear(width, bottleneck)
-        self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind].non_linearity]())
+        self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind]["non_linearity"]]())
         self.adapter_up = nn.Linear(bottleneck, width)
         for projection in (down, self.adapter_up):
             nn.init.normal_(projection.weight, std=INITIAL_STD)

@@ -1,11 +1,15 @@
 """Records the adapters (PEFT's or ours) that a base was extended by before training, and builds them again.
 
-A record is not trusted: it is checked, and nothing is imported or allocated because of it alone.
+A record is not trusted: it is checked, and nothing is imported or allocated because of it alone. PEFT interprets many
+settings as regular expressions, some of which would take for ever: a record holds the names of the modules that they
+matched, and no recorded expression is run that could match in more than one way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -16,10 +20,18 @@ from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.insert import insert_adapters
 from sparsify.common.names import named_tensors, plain_model
 from sparsify.delta.metadata import ADAPTERS_KEY, PEFT_KEY
-from sparsify.delta.peft.models import REMEDY, add_peft_adapters, as_json, record_peft_adapters
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
+_REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
+_REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
+_NOT_TAKEN = {"auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision"}
+# of a setting, unless it lists names and the model has more modules: PEFT compares each item with each module's name,
+# and compiles an expression anew where there are more than `re` keeps
+_MAX_ITEMS = 256
+# an unescaped character, with which an expression could match in more than one way
+_MAY_BACKTRACK = re.compile(r"(?<!\\)(\\\\)*[*+?{(]")
+_MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names
 
 
 def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
@@ -28,13 +40,35 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
     PEFT's adapters of which a delta ``held`` no tensor are left out, such as the copy that TRL's DPOTrainer refers to.
     """
     found: dict[str, Any] = {}
+    parts = {part for name in held for part in name.split(".")}
     for module in model.modules():
         if isinstance(configs := getattr(module, "peft_config", None), dict) and configs and PEFT_KEY not in found:
-            named = {part for name in held for part in name.split(".")}
-            found[PEFT_KEY] = record_peft_adapters(plain_model(module), configs, named)
+            inner = plain_model(module)
+            found[PEFT_KEY] = {name: _record(inner, name, configs[name]) for name in configs if name in parts}
         if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
-            found[ADAPTERS_KEY] = as_json(asdict(module.config))
+            found[ADAPTERS_KEY] = _as_json(asdict(module.config))
     return found
+
+
+def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
+    """PEFT's settings, with a regular expression that selects modules replaced by the names of those it selected."""
+    settings: dict[str, Any] = _as_json(config.to_dict())
+    if not any(_MAY_BACKTRACK.search(str(settings.get(key) or "")) for key in (*_MODULES, "layers_pattern")):
+        return settings
+    names = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+        and any(adapter in getattr(module, part, ()) for part in getattr(module, "adapter_layer_names", ()))
+    ]
+    dropped = [key for key in ("exclude_modules", "layers_to_transform", "layers_pattern") if key in settings]
+    return {**settings, **dict.fromkeys(dropped), "target_modules": "|".join(map(re.escape, names))}
+
+
+def _as_json(settings: dict[str, Any]) -> Any:
+    """Settings in JSON types: a set as a sorted list, an enum as its value, any other object as text."""
+    text = json.dumps(settings, default=lambda v: sorted(v) if isinstance(v, Set) else getattr(v, "value", str(v)))
+    return json.loads(text)
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -43,28 +77,76 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
     Raises where the record is invalid, or the modules have tensors that are not in the delta, by plain name and shape.
     """
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
-        model = add_peft_adapters(model, configs)
+        model = _add_peft_adapters(model, configs)
     if isinstance(settings := config.get(ADAPTERS_KEY), dict):
         given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(AdapterConfig)}
         with torch.device("meta"):
             insert_adapters(model, AdapterConfig(**given))
-    _materialise(model, shapes)
-    return model
-
-
-def _materialise(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Allocates the tensors on the meta device, if the delta has values for each."""
     new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     for name, tensor in new.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise BaseMismatchError(
                 f"tensor `{brief(name)}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
-                f"{shapes.get(name, 'no values')} in the delta: {REMEDY}."
+                f"{shapes.get(name, 'no values')} in the delta: {_REMEDY}."
             )
     own = [parameter for parameter in model.parameters() if not parameter.is_meta]
     size = sum(tensor.numel() for tensor in new.values())
     if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):
-        raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {REMEDY}.")
+        raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {_REMEDY}.")
     for module in model.modules():
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             module.to_empty(device=own[0].device if own else "cpu", recurse=False)
+    return model
+
+
+def _add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
+    """The base in a ``PeftModel``, its adapters on the meta device."""
+    from peft import PeftModel, get_peft_config, get_peft_model
+
+    if len(configs) > _MAX_ITEMS:
+        raise SparsifyError(f"the delta records {len(configs):,} adapters, at most {_MAX_ITEMS} are built: {_REMEDY}.")
+    most_modules = max(_MAX_ITEMS, sum(1 for _ in model.modules()))
+    checked = {name: _checked_settings(name, settings, most_modules) for name, settings in configs.items()}
+    try:
+        with torch.device("meta"):
+            for name, settings in checked.items():
+                if isinstance(model, PeftModel):
+                    model.add_adapter(name, get_peft_config(settings), low_cpu_mem_usage=True)
+                else:
+                    model = get_peft_model(model, get_peft_config(settings), name, low_cpu_mem_usage=True)
+    except Exception as error:  # PEFT expects settings that PEFT wrote
+        problem = f"PEFT cannot build the adapter that the delta records ({brief(error)})"
+        raise SparsifyError(f"{problem}: {_REMEDY}.") from error
+    return model
+
+
+def _checked_settings(name: str, settings: Any, most_modules: int) -> dict[str, Any]:
+    """Those settings of a record that this PEFT has; raises where they are not safe to give to it."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if kind not in _REBUILT:
+        raise SparsifyError(f"the delta records an adapter {name!r:.100} of type {kind!r:.100}: {_REMEDY}.")
+    if isinstance(settings.get("init_lora_weights"), str) and settings["init_lora_weights"] != "gaussian":
+        setting = f"init_lora_weights={settings['init_lora_weights']!r:.100}, which changes the base's own weights"
+        raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
+    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    names = {field.name for field in fields(config_class) if field.init} - _NOT_TAKEN
+    taken = {key: value for key, value in settings.items() if key in names}
+    for key, value in taken.items():
+        _check_setting(name, key, value, most_modules if key in _MODULES else _MAX_ITEMS)
+    return taken
+
+
+def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
+    """Raises where a setting has too many items, or an expression that could take for ever to match."""
+    given = f"the delta records an adapter {brief(adapter, 100)!r} with"
+    if isinstance(value, (dict, list)) and len(value) > most:
+        raise SparsifyError(f"{given} {len(value):,} items in `{key}`, expected at most {most:,}: {_REMEDY}.")
+    if isinstance(value, str) and _MAY_BACKTRACK.search(value):
+        problem = f"a regular expression in `{key}` ({brief(value, 100)!r}), which may take for ever and is not run"
+        raise SparsifyError(f"{given} {problem}: {_REMEDY}.")
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    for item in value if isinstance(value, list) else ():
+        _check_setting(adapter, key, item, most)

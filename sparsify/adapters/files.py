@@ -13,11 +13,10 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
-from sparsify.adapters.insert import Model, check_without_adapters, find_adapters, insert_adapters
-from sparsify.adapters.places import find_places
+from sparsify.adapters.insert import Model, check_without_adapters, find_adapters, find_places, insert_adapters
 from sparsify.common.names import near_names, plain_model, plain_name
 from sparsify.delta.checkpoint.reader import read_json
 from sparsify.delta.format import replace_file
@@ -25,7 +24,7 @@ from sparsify.errors import SparsifyError
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter.safetensors"
-VERSION = "adapters.1.3.0"  # of AdapterHub, whose format it is
+_VERSION = "adapters.1.3.0"  # of AdapterHub, whose format it is
 # settings of AdapterHub's BnConfig that the two kinds have in common
 _SETTINGS: dict[str, Any] = {
     "output_adapter": True, "cross_adapter": False, "original_ln_after": True, "residual_before_ln": True,
@@ -58,7 +57,19 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     state = model.state_dict()
     names = [f"{prefix}.{name}" for prefix, adapter in adapters.items() for name, _ in adapter.named_parameters()]
     tensors = {plain_name(name): state[name].detach().cpu().contiguous() for name in names}
-    text = json.dumps(_full_config(model, config), indent=2, sort_keys=True) + "\n"
+    inner = plain_model(model)
+    base = getattr(inner, "config", None)
+    full = {  # that AdapterHub writes next to the weights, and the modules that the user named
+        "config": {**_SETTINGS, **KINDS[config.kind], "reduction_factor": config.reduction_factor},
+        "hidden_size": getattr(base, "hidden_size", None),
+        "model_class": type(inner).__name__,
+        "model_name": getattr(base, "name_or_path", None),
+        "model_type": getattr(base, "model_type", None),
+        "name": config.name,
+        "version": _VERSION,
+        **({} if config.target_modules is None else {"target_modules": config.target_modules}),
+    }
+    text = json.dumps(full, indent=2, sort_keys=True) + "\n"
     replace_file(Path(folder) / WEIGHTS_NAME, safetensors.torch.save(tensors, {"format": "pt"}))
     replace_file(Path(folder) / CONFIG_NAME, text.encode())
 
@@ -77,28 +88,28 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
     check_without_adapters(model)
     folder = Path(folder)
     config = _read_config(folder / CONFIG_NAME)
-    tensors = _read_weights(folder / WEIGHTS_NAME, _expected_shapes(model, config), type(model).__name__)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place in find_places(model, config):
+        with torch.device("meta"):
+            parameters = Adapter(place.width, config).named_parameters(f"{place.name}.{config.name}")
+        shapes |= {name: tuple(parameter.shape) for name, parameter in parameters}
+    file, model_class = folder / WEIGHTS_NAME, type(model).__name__
+    try:
+        tensors = safetensors.torch.load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise SparsifyError(
+            f"{file} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
+        ) from None
+    for name in [*shapes, *tensors]:
+        if name not in tensors:
+            raise SparsifyError(f"{file} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
+        if name not in shapes:
+            raise SparsifyError(f"{file} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
+        if (shape := tuple(tensors[name].shape)) != shapes[name]:
+            raise SparsifyError(f"{file}: `{name}` has the shape {shape}, {model_class} needs {shapes[name]}.")
     insert_adapters(model, config)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
+    model.load_state_dict(tensors, strict=False)
     return model
-
-
-def _full_config(model: nn.Module, config: AdapterConfig) -> dict[str, Any]:
-    """The config that AdapterHub writes next to the weights, and the modules that the user named."""
-    base = getattr(plain_model(model), "config", None)
-    return {
-        "config": {**_SETTINGS, **KINDS[config.kind]._asdict(), "reduction_factor": config.reduction_factor},
-        "hidden_size": getattr(base, "hidden_size", None),
-        "model_class": type(plain_model(model)).__name__,
-        "model_name": getattr(base, "name_or_path", None),
-        "model_type": getattr(base, "model_type", None),
-        "name": config.name,
-        "version": VERSION,
-        **({} if config.target_modules is None else {"target_modules": config.target_modules}),
-    }
 
 
 def _read_config(path: Path) -> AdapterConfig:
@@ -107,39 +118,9 @@ def _read_config(path: Path) -> AdapterConfig:
     if not isinstance(given, dict) or "name" not in full or "reduction_factor" not in given:
         raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters; expected save_adapters()'s.")
     for kind, known in KINDS.items():
-        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known._asdict()}.items()):
+        if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known}.items()):
             return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
-    settings = ", ".join(f"{kind}: {known._asdict()}" for kind, known in KINDS.items())
     raise SparsifyError(
-        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings ({settings}); load "
+        f"{path} describes neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings ({KINDS}); load "
         "it with AdapterHub's `adapters`."
     )
-
-
-def _expected_shapes(model: nn.Module, config: AdapterConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the adapters' parameters by the names that they will have."""
-    names = {module: name for name, module in model.named_modules()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for place in find_places(model, config):
-        prefix = f"{names[place.parent]}.{place.path}.{config.name}".lstrip(".")
-        with torch.device("meta"):
-            adapter = Adapter(place.width, config)
-        shapes |= {f"{prefix}.{name}": tuple(value.shape) for name, value in adapter.named_parameters()}
-    return shapes
-
-
-def _read_weights(path: Path, shapes: dict[str, tuple[int, ...]], model_class: str) -> dict[str, Tensor]:
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SparsifyError(
-            f"{path} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
-        ) from None
-    for name in [*shapes, *tensors]:
-        if name not in tensors:
-            raise SparsifyError(f"{path} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
-        if name not in shapes:
-            raise SparsifyError(f"{path} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
-        if (shape := tuple(tensors[name].shape)) != shapes[name]:
-            raise SparsifyError(f"{path}: `{name}` has the shape {shape}, {model_class} needs {shapes[name]}.")
-    return tensors

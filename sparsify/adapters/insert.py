@@ -1,17 +1,28 @@
-"""Adds adapters and their hooks to a model, in place, and removes them; the base's own modules stay the same."""
+"""Adds adapters and their hooks to a model, in place, and removes them; the base's own modules stay the same.
+
+Their places in the layers of known architectures, recognised by their parts, not by their class, and their names are
+those of AdapterHub's ``adapters`` 1.3:
+
+    sublayer -> dropout -> h ; h + residual -> s ; (BERT: norm(s))
+        Houlsby   h + A(h)          replaces h, after the attention and after the feed-forward network
+        Pfeiffer  s + A(norm(s))    replaces s, after the feed-forward network; s + A(s) where no norm follows
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from sparsify.adapters.bottleneck import Adapter, AdapterConfig
-from sparsify.adapters.places import Place, find_places
-from sparsify.common.names import check_plain
+from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
+from sparsify.common.names import check_plain, near_names
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
+
+KNOWN = "BERT (RoBERTa, DeBERTa-v2, ELECTRA, ...), T5 (mT5, ...) and Llama (Mistral, Qwen2, Qwen3, Gemma, ...)"
+_POST_NORM = {"dense", "dropout", "LayerNorm"}
+_LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -96,7 +107,21 @@ def insert_adapters(model: nn.Module, config: AdapterConfig) -> None:
         if isinstance(head := module.get_output_embeddings(), nn.Module):
             head.requires_grad_(False)
     for place in places:
-        _insert(place, config)
+        adapter = Adapter(place.width, config)
+        if place.like is not None:
+            is_meta = adapter.adapter_up.weight.is_meta  # stays there, without memory
+            adapter.to(device=None if is_meta else place.like.device, dtype=place.like.dtype)
+        adapter.train(place.module.training)
+        holder = model
+        for part in place.name.split("."):
+            if part not in holder._modules:
+                holder.add_module(part, Adapters())
+            holder = holder.get_submodule(part)
+        holder.add_module(config.name, adapter)
+        if place.before_norm:
+            place.module.register_forward_pre_hook(adapter.adapt_before_norm)
+        else:  # before other hooks, which may record a layer's hidden states
+            place.module.register_forward_hook(adapter.adapt_output, prepend=True)
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -121,20 +146,84 @@ def check_without_adapters(model: nn.Module) -> None:
             )
 
 
-def _insert(place: Place, config: AdapterConfig) -> None:
-    """Makes an adapter at a place and registers its hook."""
-    adapter = Adapter(place.width, config)
-    like = next((parameter for parameter in place.like.parameters() if parameter.is_floating_point()), None)
-    if like is not None:
-        is_meta = adapter.adapter_up.weight.is_meta  # stays there, without memory
-        adapter.to(device=None if is_meta else like.device, dtype=like.dtype)
-    adapter.train(place.parent.training)
-    holder = place.parent
-    for part in place.path.split("."):
-        holder.add_module(part, Adapters())
-        holder = holder.get_submodule(part)
-    holder.add_module(config.name, adapter)
-    if place.before_norm:
-        place.module.register_forward_pre_hook(adapter.adapt_before_norm)
-    else:  # before other hooks, which may record a layer's hidden states
-        place.module.register_forward_hook(adapter.adapt_output, prepend=True)
+class Place(NamedTuple):
+    """The place of one adapter."""
+
+    name: str  # of the dictionary that holds the adapter
+    module: nn.Module  # gets the adapter's hook
+    width: int  # size of the hidden states
+    like: Tensor | None  # the adapter takes its device and dtype
+    before_norm: bool = False  # whether `module` is a norm, and the adapter changes its input instead of its output
+
+
+def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
+    """Finds the places of a model for adapters of a kind, or after the modules that the user named; raises if none."""
+    if config.target_modules is not None:
+        return [_after(name, model) for name in dict.fromkeys(config.target_modules)]
+    kind = KINDS[config.kind]
+    places: list[Place] = []
+    for name, module in model.named_modules():
+        places += [place._replace(name=f"{name}.{place.name}".lstrip(".")) for place in _places_of(module, kind)]
+        if isinstance(module, nn.ModuleList):
+            unknown = [number for number, layer in enumerate(module) if not _places_of(layer, kind)]
+            if 0 < len(unknown) < len(module):
+                raise SparsifyError(
+                    f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind that adapters are not known "
+                    f"for, such as number {unknown[0]}, a {type(module[unknown[0]]).__name__}; name the modules after "
+                    "whose output an adapter goes with target_modules=[...]."
+                )
+    if not places:
+        remedy = "For any other model name the modules after whose output an adapter goes: target_modules=['mlp']."
+        raise SparsifyError(
+            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. {remedy}"
+        )
+    return places
+
+
+def _places_of(layer: Any, kind: dict[str, Any]) -> list[Place]:
+    """The places in a layer, by their names in it; none in any that is not known."""
+    sees_sum, both = kind["original_ln_before"], kind["mh_adapter"]
+    if _is_post_norm(layer) and _is_post_norm(getattr(layer, "attention", None)):  # BERT's
+        attentions = [name for name in ("attention", "crossattention") if both and hasattr(layer, name)]
+        parts = {f"{name}.output": getattr(layer, name).output for name in attentions} | {"output": layer.output}
+        return [
+            _place(path, part.LayerNorm if sees_sum else part.dropout, part.LayerNorm, sees_sum)
+            for path, part in parts.items()
+        ]
+    blocks: Any = getattr(layer, "layer", None)
+    is_t5 = isinstance(blocks, nn.ModuleList) and len(blocks) and hasattr(blocks[-1], "DenseReluDense")
+    if is_t5 and {"layer_norm", "dropout"} <= set(blocks[0]._modules):
+        parts = {f"layer.{i}": blocks[i] for i in (0, len(blocks) - 1) if i or both}
+        return [_place(path, part if sees_sum else part.dropout, part.layer_norm) for path, part in parts.items()]
+    if layer._modules.keys() == _LLAMA and hasattr(layer.self_attn, "o_proj"):
+        norm = layer.input_layernorm
+        attention = _place("attention_adapters", layer.self_attn.o_proj, norm)
+        return [*([attention] if both else []), _place("output_adapters", layer if sees_sum else layer.mlp, norm)]
+    return []
+
+
+def _is_post_norm(sublayer: Any) -> bool:
+    output = getattr(sublayer, "output", None)
+    return isinstance(output, nn.Module) and output._modules.keys() == _POST_NORM
+
+
+def _place(path: str, hooked: nn.Module, norm: Any, before_norm: bool = False) -> Place:
+    return Place(f"{path}.adapters", hooked, norm.weight.numel(), norm.weight, before_norm)
+
+
+def _after(name: str, model: nn.Module) -> Place:
+    """The place after the output of a module: a linear layer, or one whose output has the model's hidden size."""
+    modules = dict(model.named_modules())
+    if name not in modules:
+        near = near_names(name, modules)
+        raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}{near}.")
+    module = modules[name]
+    if isinstance(module, nn.Sequential):
+        problem = "is an nn.Sequential, which would run the adapter as one more step; name its last module."
+        raise SparsifyError(f"target_modules: {name!r:.100} {problem}")
+    width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
+    if not isinstance(width, int):
+        of = f"what {name!r:.100}, a {type(module).__name__}, gives"
+        raise SparsifyError(f"target_modules: the size of {of} is not known; name a linear layer.")
+    floating = (each for each in (*module.parameters(), *model.parameters()) if each.is_floating_point())
+    return Place(f"{name}.adapters".lstrip("."), module, width, next(floating, None))

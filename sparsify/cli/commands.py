@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from sparsify.analysis.shares import TensorShare, shares
+from sparsify.analysis import TensorShare, shares
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import payload_hash
 from sparsify.delta.hub import find_file

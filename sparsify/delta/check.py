@@ -101,7 +101,7 @@ def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layou
 def _check_distinct(name: str, layout: Layout, owners: dict[tuple[object, ...], str]) -> None:
     """Raises where two of the delta's tensors are stored in one place."""
     for window in layout.windows:
-        first = owners.setdefault((window.key, window.offset), name)
+        first = owners.setdefault((window.key, window.place.storage_offset()), name)
         if first != name:
             raise BaseMismatchError(
                 f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta: give "

@@ -26,7 +26,7 @@ from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
 from sparsify.delta.patches import WeightPatch, make_patches
-from sparsify.delta.peft.reading import read_adapter
+from sparsify.delta.peft_files import read_adapter
 from sparsify.errors import SparsifyError
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import os
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,13 @@ from sparsify.training.state import placeholder, trained_state_of
 WEIGHTS, TRAINER_STATE, OPTIMIZER, SCHEDULER = "model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt"
 # other names under which the Trainer finds weights: sharded, pickled, of an adapter
 _OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*")
-_SET_ASIDE = "_incomplete-"  # prefix of a folder that the Trainer then neither finds nor uploads
 
 
-def write_trained_state(
-    model: nn.Module, folder: Path, files: Iterable[str], state_dict: dict[str, Tensor] | None = None
-) -> None:
-    """Writes a model's trained state, or ``state_dict``'s, into a checkpoint that is complete with ``files``."""
+def write_trained_state(model: nn.Module, folder: Path, args: Any, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Writes a model's trained state, or ``state_dict``'s, and the names of the files of a complete checkpoint."""
     engine = get_engine(model)
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
-    metadata = {"format": "pt", "sparsify": "trained state", "files": " ".join(files)}
+    metadata = {"format": "pt", "sparsify": "trained state", "files": " ".join(_expected_files(args))}
     replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine), metadata))
 
 
@@ -69,7 +65,7 @@ def set_aside_incomplete(output_dir: Path) -> None:
     for folder in sorted(output_dir.glob("checkpoint-*")):
         is_checkpoint = folder.is_dir() and folder.name.removeprefix("checkpoint-").isdecimal()
         if is_checkpoint and (problem := problem_with(folder)):
-            aside = folder.with_name(_SET_ASIDE + folder.name)
+            aside = folder.with_name(f"_incomplete-{folder.name}")  # which the Trainer neither finds nor uploads
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             warnings.warn(
@@ -88,11 +84,11 @@ def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arg
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
         save_pretrained(model, save_directory, *arguments, **options)  # PEFT's adapter files
     if options.get("is_main_process", True):
-        write_trained_state(model, folder, expected_files(args), options.get("state_dict"))
+        write_trained_state(model, folder, args, options.get("state_dict"))
     return None
 
 
-def expected_files(args: Any) -> list[str]:
+def _expected_files(args: Any) -> list[str]:
     """Files of ``torch.save`` that a Trainer with these arguments writes into each checkpoint, on this node."""
     if args.save_only_model:
         return []

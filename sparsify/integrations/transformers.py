@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from safetensors.torch import load_file
@@ -18,15 +18,7 @@ from sparsify.api import extend, get_engine, summary
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
-from sparsify.integrations.checkpoints import (
-    WEIGHTS,
-    expected_files,
-    has_trained_state,
-    problem_with,
-    save_checkpoint,
-    set_aside_incomplete,
-    write_trained_state,
-)
+from sparsify.integrations import checkpoints
 from sparsify.strategies.strategy import Increment
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
@@ -73,7 +65,7 @@ class SparsifyCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
-                set_aside_incomplete(Path(args.output_dir))
+                checkpoints.set_aside_incomplete(Path(args.output_dir))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Checks the run, finds its number of steps and makes its checkpoints small."""
@@ -99,7 +91,7 @@ class SparsifyCallback(TrainerCallback):
             )
         warn_of_unheld(engine, model)
         if hasattr(model, SAVE):
-            vars(model)[SAVE] = partial(save_checkpoint, model, args, state)
+            vars(model)[SAVE] = partial(checkpoints.save_checkpoint, model, args, state)
         if self._publish is not None:
             self.publisher = DeltaPublisher(model)
             if state.is_world_process_zero:
@@ -130,8 +122,8 @@ class SparsifyCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # a model without save_pretrained has been written with its frozen weights
-        if args.should_save and (folder / WEIGHTS).is_file() and not has_trained_state(folder):
-            write_trained_state(event["model"], folder, expected_files(args))
+        if args.should_save and (folder / checkpoints.WEIGHTS).is_file() and not checkpoints.has_trained_state(folder):
+            checkpoints.write_trained_state(event["model"], folder, args)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         if state.is_world_process_zero:
@@ -144,23 +136,22 @@ class SparsifyCallback(TrainerCallback):
         vars(model).pop(SAVE, None)
         if not args.load_best_model_at_end:
             return
-        if state.best_model_checkpoint is not None and has_trained_state(best := Path(state.best_model_checkpoint)):
+        best = state.best_model_checkpoint
+        if best is not None and checkpoints.has_trained_state(Path(best)):
             # for a PEFT model the Trainer has loaded only the adapter, which has no unmasked entries
-            model.load_state_dict(load_file(best / WEIGHTS), strict=False)
+            model.load_state_dict(load_file(Path(best, checkpoints.WEIGHTS)), strict=False)
         self.on_step_end(args, state, control)
 
 
 def _move_to_front(callback: SparsifyCallback) -> None:
     """Moves a callback before the reporters; only the caller, the handler, has the list of callbacks."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             # the handler iterates by position: the callbacks before this one move up by one, and none is called twice
             handler.callbacks.remove(callback)
             handler.callbacks.insert(0, callback)
             return
-        frame = frame.f_back
 
 
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
@@ -180,7 +171,7 @@ def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
     if not state.global_step:
         return
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    if folder.is_dir() and (problem := problem_with(folder)):
+    if folder.is_dir() and (problem := checkpoints.problem_with(folder)):
         raise SparsifyError(f"`{folder}` {problem}, so training cannot go on from it; resume from the one before it.")
     if not steps_done and not args.fp16:  # under fp16 the first steps may all have been skipped
         raise SparsifyError(

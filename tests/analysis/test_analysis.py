@@ -8,8 +8,7 @@ from models import ARCHITECTURES, build, loss_of
 from torch import nn
 
 from sparsify import Schedule, SparseDelta, SparsifyError, get_engine, sparsify, summary
-from sparsify.analysis import shares, trajectory
-from sparsify.analysis.shares import places, tables
+from sparsify.analysis import places, shares, tables, trajectory
 from sparsify.delta.entries import TensorDelta
 
 STEPS, BUDGET = 8, 60

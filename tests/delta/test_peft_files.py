@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparsify import BaseMismatchError, DeltaFormatError, SparseDelta
-from sparsify.delta.peft.reading import METHODS
+from sparsify.delta.peft_files import METHODS
 
 WEIGHTS = "adapter_model.safetensors"
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"

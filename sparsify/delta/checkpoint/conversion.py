@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,7 @@ def _model_without_weights(folder: Path, num_tensors: int) -> Any:
     try:
         _check_counts(json.loads(file.read_text(encoding="utf-8")), num_tensors)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        names = [name for name in config.architectures or () if isinstance(name, str)]
-        classes: Any = [getattr(transformers, name, None) for name in names]
+        classes: Any = [getattr(transformers, name, None) for name in config.architectures or ()]
         with torch.device("meta"):
             for model_class in classes:
                 is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
@@ -100,7 +99,12 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lay
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError:  # transformers 4 only renames
-        names = _renamed_by_transformers_4(model, shapes)
+        from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]
+
+        classes = [cls.__name__.lower() for cls in type(model).__mro__]
+        # ``from_pretrained`` maps no other models' names
+        mapping = model._checkpoint_conversion_mapping if any(n in cls for cls in classes for n in VLMS) else None
+        names = model._get_key_renaming_mapping(list(shapes), mapping)  # by stored name, some of them legacy names
         return {names[key]: Layout.stored(key, shape) for key, shape in shapes.items()}
 
     transforms = get_model_conversion_mapping(model)
@@ -129,15 +133,3 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lay
             first, *_ = converter.target_patterns
             layouts |= {name.replace(first, target): operations for target in converter.target_patterns}
     return layouts
-
-
-def _renamed_by_transformers_4(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Names at run time by stored name, of which some are legacy names."""
-    from transformers.modeling_utils import VLMS  # type: ignore[attr-defined]
-
-    classes = [cls.__name__.lower() for cls in type(model).__mro__]
-    is_vlm = any(name in cls for cls in classes for name in VLMS)  # ``from_pretrained`` maps no other model's names
-    mapping: dict[str, str] = model._get_key_renaming_mapping(
-        list(keys), model._checkpoint_conversion_mapping if is_vlm else None
-    )
-    return mapping

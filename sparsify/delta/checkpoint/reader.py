@@ -25,7 +25,6 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-METADATA_KEY = "__metadata__"  # of a safetensors header, which no tensor can be called
 _MOST_JSON_BYTES = 2**26
 
 
@@ -59,13 +58,8 @@ class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name; iteration is over the names in the files.
 
     Access also takes a name at run time, for which transformers is imported, and gives the tensor that
-    ``from_pretrained`` would make.
-
-    Attributes:
-        path: the folder, or the file.
-        folder: that of the files, and of ``config.json``.
-        files: the safetensors files, in the order of their names.
-        stored: the place of each tensor, by its name in the files.
+    ``from_pretrained`` would make. ``stored`` has the place of each tensor by its name in the files, ``folder`` holds
+    these and ``config.json``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -75,16 +69,11 @@ class Checkpoint(Mapping[str, Tensor]):
         self.stored: dict[str, Stored] = {}
         for file in self.files:
             for name, stored in _read_header(file).items():
-                if name in self.stored:
-                    first = self.stored[name].file.name
-                    raise SparsifyError(
-                        f"`{name}` is both in `{first}` and in `{file.name}`: download or save it again."
-                    )
-                self.stored[name] = stored
+                if (first := self.stored.setdefault(name, stored)) is not stored:
+                    places = f"`{first.file.name}` and in `{file.name}`"
+                    raise SparsifyError(f"`{name}` is both in {places}: download or save it again.")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
         return self.layout(name).assemble(self.read)
 
     def __contains__(self, name: object) -> bool:
@@ -121,12 +110,13 @@ class Checkpoint(Mapping[str, Tensor]):
             return Layout.stored(name, self.stored[name].shape)
         if layouts := self.converted(name):
             return layouts[0]
-        text = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}"
-        remedy = "Give the base that the delta was trained on"
+        reason = "transformers loads none under that name either"
         if isinstance(self._conversion, SparsifyError):
-            text += f", and what its tensors are called in a model is not known, since {self._conversion}"
-            raise BaseMismatchError(f"{text}. {remedy}, with its `config.json` next to the weights.")
-        raise BaseMismatchError(f"{text}, nor does transformers load one under that name. {remedy}.")
+            reason = f"what its tensors are called in a model is not known, since {self._conversion}"
+        raise BaseMismatchError(
+            f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}, and {reason}. Give the base "
+            "that the delta was trained on, with its `config.json` next to the weights."
+        )
 
     def converted(self, name: str) -> list[Layout]:
         """The layouts that transformers loads a tensor from; see :meth:`Conversion.find`."""
@@ -167,16 +157,26 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
+    """The file, that in the folder, or those that the folder's index names, checked to be existing files in it."""
     for file in (path, path / WEIGHTS_NAME):
         if file.is_file():
             return (file,)
-    if (path / INDEX_NAME).is_file():
-        return _shards(path / INDEX_NAME)
+    index = path / INDEX_NAME
     if not path.exists():
         download = f"one on the hub has to be downloaded first, which `hf download {path}` does."
         raise SparsifyError(f"`{path}` does not exist: give the path of a checkpoint; {download}")
-    expected = f"expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors file."
-    raise SparsifyError(f"`{path}` holds no checkpoint: {expected}")
+    if not index.is_file():
+        expected = f"expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors file."
+        raise SparsifyError(f"`{path}` holds no checkpoint: {expected}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
+        if not os.path.isfile(path / name):  # Path.is_file raises for a name that no file can have
+            raise SparsifyError(f"the shard {name!r:.100} that `{index}` names is missing: download it again.")
+    return tuple(path / name for name in sorted(set(weight_map.values())))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -196,19 +196,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names, checked to be existing files next to it."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise SparsifyError(f"`{index}` names the shard {name!r:.100}, expected the name of a file next to it.")
-        if not os.path.isfile(index.parent / name):  # Path.is_file raises for a name that no file can have
-            raise SparsifyError(f"the shard {name!r:.100} that `{index}` names is missing: download it again.")
-    return tuple(index.parent / name for name in sorted(set(weight_map.values())))
-
-
 def _read_header(file: Path) -> dict[str, Stored]:
     """The places of the tensors of a safetensors file."""
     try:
@@ -219,10 +206,9 @@ def _read_header(file: Path) -> dict[str, Stored]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    data = 8 + length
+    header.pop("__metadata__", None)
     return {
-        name: Stored(file, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
         for name, entry in header.items()
-        if name != METADATA_KEY
         for begin, end in [entry["data_offsets"]]
     }

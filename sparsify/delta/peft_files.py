@@ -1,0 +1,193 @@
+"""Reads PEFT's SHiRA and Supertuning adapters, which are not trusted: all checks first, and no pickle.
+
+    folder that PEFT wrote + base --read_adapter--> entries with the values that PEFT computes, tensors stored whole
+
+Both methods give a layer a number of places that follows from its size. An unused place holds 0.0, and a position may
+come twice: a difference that the dtype cannot hold exactly may be stored in two parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from sparsify.common.names import tied_names
+from sparsify.common.raw_bits import digest
+from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
+from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelta, one_of, require
+from sparsify.delta.patch_plan import check_fits
+from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
+
+CONFIG_NAME = "adapter_config.json"
+_PREFIX = "base_model.model."  # of every name in PEFT's files
+_MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
+
+Shape = tuple[int, ...]
+
+
+class Method(NamedTuple):
+    """How a method of PEFT stores the entries that it trains in a weight (out_features, in_features)."""
+
+    values_key: str  # the end of the names of values (count,)
+    indices_key: str
+    is_flat: bool  # whether indices are flat positions (count,), or rows and columns (2, count)
+    places: Callable[[Mapping[str, Any], Shape], int]  # their number, by the adapter's config and the weight's shape
+    # the values that PEFT computes with: base (n,), plus differences (count,) at positions, some of them twice
+    add: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
+        """The flat positions (count,) int64, checked to be in the weight."""
+        sizes = (math.prod(shape),) if self.is_flat else shape
+        expected = (torch.int32, torch.int64, torch.float32)  # the last is PEFT's on Windows
+        require(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
+        if stored.is_floating_point() and not torch.equal(stored, stored.round()):
+            raise SparsifyError("indices are no whole numbers")
+        positions = torch.zeros(stored.shape[-1], dtype=torch.int64)
+        for row, size in zip(stored.long().view(len(sizes), -1), sizes, strict=True):
+            if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
+                raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")
+            positions = positions * size + row
+        return positions
+
+
+def _add_rounded_once(base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
+    """In place, as SHiRA does, so that the sum of a low-precision weight and float32 is rounded once."""
+    result = base.clone()
+    result += torch.sparse_coo_tensor(positions[None], differences, base.shape, check_invariants=False)
+    return result
+
+
+METHODS = {
+    "shira": Method(
+        values_key="shira_weight",
+        indices_key="shira_indices",
+        is_flat=False,
+        places=lambda config, shape: int(float(config["r"]) * sum(shape)),
+        add=_add_rounded_once,
+    ),
+    "supertuning": Method(
+        values_key="supertuning_values",
+        indices_key="supertuning_indices",
+        is_flat=True,
+        places=lambda config, shape: int(math.prod(shape) * (1 - float(config["sparsity"]))),
+        add=lambda base, positions, differences: base.scatter_add(0, positions, differences.to(base.dtype)),
+    ),
+}
+
+
+def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
+    """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
+    folder, tensors = Path(folder), open_base(base)
+    ties = tied_names(base) if isinstance(base, nn.Module) else {}
+    found: dict[str, TensorDelta] = {}
+    try:
+        config = read_json(folder / CONFIG_NAME)
+        method = _find_method(config)
+        layers, whole = _read_weights(folder / "adapter_model.safetensors", method)
+        for layer, parts in layers.items():
+            name = f"{layer}.weight"
+            if others := [other for other in ties.get(name, []) if other != name]:
+                one = f"`{name}`, which in this base is one tensor with `{others[0]}`"
+                raise SparsifyError(f"it changes {one}, in one place only: {_MERGE}")
+            if (entries := _entries(layer, parts, config, method, tensors)) is not None:
+                found[name] = entries
+        saved = config.get("modules_to_save")
+        for name, tensor in whole.items():
+            if name in tensors:
+                check_fits(name, tensor, tensors[name].shape, tensors[name].dtype)
+            elif not isinstance(saved, list) or not any(f".{module}." in f".{name}" for module in saved):
+                raise SparsifyError(f"`{name}` is neither a tensor of the base nor in one of its `modules_to_save`")
+    except BaseMismatchError:
+        raise
+    except (SparsifyError, SafetensorError) as error:
+        raise DeltaFormatError(
+            f"`{folder}` is no adapter that can become a delta: {brief(error, 1_000)}. Nothing was loaded."
+        ) from error
+    origin = {
+        "base_model_name_or_path": config.get("base_model_name_or_path"),
+        "base_model_revision": config.get("revision"),
+        "converted_from": {key: config.get(key) for key in ("peft_type", "peft_version")},
+    }
+    return found, whole, origin
+
+
+def _find_method(config: Mapping[str, Any]) -> Method:
+    """The method of a config, as read from its file; raises where it asks for more than entries in a layer."""
+    name = str(config.get("peft_type")).lower()
+    if name not in METHODS:
+        others = " and ".join(map(str.upper, METHODS))
+        kind = config.get("peft_type")
+        raise SparsifyError(f"its `peft_type` is {kind!r:.100}, and only {others} change entries: {_MERGE}")
+    if name == "supertuning" and config.get("r") is not None:
+        raise SparsifyError(f"it has a LoRA part (`r` is {config['r']!r:.100}, the Supra hybrid): {_MERGE}")
+    if name == "supertuning" and not config.get("save_precomputed_indices", True):
+        remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
+        raise SparsifyError(f"it was saved without its indices: {remedy}")
+    return METHODS[name]
+
+
+def _read_weights(path: Path, method: Method) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Values and indices by layer, and all other tensors."""
+    if not path.is_file():
+        pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
+        raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
+    with safe_open(path, framework="pt", device="cpu") as file:
+        stored = {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    layers: dict[str, tuple[Tensor, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        layer, _, role = name.rpartition(".")
+        partner = {method.values_key: method.indices_key, method.indices_key: method.values_key}.get(role)
+        if partner is None:
+            whole[name] = tensor
+        elif f"{layer}.{partner}" not in stored:
+            raise SparsifyError(f"`{name}` is there without `{layer}.{partner}`")
+        elif role == method.values_key:
+            layers[layer] = (tensor, stored[f"{layer}.{partner}"])
+    if not layers:
+        raise SparsifyError(f"no tensor in it is called `<layer>.{method.values_key}`")
+    return layers, whole
+
+
+def _entries(
+    layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: Method, tensors: Mapping[str, Tensor]
+) -> TensorDelta | None:
+    """One layer's entries, checked; None where nothing differs from the base."""
+    weight = base_tensor(f"{layer}.weight", tensors)
+    shape, (values, stored) = tuple(weight.shape), parts
+    if weight.dim() != 2 or weight.dtype not in DTYPES.values():
+        raise BaseMismatchError(
+            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter is of a linear "
+            "layer: give the base that it was trained on, unquantized."
+        )
+    try:
+        places = method.places(config, shape)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SparsifyError(f"its `{CONFIG_NAME}` gives no number of entries ({brief(error)})") from error
+    if values.shape != (places,):
+        raise BaseMismatchError(
+            f"layer `{layer}` has values of shape {tuple(values.shape)}, where the adapter's config has {places:,} for "
+            f"the base's weight of shape {shape}: give the base that it was trained on."
+        )
+    try:
+        require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
+        expected = (places,) if method.is_flat else (2, places)
+        require(
+            stored.shape == expected, "indices have shape", tuple(stored.shape), f"{expected} for {places:,} values"
+        )
+        positions = method.read_positions(stored, shape)
+        indices, owners = positions.unique(return_inverse=True)
+        base = weight.detach().take(indices.to(weight.device)).cpu()
+        trained = method.add(base, owners, values.to(torch.promote_types(base.dtype, torch.float32)))
+        changed = trained != base  # also where it is not a number, which the entries' own check refuses
+        if not changed.any():
+            return None
+        return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", digest(base[changed]))
+    except SparsifyError as error:
+        raise SparsifyError(f"layer `{layer}`: {error}") from error
