@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from sparsify.common.names import ENGINE
 from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
 from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.training.compiled import check_not_exported
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS, POSITION
 from sparsify.training.export import changed_buffers, is_pruned
@@ -71,18 +72,14 @@ def remove_hooks(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------ forward
 
 
-def _engine_of(root: nn.Module) -> Engine:
-    engine: Engine = root.__dict__[ENGINE]
-    return engine
-
-
 def _before_forward(root: nn.Module, args: Any) -> None:
     if getattr(root, "_is_replica", False):
         raise SparsifyError(
             "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "
             "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
         )
-    engine = _engine_of(root)
+    check_not_exported()
+    engine: Engine = root.__dict__[ENGINE]
     if engine.sharded and not engine.was_sharded:
         check_sharding(engine.root, engine.tensors)
         engine.was_sharded = True
@@ -92,7 +89,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
 
 
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
-    engine = _engine_of(root)
+    engine: Engine = root.__dict__[ENGINE]
     engine.leave()
     if torch.is_grad_enabled() and _was_frozen(engine):
         for tensor in tree_leaves(output):
@@ -128,14 +125,14 @@ def _refuse_frozen(grad: Tensor) -> None:
 
 
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
-    engine = _engine_of(root)
+    engine: Engine = root.__dict__[ENGINE]
     engine.refresh()
     record_settings(engine)
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the state dict entries of the model's size, unless something is wrong with them there."""
-    engine = _engine_of(root)
+    engine: Engine = root.__dict__[ENGINE]
     note_values(engine)  # which load_state_dict(assign=True) replaces
     engine.loading = set(), prefix, None
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
@@ -182,7 +179,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
-    engine = _engine_of(root)
+    engine: Engine = root.__dict__[ENGINE]
     plain, prefix, needed = engine.loading
     if needed is not None:
         missing = incompatible_keys.missing_keys
