@@ -60,11 +60,6 @@ def sampled(product: Product, indices: Tensor) -> Tensor | None:
 Product.sampler = staticmethod(sampled)
 
 
-def _parts(gradient: Product | TiedGradient) -> tuple[Product, DenseGradient | None]:
-    """The product, and for a tied table the rows that were looked up."""
-    return (gradient, None) if isinstance(gradient, Product) else (gradient.product, gradient.looked_up)
-
-
 class StreamingSelector(DenseSelector, BatchingSelector):
     """Selects the best entries on one rank, screened where that pays.
 
@@ -99,13 +94,14 @@ class StreamingSelector(DenseSelector, BatchingSelector):
         Returns:
             The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
         """
-        if isinstance(gradient, (Product, TiedGradient)):
-            if not isinstance(self._topk, DeviceTopK):
-                unmasked = self.screen(tensor, gradient, excluded)
-                if unmasked is not None:
-                    return unmasked, gradient
-            elif gradient.numel > MOST_MULTIPLIED:
-                return self._scan_blocks(tensor, gradient, excluded), gradient
+        unmasked = None
+        if isinstance(self._topk, DeviceTopK):
+            if isinstance(gradient, (Product, TiedGradient)) and gradient.numel > MOST_MULTIPLIED:
+                unmasked = self._scan_blocks(tensor, gradient, excluded)
+        elif isinstance(gradient, Product):
+            unmasked = self.screen(tensor, gradient, excluded)
+        if unmasked is not None:
+            return unmasked, gradient
         return self._scan_dense(tensor, gradient, excluded)
 
     def _scan_dense(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Gradient]:
@@ -133,49 +129,34 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             self._topk.offer(self._importance, rows, values, None, tensor.offset + start * cols)
         return blocks.taken
 
-    def screen(self, tensor: MaskedTensor, gradient: Product | TiedGradient, excluded: Tensor) -> Tensor | None:
+    def screen(self, tensor: MaskedTensor, product: Product, excluded: Tensor) -> Tensor | None:
         """Offers those entries of a product that can reach the top-k's threshold, but the excluded ones (e,).
 
         Returns:
             The gradient of the unmasked entries (k,); ``None`` where the full product cannot be screened or costs less,
             or where not everything might be finite: nothing was offered then.
         """
-        product, looked_up = _parts(gradient)
-        left, right, skipped = product.left, product.right, product.numel
+        left, right, size = product.left, product.right, product.numel
         most = screening_limit(left, right, tensor.count)
-        if not most or skipped < SMALLEST_SCREENED or not self._importance.monotone or not self._topk.has_threshold:
+        if not most or size < SMALLEST_SCREENED or not self._importance.monotone or not self._topk.has_threshold:
             return None
-        least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)
-        if looked_up is not None and looked_up.rows is not None:  # these rows are computed
-            least, skipped = least.index_fill(0, looked_up.rows, torch.inf), skipped - looked_up.numel
+        least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)  # (rows,)
         steps = staircase(left, right, least, most)
         if steps is None:
             return None
         self._work.screened += size_of(steps)
-        self._work.skipped += skipped - size_of(steps)
-        self._offer_steps(tensor, product, steps, least, excluded)
-        unmasked = sddmm(left, right, tensor.indices)
-        if looked_up is None:
-            return unmasked
-        computed = DenseGradient(left[:, looked_up.rows].t() @ right + looked_up.values, looked_up.rows)
-        self._scan_dense(tensor, computed, excluded)
-        return unmasked + looked_up.take(tensor.indices)
-
-    def _offer_steps(
-        self, tensor: MaskedTensor, product: Product, steps: list[tuple[Tensor, Tensor]], least: Tensor,
-        excluded: Tensor,
-    ) -> None:  # fmt: skip
-        """Offers the entries at the steps' rows (r,) and columns (c,) that reach their row's bound, one of (rows,)."""
-        right = product.right.index_select(1, steps[0][1]).float() if steps else product.right
+        self._work.skipped += size - size_of(steps)
+        multiplied = right.index_select(1, steps[0][1]).float() if steps else right
         for rows, columns in steps:  # the columns are a beginning of the first step's
-            grads = product.left.index_select(1, rows).float().t() @ right[:, : columns.numel()]
+            grads = left.index_select(1, rows).float().t() @ multiplied[:, : columns.numel()]
             row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
-            indices = rows[row] * tensor.matrix_shape[1] + columns[column]
+            indices = rows[row] * right.shape[1] + columns[column]
             kept = torch.isin(indices, excluded, invert=True)
             indices = indices[kept]
             if indices.numel():
                 weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
                 self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
+        return sddmm(left, right, tensor.indices)
 
 
 class RowBlocks:
@@ -188,15 +169,15 @@ class RowBlocks:
     """
 
     def __init__(self, gradient: Product | TiedGradient, unmasked: Tensor, excluded: Tensor) -> None:
-        self._product, self._looked_up = _parts(gradient)
-        self._unmasked, self._excluded = unmasked, excluded
-        self.taken = self._product.left.new_zeros(unmasked.shape)
+        self._gradient, self._unmasked, self._excluded = gradient, unmasked, excluded
+        self.taken = torch.zeros_like(unmasked)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Multiplies out some rows (stop - start, cols); to be called once for each row."""
-        values = self._product.left[:, start:stop].t() @ self._product.right
-        if self._looked_up is not None:
-            values = values + self._looked_up.some_rows(start, stop)
+        product = self._gradient.product if isinstance(self._gradient, TiedGradient) else self._gradient
+        values = product.left[:, start:stop].t() @ product.right
+        if isinstance(self._gradient, TiedGradient):
+            values = values + self._gradient.looked_up.some_rows(start, stop)
         block = DenseGradient(values, torch.arange(start, stop, device=values.device))
         self.taken = self.taken + block.take(self._unmasked)
         block.clear(self._excluded)

@@ -14,11 +14,10 @@ from recorder import mask, unmask
 from torch import nn
 from twins import Twins, sgd
 
-from sparsify import D3, SNIP, Increment, Repeat, Schedule, Strategy, get_engine, sparsify, summary
-from sparsify.core.gradients import DenseGradient, Product, TiedGradient
+from sparsify import D3, SNIP, Increment, Schedule, Strategy, get_engine, sparsify, summary
+from sparsify.core.gradients import Product
 from sparsify.core.topk import TopK
 from sparsify.kernels import norm_bound
-from sparsify.selection import screening
 from sparsify.selection.screening import StreamingSelector, Work
 
 ROWS, COLS, TOKENS = 48, 40, 24
@@ -158,51 +157,6 @@ def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     options = {"make_optimizer": partial(sgd, lr=0.0), "loss_of": lambda model, x: (model(x) * ways).sum(), "exp": exp}
     twins = Twins(dense, sparse, 60, 4, **options).train(batches)
     assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
-
-
-class Tied(nn.Module):
-    """A table that is looked up in, twice, and multiplied by."""
-
-    def __init__(self, vocabulary, width):
-        super().__init__()
-        self.table, self.between = nn.Embedding(vocabulary, width, padding_idx=3), nn.Linear(width, width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
-        self.output.weight = self.table.weight
-
-    def forward(self, ids):
-        return self.output(self.between(self.table(ids)).tanh() + self.table(ids.flip(0)))
-
-
-@pytest.mark.parametrize("selection", [Increment(), Repeat(capacity=30_000)], ids=lambda selection: selection.name)
-def test_a_tied_table_is_selected_from_as_by_its_whole_gradient(selection, monkeypatch):
-    torch.manual_seed(0)
-    base, runs = Tied(600, 160), []
-    for smallest in (1, 1 << 40):
-        monkeypatch.setattr(screening, "SMALLEST_SCREENED", smallest)
-        model = sparsify(copy.deepcopy(base), 3_000, strategy=Strategy(D3(), selection), steps=5)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        for step in range(5):
-            ids = torch.randint(600, (48,), generator=torch.Generator().manual_seed(step))
-            nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append(model)
-    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    work = get_engine(runs[0]).work
-    assert work.screened + work.skipped > 600 * 100, "the table, but for the rows that were looked up"
-    assert work.screened + work.skipped + work.dense == 600 * 160 + 160 * 160 + 160
-    assert get_engine(runs[1]).work.dense == 600 * 160 + 160 * 160 + 160
-
-
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_a_looked_up_row_that_is_not_finite_is_noticed(number):
-    rows = torch.zeros(2, COLS)
-    rows[1, 5] = number
-    product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
-    gradient = TiedGradient(product, DenseGradient(rows, torch.tensor([4, 7])))
-    topk = TopK(1, torch.float32, "cpu", threshold=1e-3)
-    screen(topk, a_tensor(torch.zeros(ROWS, COLS)), gradient)
-    assert not topk.finite
 
 
 def work_of(model, steps=1):
