@@ -129,42 +129,35 @@ class StreamingSelector(DenseSelector, BatchingSelector):
             self._topk.offer(self._importance, rows, values, None, tensor.offset + start * cols)
         return blocks.taken
 
-    def screen(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor | None:
+    def screen(self, tensor: MaskedTensor, product: Product, excluded: Tensor) -> Tensor | None:
         """Offers those entries of a product that can reach the top-k's threshold, but the excluded ones (e,).
 
         Returns:
             The gradient of the unmasked entries (k,); ``None`` where the full product cannot be screened or costs less,
             or where not everything might be finite: nothing was offered then.
         """
-        left, right = gradient.left, gradient.right
-        most = screening_limit(left, right, tensor.count) if gradient.looked_up is None else 0
-        is_large = gradient.numel >= SMALLEST_SCREENED and float(self._topk.threshold) > SMALLEST_THRESHOLD
-        if not most or not is_large or not self._importance.monotone:
+        left, right, size = product.left, product.right, product.numel
+        most = screening_limit(left, right, tensor.count) if product.looked_up is None else 0
+        has_threshold = self._importance.monotone and float(self._topk.threshold) > SMALLEST_THRESHOLD
+        if not most or size < SMALLEST_SCREENED or not has_threshold:
             return None
-        least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)
+        least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)  # (rows,)
         steps = staircase(left, right, least, most)
         if steps is None:
             return None
         self._work.screened += size_of(steps)
-        self._work.skipped += gradient.numel - size_of(steps)
-        self._offer_steps(tensor, gradient, steps, least, excluded)
-        return sddmm(left, right, tensor.indices)
-
-    def _offer_steps(
-        self, tensor: MaskedTensor, product: Product, steps: list[tuple[Tensor, Tensor]], least: Tensor,
-        excluded: Tensor,
-    ) -> None:  # fmt: skip
-        """Offers the entries at the steps' rows (r,) and columns (c,) that reach their row's bound, one of (rows,)."""
-        right = product.right.index_select(1, steps[0][1]).float() if steps else product.right
+        self._work.skipped += size - size_of(steps)
+        multiplied = right.index_select(1, steps[0][1]).float() if steps else right
         for rows, columns in steps:  # the columns are a beginning of the first step's
-            grads = product.left.index_select(1, rows).float().t() @ right[:, : columns.numel()]
+            grads = left.index_select(1, rows).float().t() @ multiplied[:, : columns.numel()]
             row, column = (grads.abs() >= least[rows][:, None]).nonzero(as_tuple=True)
-            indices = rows[row] * tensor.matrix_shape[1] + columns[column]
+            indices = rows[row] * right.shape[1] + columns[column]
             kept = torch.isin(indices, excluded, invert=True)
             indices = indices[kept]
             if indices.numel():
                 weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
                 self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
+        return sddmm(left, right, tensor.indices)
 
 
 def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
@@ -186,15 +179,15 @@ class RowBlocks:
     """
 
     def __init__(self, gradient: Product, unmasked: Tensor, excluded: Tensor) -> None:
-        self._product, self._looked_up = gradient, gradient.looked_up
-        self._unmasked, self._excluded = unmasked, excluded
-        self.taken = self._product.left.new_zeros(unmasked.shape)
+        self._gradient, self._unmasked, self._excluded = gradient, unmasked, excluded
+        self.taken = torch.zeros_like(unmasked)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Multiplies out some rows (stop - start, cols); to be called once for each row."""
-        values = self._product.left[:, start:stop].t() @ self._product.right
-        if self._looked_up is not None:
-            values = values + some_rows(self._looked_up, start, stop)
+        product = self._gradient
+        values = product.left[:, start:stop].t() @ product.right
+        if product.looked_up is not None:
+            values = values + some_rows(product.looked_up, start, stop)
         block = DenseGradient(values, torch.arange(start, stop, device=values.device))
         self.taken = self.taken + block.take(self._unmasked)
         block.clear(self._excluded)

@@ -51,7 +51,7 @@ def test_the_gradient_is_plain_autograds_for_the_batchs_rows_and_has_no_others(p
     plain(ids).backward(grad)
     assert table.weight.grad is None
     (gradient,) = recorder.gradients["weight"]
-    assert gradient.rows.tolist() == [0, 3, 5, 8]
+    assert gradient.rows.unique().tolist() == [0, 3, 5, 8]
     ours = recorder.dense(tensor)
     if plain.padding_idx is not None:
         ours[plain.padding_idx] = 0  # is no candidate
