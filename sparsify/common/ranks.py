@@ -64,7 +64,15 @@ class Ranks:
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
         if bool((headers[:, 0] != place).any()):
-            raise SparsifyError(_different_places(headers[:, 0].tolist(), names))
+            ends = {BEGIN: "the beginning", END: "the end"}
+            places = [ends.get(place) or f"`{names[place]}`" for place in headers[:, 0].tolist()]
+            shown = listed([f"rank {rank} is at {place}" for rank, place in enumerate(places)])
+            raise SparsifyError(
+                f"the ranks are at different places of their backward passes: {shown}. To select the same entries, "
+                "every rank has to run the same modules in each backward that selects some. Let a module that a batch "
+                "does not need run on an empty input, or take its parameters out of the candidates with "
+                "exclude_modules; run a compiled model under no_grad() where it is only evaluated."
+            )
         return headers[:, 1 : 1 + len(numbers)]
 
     def union(self, own: Tensor, most: int, limit: int) -> Tensor:
@@ -77,8 +85,7 @@ class Ranks:
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sums the ranks' values, of any one shape, in place."""
-        ranks = num_ranks()
-        if values.numel() and ranks > 1:
+        if values.numel() and (ranks := num_ranks()) > 1:
             self._call(dist.all_reduce, values)
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
@@ -130,14 +137,3 @@ class Ranks:
             _GROUPS[world] = own, own if has_cpu else dist.new_group(timeout=timeout, backend="gloo")
         own, on_cpu = _GROUPS[world]
         return on_cpu if device.type == "cpu" else own
-
-
-def _different_places(places: Sequence[int], names: Sequence[str]) -> str:
-    ends = {BEGIN: "the beginning", END: "the end"}
-    shown = [f"rank {rank} is at {ends.get(place) or f'`{names[place]}`'}" for rank, place in enumerate(places)]
-    return (
-        f"the ranks are at different places of their backward passes: {listed(shown)}. To "
-        "select the same entries, every rank has to run the same modules in each backward that selects some. Let a "
-        "module that a batch does not need run on an empty input, or take its parameters out of the candidates with "
-        "exclude_modules; run a compiled model under no_grad() where it is only evaluated."
-    )

@@ -36,9 +36,8 @@ def reshard(root: nn.Module) -> None:
 
 def full_values(parameter: Tensor) -> Tensor:
     """Returns the parameter's values, detached; of a sharded one gathered from all ranks."""
-    full: Any = parameter.detach()
-    values: Tensor = full.full_tensor() if is_shard(parameter) else full
-    return values
+    values: Any = parameter.detach()
+    return values.full_tensor() if is_shard(parameter) else values
 
 
 def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
