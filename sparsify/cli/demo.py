@@ -14,7 +14,6 @@ import random
 import re
 import sys
 import sysconfig
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
-from safetensors.torch import save_model
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -279,15 +278,12 @@ def demo(
     if not torch.equal(all_rows(fresh, held_out), logits):
         raise SparsifyError("the loaded delta does not predict what the trained model did: a bug; please report it.")
 
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(fresh, f"{folder}/model.safetensors")
-        whole = Path(folder, "model.safetensors").stat().st_size
-    state, delta = summary(classifier), find_file(out).stat().st_size
+    state, delta, whole = summary(classifier), find_file(out).stat().st_size, len(save(fresh.state_dict()))
     table = Table("", Column(justify="right"), title=f"{strategy}, {steps:,} steps, seed {seed}", show_header=False)
     table.add_row("held-out accuracy, frozen baseline", f"{frozen_accuracy:.1%}")
     table.add_row(f"held-out accuracy, {strategy}", f"{accuracy(logits, held_out.labels):.1%}")
-    trained = f"{state.unmasked:,} of {state.num_candidates:,} ({state.unmasked / state.num_candidates:.3%})"
-    table.add_row("trained entries", trained)
+    share = state.unmasked / state.num_candidates
+    table.add_row("trained entries", f"{state.unmasked:,} of {state.num_candidates:,} ({share:.3%})")
     table.add_row("trained head, in addition", f"{state.num_dense:,}")
     table.add_row("tensor sparsity", f"{state.tensor_sparsity:.2f}")
     table.add_row("delta on disk", f"{delta / 1e6:,.2f} MB")
