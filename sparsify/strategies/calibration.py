@@ -44,13 +44,16 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    squared = isinstance(importance, Fisher)
-    with _left_unchanged(model), torch.enable_grad(), _summed(parameters, squared=squared) as totals:
+    number = importance.num_samples if isinstance(importance, Fisher) else None
+    with torch.enable_grad(), _summing(model, parameters, squared=number is not None) as totals:
         if callable(calibration):
             calibration(model)
         else:
+            if number is not None:
+                calibration = islice((example for batch in calibration for example in _examples(batch)), number)
             devices = [parameter.device for parameter in model.parameters()]
-            for batch in _batches(calibration, importance):
+            unit = "batch" if number is None else "example"
+            for batch in tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False):
                 (loss_fn or _loss_of_model)(model, _to(batch, devices)).backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
@@ -58,15 +61,6 @@ def calibrate(
             "or a function of the model that calls backward()."
         )
     return totals
-
-
-def _batches(calibration: Iterable[Any], importance: Importance) -> Iterator[Any]:
-    """The batches to run, or for Fisher single examples, with a progress bar."""
-    number, unit = None, "batch"
-    if isinstance(importance, Fisher):
-        number, unit = importance.num_samples, "example"
-        calibration = islice((example for batch in calibration for example in _examples(batch)), number)
-    return iter(tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False))
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -125,8 +119,11 @@ def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
 
 
 @contextmanager
-def _summed(parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
-    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed."""
+def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
+    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed.
+
+    The model is in evaluation mode and without gradients inside; afterwards both are those of before.
+    """
     totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
     def add(total: Tensor, parameter: Any) -> None:
@@ -134,25 +131,17 @@ def _summed(parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[li
         grad = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
         total += grad.square() if squared else grad
 
+    modes = {module: module.training for module in model.modules()}
+    grads = {parameter: parameter.grad for parameter in model.parameters()}
     pairs = zip(parameters, totals, strict=True)
     hooks = [parameter.register_post_accumulate_grad_hook(partial(add, total)) for parameter, total in pairs]
     try:
+        model.eval()
+        model.zero_grad()
         yield totals
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _left_unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards modes and gradients are those of before."""
-    modes = {module: module.training for module in model.modules()}
-    grads = {parameter: parameter.grad for parameter in model.parameters()}
-    model.eval()
-    model.zero_grad()
-    try:
-        yield
-    finally:
         for module, mode in modes.items():
             module.training = mode
         for parameter, grad in grads.items():

@@ -26,8 +26,7 @@ from sparsify.delta.entries import DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Strategy
+from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.training.engine import Engine
 
 UNKNOWN_VALUES = (

@@ -13,8 +13,7 @@ from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.core.entries import VALUES
 from sparsify.selection.screening import Work
-from sparsify.strategies.presets import PRESETS, Given
-from sparsify.strategies.strategy import Repeat, Strategy
+from sparsify.strategies.strategy import PRESETS, Given, Repeat, Strategy
 from sparsify.training.engine import Engine
 from sparsify.training.verification import Verification
 from sparsify.training.verification import verify as run_verification
