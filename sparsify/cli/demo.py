@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import hashlib
 import random
 import re
 import sys
@@ -17,6 +16,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -113,18 +113,14 @@ def read_examples(path: Path, root: Path) -> Iterator[Example]:
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
     """Returns training and held-out examples in a fixed order: of different files, and no two nearly the same."""
     root = root or Path(sysconfig.get_path("stdlib"))
-
-    def digest(text: str) -> bytes:
-        return hashlib.sha256(text.encode()).digest()
-
     found = [example for path in source_files(root) for example in read_examples(path, root)]
     training, held_out, counts, seen = list[Example](), list[Example](), Counter[int](), list[set[str]]()
-    for example in sorted(found, key=lambda example: digest(example.file + example.text)):
+    for example in sorted(found, key=lambda example: sha256((example.file + example.text).encode()).digest()):
         words = set(re.findall(r"[a-z]+", example.text.lower()))
         is_full = counts[example.label] == MAX_PER_LABEL
         if is_full or any(len(words & others) >= NEARLY_SAME * len(words | others) for others in seen):
             continue
-        (training if digest(example.file)[0] % HELD_OUT_OF_FILES else held_out).append(example)
+        (training if sha256(example.file.encode()).digest()[0] % HELD_OUT_OF_FILES else held_out).append(example)
         counts[example.label] += 1
         seen.append(words)
     if not seen:
@@ -137,12 +133,10 @@ def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokeni
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, padding_side="right")
-    sets = []
-    for examples in example_sets:
-        texts, labels = [one.text for one in examples], torch.tensor([one.label for one in examples])
-        tokens = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
-        sets.append(Tokenized(tokens["input_ids"], tokens["attention_mask"], labels))
-    return sets
+    options = {"padding": True, "truncation": True, "max_length": MAX_TOKENS, "return_tensors": "pt"}
+    tokens = [tokenizer([example.text for example in examples], **options) for examples in example_sets]
+    labels = [torch.tensor([example.label for example in examples]) for examples in example_sets]
+    return [Tokenized(t["input_ids"], t["attention_mask"], of_rows) for t, of_rows in zip(tokens, labels, strict=True)]
 
 
 def default_model() -> str:

@@ -25,7 +25,6 @@ from sparsify.errors import SparsifyError
 
 BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
 WIDTH = 8  # integers in a header
-TIMEOUT_SECONDS = 600.0  # torch's default for NCCL
 
 # two process groups of our own for each default group, since those of DDP and FSDP are in use during a backward pass:
 # one of its kind, and one for tensors on a CPU, which may be the same
@@ -41,7 +40,7 @@ class Ranks:
     """Collective calls with all other ranks."""
 
     def __init__(self) -> None:
-        self.timeout = TIMEOUT_SECONDS  # to wait for a rank in an exchange; to be set before the first backward
+        self.timeout = 600.0  # seconds to wait for a rank in an exchange; to be set before the first backward
         self.bytes_sent = 0  # by this rank, to select the same entries as the others, as ring algorithms send them
         self.exchanges = 0  # number of collective calls
 
@@ -115,7 +114,7 @@ class Ranks:
     def _call(self, collective: Any, *tensors: Any) -> None:
         try:
             collective(*tensors, group=self._group(tensors[-1].device))
-        except (SparsifyError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             other = f"rank {1 - dist.get_rank()}" if num_ranks() == 2 else "another rank"  # gloo does not tell which

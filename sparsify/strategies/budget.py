@@ -43,14 +43,7 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
 
 
 def share_out(budget: int, candidates: Sequence[int]) -> list[int]:
-    """Divides a budget, at most the sum of ``candidates``, among tensors in proportion to their candidates.
-
-    What rounding down leaves goes to the largest remainders, of equal ones to the first.
-
-    Example:
-        >>> share_out(10, [10, 20, 6])
-        [3, 5, 2]
-    """
+    """Divides a budget, at most the sum of ``candidates``, in proportion to them; the largest remainders round up."""
     total = sum(candidates)
     counts = [budget * number // total for number in candidates]
     largest_first = sorted(range(len(candidates)), key=lambda i: -(budget * candidates[i] % total))

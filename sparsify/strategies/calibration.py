@@ -26,14 +26,10 @@ def calibrate(
     model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs the backward passes and sums the gradients, or for :class:`Fisher` their squares.
+    """Sums the gradients of the parameters over batches; for :class:`Fisher`, their squares over single examples.
 
     Args:
-        model: runs in evaluation mode.
-        parameters: the candidates.
-        importance: for :class:`Fisher` single examples are run, up to ``num_samples``; for any other whole batches.
-        calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
-            once for each example or batch.
+        calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself.
         loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
 
     Returns:
@@ -71,13 +67,13 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     try:
         output = model(**batch)
     except Exception as error:
-        if not _is_row(batch):
-            raise
-        kinds = {n: f"Tensor {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for n, v in batch.items()}
-        values = ", ".join(f"`{name}` is a {kind}" for name, kind in kinds.items())
+        dims = {name: value.dim() for name, value in batch.items() if isinstance(value, Tensor)}
+        if dims and dims.get("input_ids", 2) > 1 and dims.get("labels", dims.get("label", 1)) > 0:
+            raise  # it does not look like one row of a dataset
+        kinds = [f"`{n}` is a {f'Tensor {[*v.shape]}' if n in dims else type(v).__name__}" for n, v in batch.items()]
         raise SparsifyError(
-            f"calibration= got single rows of a dataset, and expects batches of tensors: {values}. Pass a DataLoader, "
-            "such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
+            f"calibration= got single rows of a dataset, and expects batches of tensors: {', '.join(kinds)}. Pass a "
+            "DataLoader, such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
         ) from error
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None or loss.numel() != 1:
@@ -88,13 +84,6 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _is_row(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch on which the model failed looks like one row of a dataset."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    tokens, labels = tensors.get("input_ids"), tensors.get("labels", tensors.get("label"))
-    return not tensors or (tokens is not None and tokens.dim() < 2) or (labels is not None and not labels.dim())
-
-
 def _examples(batch: Any) -> list[Any]:
     """Splits a batch into batches of one; values other than tensors of the batch's length are in each of them."""
     if not isinstance(batch, Mapping):
@@ -103,19 +92,15 @@ def _examples(batch: Any) -> list[Any]:
             "examples, or a function of the model that runs backward for each of them."
         )
     size = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
-    split = {
-        key: value.split(1) if isinstance(value, Tensor) and value.dim() and len(value) == size else [value] * size
-        for key, value in batch.items()
-    }
-    return [{key: parts[i] for key, parts in split.items()} for i in range(size)]
+    cut = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == size]
+    return [{key: v[i : i + 1] if key in cut else v for key, v in batch.items()} for i in range(size)]
 
 
 def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
     """Moves tensors to the first device, unless they are on another one of a model that is on several."""
     if not isinstance(batch, Mapping):
         return batch
-    away = {key: t for key, t in batch.items() if isinstance(t, Tensor) and t.device not in devices}
-    return {**batch, **{key: tensor.to(devices[0]) for key, tensor in away.items()}}
+    return {k: v.to(devices[0]) if isinstance(v, Tensor) and v.device not in devices else v for k, v in batch.items()}
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""Strategies, importance x selection in any combination, and the presets.
-
-A strategy is a frozen dataclass that round-trips through JSON.
-"""
+"""Strategies, frozen dataclasses of importance x selection that round-trip through JSON, and the presets."""
 
 from __future__ import annotations
 

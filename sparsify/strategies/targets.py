@@ -48,9 +48,6 @@ def find_targets(
 
     A quantized weight cannot require grad. It is a candidate where ``target_modules`` names its module, but never in a
     PEFT model, whose base is frozen. The patterns are those of :func:`match_modules`.
-
-    Raises:
-        SparsifyError: when a pattern matches no module, or nothing trainable is left.
     """
     if isinstance(modules_to_save, str):
         raise SparsifyError(
@@ -69,10 +66,8 @@ def find_targets(
             if parameter is not None:
                 owners[parameter].append((module_name, module, attribute))
 
-    candidates: list[Candidate] = []
-    saved: dict[str, nn.Parameter] = {}
-    frozen: dict[str, nn.Parameter] = {}
-    quantized: list[str] = []  # names of modules
+    candidates, saved, frozen = list[Candidate](), dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+    quantized = []  # names of modules
     for parameter, places in owners.items():
         holders = {holder for holder, _, _ in places}
         module_name, _, attribute = places[0]
@@ -93,8 +88,13 @@ def find_targets(
     if not candidates:
         raise SparsifyError(_nothing_left(owners, quantized, target_modules))
     if target_modules is not None:
-        holding = {holder for candidate in candidates for holder, _, _ in candidate.owners}
-        _warn_of_empty({name for name in targeted if modules[name]._parameters}, holding)
+        matched = {name for name in targeted if modules[name]._parameters}
+        if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
+            warnings.warn(
+                f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none that "
+                f"requires grad and stay frozen: {listed(empty)}.",
+                stacklevel=3,
+            )
     elif quantized and not _is_peft(modules):
         _warn_of_quantized(quantized, owners)
     return Targets(tuple(candidates), saved, frozen)
@@ -127,10 +127,6 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
 
     The pattern is a list of suffixes, a regular expression for the whole name, or ``"all-linear"``: every linear layer
     but the output head. One that matches nothing is an error that calls it by the name of its ``argument``.
-
-    Example:
-        >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
-        {'0'}
     """
     if pattern is None:
         return set()
@@ -189,15 +185,6 @@ def _nothing_left(parameters: Iterable[nn.Parameter], quantized: list[str], targ
         f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
         "matches no module with parameters that require grad; name modules that own weights, such as the linear layers."
     )
-
-
-def _warn_of_empty(matched: set[str], holding: set[str]) -> None:
-    if empty := sorted(matched - holding):
-        warnings.warn(
-            f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none "
-            f"that requires grad and stay frozen: {listed(empty)}.",
-            stacklevel=4,
-        )
 
 
 def _is_peft(modules: Mapping[str, nn.Module]) -> bool:
