@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from sparsify import __version__
 from sparsify.common.extras import MissingExtraError, require
 from sparsify.errors import SparsifyError
-from sparsify.version import __version__
 
 
 def make_app() -> Any:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -155,20 +156,17 @@ def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
     return DocstringClassifier(encoder, encoder.config.hidden_size)
 
 
-def train(
-    model: nn.Module, data: Tokenized, steps: int, lr: float, seed: int,
-    on_step: Callable[[int, float], object] = lambda step, loss: None,
-) -> None:  # fmt: skip
-    """A plain loop: AdamW at a constant rate; ``on_step`` gets the number of steps done and the loss."""
+def train(model: nn.Module, data: Tokenized, steps: int, lr: float, seed: int, show: Any = lambda *_: None) -> None:
+    """A plain loop: AdamW at a constant rate; ``show`` is called with the number of steps done and the loss."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     model.train()
-    for step, rows in zip(range(1, steps + 1), shuffled_batches(data, random.Random(seed)), strict=False):
+    for step, rows in enumerate(islice(shuffled_batches(data, random.Random(seed)), steps), 1):
         loss = cross_entropy(model(**data.batch(rows)), data.labels[rows])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        on_step(step, loss.item())
+        show(step, loss.item())
     model.eval()
 
 
@@ -261,7 +259,7 @@ def demo(
             console.print(f"step {step:,}/{steps:,}  loss {loss:.2f}  unmasked {summary(classifier).unmasked:,}")
 
     started = time.perf_counter()
-    train(classifier, training, steps=steps, lr=lr, seed=seed, on_step=show)
+    train(classifier, training, steps=steps, lr=lr, seed=seed, show=show)
     seconds = time.perf_counter() - started
     logits = all_rows(classifier, held_out)
 

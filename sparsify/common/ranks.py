@@ -1,12 +1,9 @@
 """Exchanges between the ranks of a training run.
 
 Every exchange of a backward pass begins with a *header*: a few integers that tell where in its pass each rank is. Ranks
-at different places all raise the same error instead of waiting for each other, and all later decisions are made on
-numbers that every rank has.
-
-Headers are CPU tensors, over gloo where the ranks' own backend has no CPU (NCCL). So no header waits for a device, and
-a collective call on a device is launched only once all ranks have come to it. A rank that dies is an error at the next
-header.
+at different places all raise the same error instead of waiting for each other. Headers are CPU tensors, over gloo where
+the ranks' own backend has no CPU (NCCL): no header waits for a device, and a collective call on a device is launched
+only once all ranks have come to it. A rank that dies is an error at the next header.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ class Prune(Static):
 
     For new modules such as adapters; a pretrained matrix loses all entries that are not selected, so that ``sparsify``
     refuses it unless ``pretrained`` is set. Matrices and tensors of more dimensions are pruned; biases, norms and other
-    vectors are trained whole. The budget is the number of trained entries, vectors included.
-
-    ``desparsify()`` keeps the zeros. The base of ``base_weights()`` is the pruned model.
+    vectors are trained whole, and count towards the budget. ``desparsify()`` keeps the zeros, and the base of
+    ``base_weights()`` is the pruned model.
 
     Args:
         allocation: as for :class:`Static`.
