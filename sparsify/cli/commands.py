@@ -171,8 +171,7 @@ def _description(delta: SparseDelta) -> dict[str, Any]:
 
 def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
     """Lines of ``info``: a label and a text."""
-    config, in_whole = delta.config, delta.entries_in_whole
-    known, num_entries = sum(row.size for row in shares(delta)), delta.num_entries + in_whole
+    in_whole, known = delta.entries_in_whole, sum(row.size for row in shares(delta))
     share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
     counts = [f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"] if delta.tensors or not in_whole else []
     yield "entries", ", ".join(counts + [f"{in_whole:,} trained in tensors stored whole"] * (in_whole > 0))
@@ -180,14 +179,14 @@ def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
         yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
     if drawn := [part.initializer for part in delta.tensors.values() if part.initializer is not None]:
         yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
-    entries = f", {size / num_entries:.2f} an entry, all included" if num_entries else ""
-    yield "bytes", f"{size:,}{entries}"
+    num_entries = delta.num_entries + in_whole
+    yield "bytes", f"{size:,}" + (f", {size / num_entries:.2f} an entry, all included" if num_entries else "")
     kinds = {(part.kind, str(part.dtype), part.quantization or "") for part in delta.tensors.values()}
     yield "kinds", ", ".join(f"{kind} ({', '.join(filter(None, of))})" for kind, *of in sorted(kinds)) or "none"
-    yield "base", str(config.get("base_model_name_or_path") or "not recorded")
+    yield "base", str(delta.config.get("base_model_name_or_path") or "not recorded")
     for key in _SHOWN_OF_CONFIG:
-        if config.get(key) is not None:
-            yield key.replace("_", " "), json_module.dumps(config[key])
+        if (value := delta.config.get(key)) is not None:
+            yield key.replace("_", " "), json_module.dumps(value)
 
 
 def _layer_table(rows: list[TensorShare]) -> Table:

@@ -1,4 +1,4 @@
-"""Initial values of which a file holds a recipe: generated from a seed, as ``delta/format.md`` specifies to the bit.
+"""Initial values of which a file holds a recipe, as ``delta/format.md`` specifies to the bit.
 
 They are made from a counter-based generator's raw bits by integer arithmetic and correctly rounded products alone.
 """
@@ -62,8 +62,7 @@ class InitializerRecipe:
 
 def _uniform(generator: Any, count: int) -> Any:
     """(count,) float64, each the middle of one of 2^24 equal parts of (-1, 1): 24 bits of a raw number."""
-    raw = generator.random_raw(count)
-    return (2 * (raw >> 40).astype("float64") + 1) / 2**24 - 1
+    return (2 * (generator.random_raw(count) >> 40).astype("float64") + 1) / 2**24 - 1
 
 
 def _normal(generator: Any, count: int) -> Any:

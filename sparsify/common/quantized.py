@@ -38,8 +38,7 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
     from bitsandbytes import functional
 
     # a layer that transformers made in place of its Conv1D, whose weight is transposed
-    is_transposed = getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D"
-    suffix = f" {TRANSPOSED}" if is_transposed else ""
+    suffix = f" {TRANSPOSED}" if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D" else ""
     if kind == _4BIT:
         state = weight.quant_state
         scheme = f"bitsandbytes {state.quant_type}{suffix}"
@@ -66,8 +65,7 @@ def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "s
     weight: Any = module._parameters[attribute]
     kind = type(weight).__name__
     if kind == _4BIT and weight.quant_state is None:
-        remedy = f"call model.to(device) before {before}"
-        return f"is not quantized yet, which bitsandbytes does on the way to a device; {remedy}"
+        return f"is not quantized yet, which happens on the way to a device; call model.to(device) before {before}"
     if kind == _4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
         return (
             "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "

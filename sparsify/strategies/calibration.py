@@ -1,7 +1,4 @@
-"""Calibration: gradients summed over a few backward passes before training, for static strategies that need them.
-
-The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
-"""
+"""Calibration: gradients summed over a few backward passes before training; the model is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +47,10 @@ def calibrate(
             devices = [parameter.device for parameter in model.parameters()]
             unit = "batch" if number is None else "example"
             for batch in tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False):
-                (loss_fn or _loss_of_model)(model, _to(batch, devices)).backward()
+                if isinstance(batch, Mapping):  # to the first device; a model may be on several
+                    away = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device not in devices}
+                    batch = {**batch, **{key: value.to(devices[0]) for key, value in away.items()}}
+                (loss_fn or _loss_of_model)(model, batch).backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
@@ -94,13 +94,6 @@ def _examples(batch: Any) -> list[Any]:
     size = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
     cut = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == size]
     return [{key: v[i : i + 1] if key in cut else v for key, v in batch.items()} for i in range(size)]
-
-
-def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
-    """Moves tensors to the first device, unless they are on another one of a model that is on several."""
-    if not isinstance(batch, Mapping):
-        return batch
-    return {k: v.to(devices[0]) if isinstance(v, Tensor) and v.device not in devices else v for k, v in batch.items()}
 
 
 @contextmanager

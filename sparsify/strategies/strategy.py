@@ -101,11 +101,7 @@ class Repeat(Selection):
 
 @dataclass(frozen=True, eq=False)
 class Given(Selection):
-    """A given set of entries: an earlier delta's support, or a mask.
-
-    Args:
-        support: the entries by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64.
-    """
+    """A given set of entries, by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64."""
 
     support: Mapping[str, Tensor] = field(compare=False)  # not a setting: the delta's file holds it
     name = "given"
