@@ -105,10 +105,10 @@ def read_examples(path: Path, root: Path) -> Iterator[Example]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
-    for node in (node for node in ast.walk(tree) if type(node) in LABEL_OF):
-        words = (ast.get_docstring(node) or "").split()[:MAX_WORDS]  # type: ignore[arg-type]
+    for node in ast.walk(tree):
+        words = (ast.get_docstring(node) or "").split() if isinstance(node, tuple(LABEL_OF)) else ()
         if len(words) >= MIN_WORDS:
-            yield Example(" ".join(words), LABEL_OF[type(node)], path.relative_to(root).as_posix())
+            yield Example(" ".join(words[:MAX_WORDS]), LABEL_OF[type(node)], path.relative_to(root).as_posix())
 
 
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
@@ -118,12 +118,10 @@ def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example
     training, held_out, counts, seen = list[Example](), list[Example](), Counter[int](), list[set[str]]()
     for example in sorted(found, key=lambda example: sha256((example.file + example.text).encode()).digest()):
         words = set(re.findall(r"[a-z]+", example.text.lower()))
-        is_full = counts[example.label] == MAX_PER_LABEL
-        if is_full or any(len(words & others) >= NEARLY_SAME * len(words | others) for others in seen):
-            continue
-        (training if sha256(example.file.encode()).digest()[0] % HELD_OUT_OF_FILES else held_out).append(example)
-        counts[example.label] += 1
-        seen.append(words)
+        if counts[example.label] < MAX_PER_LABEL and all(len(words & s) < NEARLY_SAME * len(words | s) for s in seen):
+            (training if sha256(example.file.encode()).digest()[0] % HELD_OUT_OF_FILES else held_out).append(example)
+            counts[example.label] += 1
+            seen.append(words)
     if not seen:
         raise SparsifyError(f"no docstrings in {root}: use a Python that is installed with its library's sources.")
     return training, held_out
