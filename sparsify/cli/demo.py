@@ -106,7 +106,7 @@ def read_examples(path: Path, root: Path) -> Iterator[Example]:
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
-        words = (ast.get_docstring(node) or "").split() if isinstance(node, tuple(LABEL_OF)) else ()
+        words = (ast.get_docstring(node) or "").split() if type(node) in LABEL_OF else ()  # type: ignore[arg-type]
         if len(words) >= MIN_WORDS:
             yield Example(" ".join(words[:MAX_WORDS]), LABEL_OF[type(node)], path.relative_to(root).as_posix())
 
