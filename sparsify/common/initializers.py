@@ -37,10 +37,9 @@ class InitializerRecipe:
         if self.distribution not in DISTRIBUTIONS:
             names = ", ".join(DISTRIBUTIONS)
             raise SparsifyError(f"distribution is {self.distribution!r:.100}, expected one of {names}")
-        is_number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
-        if not is_number or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
+        if type(self.scale) not in (int, float) or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
             raise SparsifyError(f"scale is {self.scale!r:.100}, expected a finite number")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+        if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
             raise SparsifyError(f"seed is {self.seed!r:.100}, expected an integer from 0 to 2^63 - 1")
 
     def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

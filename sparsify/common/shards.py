@@ -68,16 +68,6 @@ def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> Non
     local[places] = values[own]
 
 
-def check_unsharded(model: nn.Module) -> None:
-    """Raises ``SparsifyError`` where a model is sharded already."""
-    for name, parameter in model.named_parameters():
-        if is_shard(parameter):
-            raise SparsifyError(
-                f"`{name}` is sharded over ranks already; call sparsify() on the plain model, and fully_shard() "
-                "afterwards."
-            )
-
-
 def check_shards(name: str, parameter: Tensor) -> None:
     """Raises ``SparsifyError`` where a weight is sharded other than by ``fully_shard`` over all ranks."""
     sharded: Any = parameter
