@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -102,21 +101,20 @@ def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], *, squared: b
 
     The model is in evaluation mode and without gradients inside; afterwards both are those of before.
     """
-    totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+    totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
 
-    def add(total: Tensor, parameter: Any) -> None:
+    def add(parameter: Any) -> None:
         grad, parameter.grad = parameter.grad, None
-        grad = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
-        total += grad.square() if squared else grad
+        grad = (grad.to_dense() if grad.is_sparse else grad).to(totals[parameter].dtype)
+        totals[parameter] += grad.square() if squared else grad
 
     modes = {module: module.training for module in model.modules()}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
-    pairs = zip(parameters, totals, strict=True)
-    hooks = [parameter.register_post_accumulate_grad_hook(partial(add, total)) for parameter, total in pairs]
+    hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in parameters]
     try:
         model.eval()
         model.zero_grad()
-        yield totals
+        yield list(totals.values())
     finally:
         for hook in hooks:
             hook.remove()

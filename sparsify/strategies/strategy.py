@@ -165,10 +165,8 @@ class Strategy:
         """Builds the strategy that :meth:`to_dict` described."""
         if not isinstance(data, dict) or not {"importance", "selection"} <= data.keys():
             raise SparsifyError(f"{data!r} describes no strategy; expected a dict with `importance` and `selection`.")
-        return cls(
-            _from_dict(IMPORTANCES, data["importance"], "importance"),
-            _from_dict(SELECTIONS, data["selection"], "selection"),
-        )
+        importance = _from_dict(IMPORTANCES, data["importance"], "importance")
+        return cls(importance, _from_dict(SELECTIONS, data["selection"], "selection"))
 
 
 PRESETS: dict[str, Strategy] = {
