@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
 
 from sparsify import Increment, Magnitude, SparseDelta, Strategy, print_trainable_parameters, sparsify, summary
-from sparsify.strategies.presets import PRESETS
+from sparsify.strategies.strategy import PRESETS
 
 METRICS = {
     "accuracy": accuracy_score,

@@ -30,12 +30,11 @@ from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
+from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.stream.subscriber import DeltaSubscriber
-from sparsify.version import __version__
 
+__version__ = "0.1.0"
 __all__ = [
     "D3", "SNIP", "BaseMismatchError", "Bias", "DeltaFormatError", "DeltaPublisher", "DeltaSubscriber", "DeltaSwitch",
     "DeltaUpdate", "Fisher", "Increment", "Magnitude", "MaskedEmbedding", "MaskedLinear", "MissingUpdateError", "Prune",

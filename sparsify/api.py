@@ -18,8 +18,7 @@ from sparsify.errors import SparsifyError
 from sparsify.selection.static import check_new, find_given, select_static, zero_others
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.calibration import Calibration, LossFunction
-from sparsify.strategies.presets import Given, Prune, resolve_schedule, resolve_strategy
-from sparsify.strategies.strategy import Static, Strategy
+from sparsify.strategies.strategy import Given, Prune, Static, Strategy, resolve_schedule, resolve_strategy
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers

@@ -14,7 +14,7 @@ from torch import nn
 from examples.paper.settings import Settings
 from sparsify import D3, Increment, Magnitude, Schedule, Static, Strategy, sparsify
 from sparsify.adapters import add_adapters
-from sparsify.strategies.presets import PRESETS
+from sparsify.strategies.strategy import PRESETS
 
 REDUCTION_FACTOR = 2  # of Pfeiffer's adapters, the paper's
 SKIPPED = ("o_proj", "gate_proj")  # linear layers of LLaMA and Qwen that the paper's LoRA leaves out

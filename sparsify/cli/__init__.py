@@ -1,45 +1,39 @@
-"""The command line: a table of typer functions, ``"package.module:function"``, imported only when it runs."""
+"""The command line, of typer functions that are imported only when it runs."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
+from sparsify import __version__
 from sparsify.common.extras import MissingExtraError, require
 from sparsify.errors import SparsifyError
-from sparsify.version import __version__
-
-if TYPE_CHECKING:
-    import typer
-
-COMMANDS = (
-    "sparsify.cli.demo:demo",
-    *(f"sparsify.cli.commands:{name}" for name in ("info", "verify", "merge", "diff", "add", "push")),
-)
 
 
-def make_app() -> typer.Typer:
+def make_app() -> Any:
     """Returns the typer app with all commands; raises ``MissingExtraError`` without typer or rich."""
     require("rich", extra="cli")
-    library = require("typer", extra="cli")
-    app = library.Typer(name="sparsify", no_args_is_help=True, add_completion=False)
+    typer = require("typer", extra="cli")
+    from sparsify.cli import commands
+    from sparsify.cli.demo import demo
+
+    app = typer.Typer(name="sparsify", no_args_is_help=True, add_completion=False)
 
     def print_version(wanted: bool) -> None:
         if wanted:
             print(f"sparsify {__version__}")
-            raise library.Exit
+            raise typer.Exit
 
     @app.callback()
     def root(
-        version: bool = library.Option(
+        version: bool = typer.Option(
             False, "--version", callback=print_version, is_eager=True, help="Show the version and exit."
         ),
     ) -> None:
         """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
 
-    for command in COMMANDS:
-        module, _, function = command.partition(":")
-        app.command()(getattr(require(module, extra="cli"), function))
+    for command in (demo, commands.info, commands.verify, commands.merge, commands.diff, commands.add, commands.push):
+        app.command()(command)
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import SparsifyError
 
-_BAR_WIDTH = 20
 _SHOWN_OF_CONFIG = (
     "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "peft", "adapters",
     "versions",
@@ -171,41 +171,34 @@ def _description(delta: SparseDelta) -> dict[str, Any]:
 
 def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
     """Lines of ``info``: a label and a text."""
-    config, in_whole = delta.config, delta.entries_in_whole
-    known = sum(row.size for row in shares(delta)) if delta.tensors else 0
+    in_whole, known = delta.entries_in_whole, sum(row.size for row in shares(delta))
     share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
-    if delta.tensors or not in_whole:
-        yield "entries", f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"
-    if in_whole:
-        yield "entries" if not delta.tensors else "", f"{in_whole:,} trained in tensors stored whole"
+    counts = [f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"] if delta.tensors or not in_whole else []
+    yield "entries", ", ".join(counts + [f"{in_whole:,} trained in tensors stored whole"] * (in_whole > 0))
     if delta.whole:
         yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
     if drawn := [part.initializer for part in delta.tensors.values() if part.initializer is not None]:
         yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
     num_entries = delta.num_entries + in_whole
-    entries = f", {size / num_entries:.2f} an entry, all included" if num_entries else ""
-    yield "bytes", f"{size:,}{entries}"
+    yield "bytes", f"{size:,}" + (f", {size / num_entries:.2f} an entry, all included" if num_entries else "")
     kinds = {(part.kind, str(part.dtype), part.quantization or "") for part in delta.tensors.values()}
     yield "kinds", ", ".join(f"{kind} ({', '.join(filter(None, of))})" for kind, *of in sorted(kinds)) or "none"
-    yield "base", str(config.get("base_model_name_or_path") or "not recorded")
+    yield "base", str(delta.config.get("base_model_name_or_path") or "not recorded")
     for key in _SHOWN_OF_CONFIG:
-        if config.get(key) is not None:
-            yield key.replace("_", " "), json_module.dumps(config[key])
+        if (value := delta.config.get(key)) is not None:
+            yield key.replace("_", " "), json_module.dumps(value)
 
 
 def _layer_table(rows: list[TensorShare]) -> Table:
     """A row per layer with a bar: its entries, and their share of the tensors that have any."""
-    table = Table()
-    for column in ("layer", "entries", "share"):
-        table.add_column(column, justify="right")
-    table.add_column("most in")
-    table.add_column()
-    layers = sorted({row.layer for row in rows}, key=lambda layer: -1 if layer is None else layer)
-    by_layer = {layer: [row for row in rows if row.layer == layer] for layer in layers}
+    by_layer = defaultdict[int | None, list[TensorShare]](list)
+    for row in sorted(rows, key=lambda row: -1 if row.layer is None else row.layer):
+        by_layer[row.layer].append(row)
     most = max(sum(row.unmasked for row in own) for own in by_layer.values())
+    table = Table(*(Column(name, justify="right") for name in ("layer", "entries", "share")), "most in", "")
     for layer, own in by_layer.items():
         entries, fullest = sum(row.unmasked for row in own), max(own, key=lambda row: row.unmasked)
-        share, bar = entries / sum(row.size for row in own), "█" * max(1, round(_BAR_WIDTH * entries / most))
+        share, bar = entries / sum(row.size for row in own), "█" * max(1, round(20 * entries / most))
         most_in = Text(f"{printable(fullest.kind)} ({fullest.unmasked:,})")
         table.add_row("-" if layer is None else str(layer), f"{entries:,}", f"{share:.3%}", most_in, bar)
     return table

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import ast
 import copy
-import hashlib
 import random
 import re
 import sys
 import sysconfig
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
-from safetensors.torch import save_model
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -105,29 +105,23 @@ def read_examples(path: Path, root: Path) -> Iterator[Example]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
-    for node in (node for node in ast.walk(tree) if type(node) in LABEL_OF):
-        words = (ast.get_docstring(node) or "").split()[:MAX_WORDS]  # type: ignore[arg-type]
+    for node in ast.walk(tree):
+        words = (ast.get_docstring(node) or "").split() if type(node) in LABEL_OF else ()  # type: ignore[arg-type]
         if len(words) >= MIN_WORDS:
-            yield Example(" ".join(words), LABEL_OF[type(node)], path.relative_to(root).as_posix())
+            yield Example(" ".join(words[:MAX_WORDS]), LABEL_OF[type(node)], path.relative_to(root).as_posix())
 
 
 def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example]]:
     """Returns training and held-out examples in a fixed order: of different files, and no two nearly the same."""
     root = root or Path(sysconfig.get_path("stdlib"))
-
-    def digest(text: str) -> bytes:
-        return hashlib.sha256(text.encode()).digest()
-
     found = [example for path in source_files(root) for example in read_examples(path, root)]
     training, held_out, counts, seen = list[Example](), list[Example](), Counter[int](), list[set[str]]()
-    for example in sorted(found, key=lambda example: digest(example.file + example.text)):
+    for example in sorted(found, key=lambda example: sha256((example.file + example.text).encode()).digest()):
         words = set(re.findall(r"[a-z]+", example.text.lower()))
-        is_full = counts[example.label] == MAX_PER_LABEL
-        if is_full or any(len(words & others) >= NEARLY_SAME * len(words | others) for others in seen):
-            continue
-        (training if digest(example.file)[0] % HELD_OUT_OF_FILES else held_out).append(example)
-        counts[example.label] += 1
-        seen.append(words)
+        if counts[example.label] < MAX_PER_LABEL and all(len(words & s) < NEARLY_SAME * len(words | s) for s in seen):
+            (training if sha256(example.file.encode()).digest()[0] % HELD_OUT_OF_FILES else held_out).append(example)
+            counts[example.label] += 1
+            seen.append(words)
     if not seen:
         raise SparsifyError(f"no docstrings in {root}: use a Python that is installed with its library's sources.")
     return training, held_out
@@ -138,12 +132,10 @@ def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokeni
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, padding_side="right")
-    sets = []
-    for examples in example_sets:
-        texts, labels = [one.text for one in examples], torch.tensor([one.label for one in examples])
-        tokens = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
-        sets.append(Tokenized(tokens["input_ids"], tokens["attention_mask"], labels))
-    return sets
+    options = {"padding": True, "truncation": True, "max_length": MAX_TOKENS, "return_tensors": "pt"}
+    tokens = [tokenizer([example.text for example in examples], **options) for examples in example_sets]
+    labels = [torch.tensor([example.label for example in examples]) for examples in example_sets]
+    return [Tokenized(t["input_ids"], t["attention_mask"], of_rows) for t, of_rows in zip(tokens, labels, strict=True)]
 
 
 def default_model() -> str:
@@ -162,20 +154,17 @@ def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
     return DocstringClassifier(encoder, encoder.config.hidden_size)
 
 
-def train(
-    model: nn.Module, data: Tokenized, steps: int, lr: float, seed: int,
-    on_step: Callable[[int, float], object] = lambda step, loss: None,
-) -> None:  # fmt: skip
-    """A plain loop: AdamW at a constant rate; ``on_step`` gets the number of steps done and the loss."""
+def train(model: nn.Module, data: Tokenized, steps: int, lr: float, seed: int, show: Any = lambda *_: None) -> None:
+    """A plain loop: AdamW at a constant rate; ``show`` is called with the number of steps done and the loss."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     model.train()
-    for step, rows in zip(range(1, steps + 1), shuffled_batches(data, random.Random(seed)), strict=False):
+    for step, rows in enumerate(islice(shuffled_batches(data, random.Random(seed)), steps), 1):
         loss = cross_entropy(model(**data.batch(rows)), data.labels[rows])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        on_step(step, loss.item())
+        show(step, loss.item())
     model.eval()
 
 
@@ -268,7 +257,7 @@ def demo(
             console.print(f"step {step:,}/{steps:,}  loss {loss:.2f}  unmasked {summary(classifier).unmasked:,}")
 
     started = time.perf_counter()
-    train(classifier, training, steps=steps, lr=lr, seed=seed, on_step=show)
+    train(classifier, training, steps=steps, lr=lr, seed=seed, show=show)
     seconds = time.perf_counter() - started
     logits = all_rows(classifier, held_out)
 
@@ -279,15 +268,12 @@ def demo(
     if not torch.equal(all_rows(fresh, held_out), logits):
         raise SparsifyError("the loaded delta does not predict what the trained model did: a bug; please report it.")
 
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(fresh, f"{folder}/model.safetensors")
-        whole = Path(folder, "model.safetensors").stat().st_size
-    state, delta = summary(classifier), find_file(out).stat().st_size
+    state, delta, whole = summary(classifier), find_file(out).stat().st_size, len(save(fresh.state_dict()))
     table = Table("", Column(justify="right"), title=f"{strategy}, {steps:,} steps, seed {seed}", show_header=False)
     table.add_row("held-out accuracy, frozen baseline", f"{frozen_accuracy:.1%}")
     table.add_row(f"held-out accuracy, {strategy}", f"{accuracy(logits, held_out.labels):.1%}")
-    trained = f"{state.unmasked:,} of {state.num_candidates:,} ({state.unmasked / state.num_candidates:.3%})"
-    table.add_row("trained entries", trained)
+    share = state.unmasked / state.num_candidates
+    table.add_row("trained entries", f"{state.unmasked:,} of {state.num_candidates:,} ({share:.3%})")
     table.add_row("trained head, in addition", f"{state.num_dense:,}")
     table.add_row("tensor sparsity", f"{state.tensor_sparsity:.2f}")
     table.add_row("delta on disk", f"{delta / 1e6:,.2f} MB")

@@ -1,4 +1,4 @@
-"""Initial values of which a file holds a recipe: generated from a seed, as ``delta/format.md`` specifies to the bit.
+"""Initial values of which a file holds a recipe, as ``delta/format.md`` specifies to the bit.
 
 They are made from a counter-based generator's raw bits by integer arithmetic and correctly rounded products alone.
 """
@@ -37,10 +37,9 @@ class InitializerRecipe:
         if self.distribution not in DISTRIBUTIONS:
             names = ", ".join(DISTRIBUTIONS)
             raise SparsifyError(f"distribution is {self.distribution!r:.100}, expected one of {names}")
-        is_number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
-        if not is_number or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
+        if type(self.scale) not in (int, float) or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
             raise SparsifyError(f"scale is {self.scale!r:.100}, expected a finite number")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+        if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
             raise SparsifyError(f"seed is {self.seed!r:.100}, expected an integer from 0 to 2^63 - 1")
 
     def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,8 +61,7 @@ class InitializerRecipe:
 
 def _uniform(generator: Any, count: int) -> Any:
     """(count,) float64, each the middle of one of 2^24 equal parts of (-1, 1): 24 bits of a raw number."""
-    raw = generator.random_raw(count)
-    return (2 * (raw >> 40).astype("float64") + 1) / 2**24 - 1
+    return (2 * (generator.random_raw(count) >> 40).astype("float64") + 1) / 2**24 - 1
 
 
 def _normal(generator: Any, count: int) -> Any:

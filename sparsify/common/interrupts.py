@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,24 +19,19 @@ def uninterrupted() -> AbstractContextManager[None]:
     """
     if torch.compiler.is_dynamo_compiling() or threading.current_thread() is not threading.main_thread():
         return nullcontext()
-    return _Deferred()
+    return _deferred()
 
 
-class _Deferred(AbstractContextManager[None]):
-    """Replaces the handler of SIGINT by one that only records the signal."""
-
-    def __enter__(self) -> None:
-        self._received: tuple[int, FrameType | None] | None = None
-        self._handler: Any = signal.getsignal(signal.SIGINT)
-        if callable(self._handler):  # neither ignored, nor the system's own, nor one that Python cannot see
-            # once this call has returned, no KeyboardInterrupt can come between here and the block
-            signal.signal(signal.SIGINT, self._record)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self._received = number, frame
-
-    def __exit__(self, *error: object) -> None:
-        if callable(self._handler):
-            signal.signal(signal.SIGINT, self._handler)
-            if self._received is not None:
-                self._handler(*self._received)
+@contextmanager
+def _deferred() -> Iterator[None]:
+    handler, received = signal.getsignal(signal.SIGINT), list[Any]()
+    if not callable(handler):  # it is ignored, the system's own, or one that Python cannot see
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[-1])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 
 ENGINE = "_sparsify_engine"  # attribute of a sparsified model
-_COMPILED = "_orig_mod"  # of torch.compile, wherever a module was compiled, so also in the middle of a name
-_PREFIXES = (("module",), ("base_model", "model"))  # DDP and the like; PEFT
-_FIRST_PARTS = tuple(f"{prefix[0]}." for prefix in _PREFIXES)
+_WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"))  # torch.compile; DDP and the like; PEFT
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever a module was compiled, so also in the middle of a name
+_PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.)+")
 MAX_NAME_CHARACTERS = 1000
 # control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
 _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -22,18 +22,12 @@ _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-
 
 def plain_name(name: str) -> str:
     """Strips the prefixes of wrappers, which are whole components, from a name of a parameter or buffer."""
-    if not name.startswith(_FIRST_PARTS) and _COMPILED not in name:
-        return name  # nearly all of them
-    *path, last = name.split(".")
-    parts = tuple(part for part in path if part != _COMPILED)
-    while prefix := next((prefix for prefix in _PREFIXES if parts[: len(prefix)] == prefix), None):
-        parts = parts[len(prefix) :]
-    return ".".join((*parts, last))
+    return _PREFIXES.sub("", _COMPILED.sub("", name))
 
 
 def plain_model(model: nn.Module) -> nn.Module:
     """Returns the model inside the wrappers whose prefixes :func:`plain_name` strips."""
-    for prefix in ((_COMPILED,), *_PREFIXES):
+    for prefix in _WRAPPERS:
         inner: nn.Module | None = model
         for part in prefix:
             # some of PEFT's tuners hold modules of their own in addition to the model
@@ -54,18 +48,16 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 pairs.append((f"{path}.{name}" if path else name, buffer))
-    tensors: dict[str, Tensor] = {}
-    full_names: dict[str, str] = {}
+    found: dict[str, tuple[str, Tensor]] = {}
     for full_name, tensor in pairs:
         name = plain_name(full_name)
-        if tensors.setdefault(name, tensor) is not tensor:
+        first_name, first = found.setdefault(name, (full_name, tensor))
+        if first is not tensor:
             raise SparsifyError(
-                f"`{full_names[name]}` and `{full_name}` are different tensors, but both are `{name}` once wrappers' "
-                "prefixes are stripped, so a delta cannot tell them apart: rename the submodule that is called like "
-                "a wrapper's."
+                f"`{first_name}` and `{full_name}` are different tensors, but both are `{name}` without prefixes of "
+                "wrappers, so a delta cannot tell them apart: rename the submodule that is called like a wrapper's."
             )
-        full_names.setdefault(name, full_name)
-    return tensors
+    return {name: tensor for name, (_, tensor) in found.items()}
 
 
 def tied_names(model: nn.Module | Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 TRANSPOSED = "(transposed)"  # ends a quantization whose weight is the transpose of the one that was quantized
-_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT, _TORCHAO = "Params4bit", "Int8Params", "torchao"
+_4BIT, _8BIT = "Params4bit", "Int8Params"  # bitsandbytes' types; any other quantized weight is torchao's
 _TORCHAO_DYNAMIC = ("act_quant_kwargs", "input_quant_func")  # of its tensors' second and first version
 
 
@@ -24,22 +24,22 @@ class QuantizedWeight(NamedTuple):
 
 def is_quantized(parameter: Tensor | None) -> bool:
     """Whether a parameter is a quantized weight of a supported library."""
-    return _kind(parameter) is not None
+    kind = type(parameter)
+    package = kind.__module__.partition(".")[0]
+    return package == "torchao" or (package == "bitsandbytes" and kind.__name__ in (_4BIT, _8BIT))
 
 
 def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedWeight:
     """Returns a module's quantized weight, for which :func:`unreadable` is ``None``."""
     weight: Any = module._parameters[attribute]
-    kind = _kind(weight)
-    if kind == _TORCHAO:
-        scheme = f"torchao {type(weight).__name__}"
-        return QuantizedWeight(scheme, weight.shape, weight.dtype, lambda: weight.detach().dequantize())
+    kind = type(weight).__name__
+    if kind not in (_4BIT, _8BIT):
+        return QuantizedWeight(f"torchao {kind}", weight.shape, weight.dtype, lambda: weight.detach().dequantize())
     from bitsandbytes import functional
 
     # a layer that transformers made in place of its Conv1D, whose weight is transposed
-    is_transposed = getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D"
-    suffix = f" {TRANSPOSED}" if is_transposed else ""
-    if kind == _BITSANDBYTES_4BIT:
+    suffix = f" {TRANSPOSED}" if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D" else ""
+    if kind == _4BIT:
         state = weight.quant_state
         scheme = f"bitsandbytes {state.quant_type}{suffix}"
         return QuantizedWeight(scheme, state.shape, state.dtype, lambda: functional.dequantize_4bit(weight.data, state))
@@ -63,36 +63,24 @@ def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
 def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
     """Returns why a module's quantized weight cannot be dequantized ``before`` a call, as the end of a sentence."""
     weight: Any = module._parameters[attribute]
-    kind = _kind(weight)
-    if kind == _BITSANDBYTES_4BIT and weight.quant_state is None:
-        remedy = f"call model.to(device) before {before}"
-        return f"is not quantized yet, which bitsandbytes does on the way to a device; {remedy}"
-    if kind == _BITSANDBYTES_4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
+    kind = type(weight).__name__
+    if kind == _4BIT and weight.quant_state is None:
+        return f"is not quantized yet, which happens on the way to a device; call model.to(device) before {before}"
+    if kind == _4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
         return (
             "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "
             f"values any more; load the model again, and do not evaluate it before {before}"
         )
-    if kind == _BITSANDBYTES_8BIT and weight.dtype != torch.int8:
+    if kind == _8BIT and weight.dtype != torch.int8:
         return (
             "is quantized by bitsandbytes on the way to a device, or anew at every forward pass "
             f"(has_fp16_weights=True); load it with has_fp16_weights=False and call model.to(device) before {before}"
         )
-    if kind == _BITSANDBYTES_8BIT and _row_scales(module, weight) is None:
+    if kind == _8BIT and _row_scales(module, weight) is None:
         return f"has lost its scales; load the model again before {before}"
-    if kind == _TORCHAO and any(getattr(weight, name, None) is not None for name in _TORCHAO_DYNAMIC):
+    if any(getattr(weight, name, None) is not None for name in _TORCHAO_DYNAMIC):
         return "quantizes its input as well (torchao's dynamic activations), so that it is more than its weight"
-    if kind == _TORCHAO and not hasattr(weight, "dequantize"):
-        return f"({type(weight).__name__}) has no dequantize()"
     return None
-
-
-def _kind(parameter: Tensor | None) -> str | None:
-    """The library's name for a quantized weight's type; ``None`` for any other parameter."""
-    kind = type(parameter)
-    package = kind.__module__.partition(".")[0]
-    if package == "bitsandbytes" and kind.__name__ in (_BITSANDBYTES_4BIT, _BITSANDBYTES_8BIT):
-        return kind.__name__
-    return _TORCHAO if package == "torchao" else None
 
 
 def _row_scales(module: Any, weight: Any) -> Tensor | None:

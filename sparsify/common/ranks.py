@@ -1,12 +1,9 @@
 """Exchanges between the ranks of a training run.
 
 Every exchange of a backward pass begins with a *header*: a few integers that tell where in its pass each rank is. Ranks
-at different places all raise the same error instead of waiting for each other, and all later decisions are made on
-numbers that every rank has.
-
-Headers are CPU tensors, over gloo where the ranks' own backend has no CPU (NCCL). So no header waits for a device, and
-a collective call on a device is launched only once all ranks have come to it. A rank that dies is an error at the next
-header.
+at different places all raise the same error instead of waiting for each other. Headers are CPU tensors, over gloo where
+the ranks' own backend has no CPU (NCCL): no header waits for a device, and a collective call on a device is launched
+only once all ranks have come to it. A rank that dies is an error at the next header.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from sparsify.errors import SparsifyError
 
 BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
 WIDTH = 8  # integers in a header
-TIMEOUT_SECONDS = 600.0  # torch's default for NCCL
 
 # two process groups of our own for each default group, since those of DDP and FSDP are in use during a backward pass:
 # one of its kind, and one for tensors on a CPU, which may be the same
@@ -41,7 +37,7 @@ class Ranks:
     """Collective calls with all other ranks."""
 
     def __init__(self) -> None:
-        self.timeout = TIMEOUT_SECONDS  # to wait for a rank in an exchange; to be set before the first backward
+        self.timeout = 600.0  # seconds to wait for a rank in an exchange; to be set before the first backward
         self.bytes_sent = 0  # by this rank, to select the same entries as the others, as ring algorithms send them
         self.exchanges = 0  # number of collective calls
 
@@ -64,7 +60,15 @@ class Ranks:
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
         if bool((headers[:, 0] != place).any()):
-            raise SparsifyError(_different_places(headers[:, 0].tolist(), names))
+            ends = {BEGIN: "the beginning", END: "the end"}
+            places = [ends.get(place) or f"`{names[place]}`" for place in headers[:, 0].tolist()]
+            shown = listed([f"rank {rank} is at {place}" for rank, place in enumerate(places)])
+            raise SparsifyError(
+                f"the ranks are at different places of their backward passes: {shown}. To select the same entries, "
+                "every rank has to run the same modules in each backward that selects some. Let a module that a batch "
+                "does not need run on an empty input, or take its parameters out of the candidates with "
+                "exclude_modules; run a compiled model under no_grad() where it is only evaluated."
+            )
         return headers[:, 1 : 1 + len(numbers)]
 
     def union(self, own: Tensor, most: int, limit: int) -> Tensor:
@@ -77,8 +81,7 @@ class Ranks:
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sums the ranks' values, of any one shape, in place."""
-        ranks = num_ranks()
-        if values.numel() and ranks > 1:
+        if values.numel() and (ranks := num_ranks()) > 1:
             self._call(dist.all_reduce, values)
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
@@ -108,7 +111,7 @@ class Ranks:
     def _call(self, collective: Any, *tensors: Any) -> None:
         try:
             collective(*tensors, group=self._group(tensors[-1].device))
-        except (SparsifyError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             other = f"rank {1 - dist.get_rank()}" if num_ranks() == 2 else "another rank"  # gloo does not tell which
@@ -130,14 +133,3 @@ class Ranks:
             _GROUPS[world] = own, own if has_cpu else dist.new_group(timeout=timeout, backend="gloo")
         own, on_cpu = _GROUPS[world]
         return on_cpu if device.type == "cpu" else own
-
-
-def _different_places(places: Sequence[int], names: Sequence[str]) -> str:
-    ends = {BEGIN: "the beginning", END: "the end"}
-    shown = [f"rank {rank} is at {ends.get(place) or f'`{names[place]}`'}" for rank, place in enumerate(places)]
-    return (
-        f"the ranks are at different places of their backward passes: {listed(shown)}. To "
-        "select the same entries, every rank has to run the same modules in each backward that selects some. Let a "
-        "module that a batch does not need run on an empty input, or take its parameters out of the candidates with "
-        "exclude_modules; run a compiled model under no_grad() where it is only evaluated."
-    )

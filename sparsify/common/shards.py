@@ -36,9 +36,8 @@ def reshard(root: nn.Module) -> None:
 
 def full_values(parameter: Tensor) -> Tensor:
     """Returns the parameter's values, detached; of a sharded one gathered from all ranks."""
-    full: Any = parameter.detach()
-    values: Tensor = full.full_tensor() if is_shard(parameter) else full
-    return values
+    values: Any = parameter.detach()
+    return values.full_tensor() if is_shard(parameter) else values
 
 
 def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
@@ -67,16 +66,6 @@ def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> Non
         return
     local, own, places = _own_entries(parameter, indices)
     local[places] = values[own]
-
-
-def check_unsharded(model: nn.Module) -> None:
-    """Raises ``SparsifyError`` where a model is sharded already."""
-    for name, parameter in model.named_parameters():
-        if is_shard(parameter):
-            raise SparsifyError(
-                f"`{name}` is sharded over ranks already; call sparsify() on the plain model, and fully_shard() "
-                "afterwards."
-            )
 
 
 def check_shards(name: str, parameter: Tensor) -> None:

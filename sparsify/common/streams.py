@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -11,10 +11,9 @@ import torch
 class Streams:
     """The CUDA streams of a model's backward passes, synchronized where they share memory; no host waits.
 
-    Autograd runs each node on the stream of its forward, and synchronizes two nodes' streams where a gradient passes
-    from one to the other. The gradient of a masked weight is not passed on: it is added to memory that all nodes share,
-    and the root's node ends the pass on a stream of its own. Autograd has a thread for each device; in a second
-    device's thread, the current stream of the first one is its default stream.
+    Autograd synchronizes two nodes' streams where a gradient passes from one to the other. The gradient of a masked
+    weight is not passed on: it is added to memory that all nodes share, and the root's node ends the pass on a stream
+    of its own. In the thread of a second device, the current stream of the first one is its default stream.
     """
 
     def __init__(self) -> None:
@@ -27,17 +26,14 @@ class Streams:
             stream = self._used[device] = torch.accelerator.current_stream(device)
             self.seen.setdefault(device, {})[stream] = None
 
-    def joined(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def joined(self, device: torch.device | None = None) -> Iterator[None]:
         """A context for work on shared memory: after all earlier such work, and before all later work of any stream.
 
         The other streams wait too: memory that they allocated and that is read here returns to them when it is freed.
         """
         if device is not None and device.type == "cuda":
             self.seen.setdefault(device, {})
-        return self._joined() if self.seen else nullcontext()
-
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
         current = [(torch.accelerator.current_stream(device), seen) for device, seen in list(self.seen.items())]
         for stream, seen in current:
             if stream not in seen:

@@ -21,8 +21,7 @@ from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 from sparsify.strategies.importance import SNIP, Custom, Fisher
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Strategy
+from sparsify.strategies.strategy import Prune, Strategy
 
 
 def select_static(

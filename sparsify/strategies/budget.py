@@ -28,15 +28,10 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise SparsifyError(f"budget={budget!r}; expected an int (entries), a float in (0, 1) (a share), or None.")
     if not isinstance(budget, Integral):
-        if not 0 < budget < 1:
+        if not 0 < budget < 1 or budget * available < 1:
             raise SparsifyError(
-                f"budget={budget!r} is a float and so a share of the candidates, which must lie in (0, 1); "
-                "pass an int for a number of entries."
-            )
-        if budget * available < 1:
-            raise SparsifyError(
-                f"budget={budget!r} is a share of the {available:,} candidates that comes to less than one entry; "
-                f"expected at least {1 / available:.2g}, or an int for a number of entries."
+                f"budget={budget!r} is a float and so a share: of {available:,} candidates it has to be in (0, 1) and "
+                f"not less than one entry, at least {1 / available:.2g}; an int is a number of entries."
             )
         budget = int(budget * available)
     if not 1 <= budget <= available:
@@ -48,14 +43,7 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
 
 
 def share_out(budget: int, candidates: Sequence[int]) -> list[int]:
-    """Divides a budget, at most the sum of ``candidates``, among tensors in proportion to their candidates.
-
-    What rounding down leaves goes to the largest remainders, of equal ones to the first.
-
-    Example:
-        >>> share_out(10, [10, 20, 6])
-        [3, 5, 2]
-    """
+    """Divides a budget, at most the sum of ``candidates``, in proportion to them; the largest remainders round up."""
     total = sum(candidates)
     counts = [budget * number // total for number in candidates]
     largest_first = sorted(range(len(candidates)), key=lambda i: -(budget * candidates[i] % total))

@@ -1,13 +1,9 @@
-"""Calibration: gradients summed over a few backward passes before training, for static strategies that need them.
-
-The model's modes, gradients and, through evaluation mode, its statistics are unchanged afterwards.
-"""
+"""Calibration: gradients summed over a few backward passes before training; the model is unchanged afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,14 +23,10 @@ def calibrate(
     model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs the backward passes and sums the gradients, or for :class:`Fisher` their squares.
+    """Sums the gradients of the parameters over batches; for :class:`Fisher`, their squares over single examples.
 
     Args:
-        model: runs in evaluation mode.
-        parameters: the candidates.
-        importance: for :class:`Fisher` single examples are run, up to ``num_samples``; for any other whole batches.
-        calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself,
-            once for each example or batch.
+        calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself.
         loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
 
     Returns:
@@ -45,29 +37,26 @@ def calibrate(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
             "DataLoader or [batch]."
         )
-    squared = isinstance(importance, Fisher)
-    with _left_unchanged(model), torch.enable_grad(), _summed(parameters, squared=squared) as totals:
+    number = importance.num_samples if isinstance(importance, Fisher) else None
+    with torch.enable_grad(), _summing(model, parameters, squared=number is not None) as totals:
         if callable(calibration):
             calibration(model)
         else:
+            if number is not None:
+                calibration = islice((example for batch in calibration for example in _examples(batch)), number)
             devices = [parameter.device for parameter in model.parameters()]
-            for batch in _batches(calibration, importance):
-                (loss_fn or _loss_of_model)(model, _to(batch, devices)).backward()
+            unit = "batch" if number is None else "example"
+            for batch in tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False):
+                if isinstance(batch, Mapping):  # to the first device; a model may be on several
+                    away = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device not in devices}
+                    batch = {**batch, **{key: value.to(devices[0]) for key, value in away.items()}}
+                (loss_fn or _loss_of_model)(model, batch).backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
             "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
             "or a function of the model that calls backward()."
         )
     return totals
-
-
-def _batches(calibration: Iterable[Any], importance: Importance) -> Iterator[Any]:
-    """The batches to run, or for Fisher single examples, with a progress bar."""
-    number, unit = None, "batch"
-    if isinstance(importance, Fisher):
-        number, unit = importance.num_samples, "example"
-        calibration = islice((example for batch in calibration for example in _examples(batch)), number)
-    return iter(tqdm(calibration, total=number, unit=unit, desc="calibrating", leave=False))
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -78,13 +67,13 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     try:
         output = model(**batch)
     except Exception as error:
-        if not _is_row(batch):
-            raise
-        kinds = {n: f"Tensor {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for n, v in batch.items()}
-        values = ", ".join(f"`{name}` is a {kind}" for name, kind in kinds.items())
+        dims = {name: value.dim() for name, value in batch.items() if isinstance(value, Tensor)}
+        if dims and dims.get("input_ids", 2) > 1 and dims.get("labels", dims.get("label", 1)) > 0:
+            raise  # it does not look like one row of a dataset
+        kinds = [f"`{n}` is a {f'Tensor {[*v.shape]}' if n in dims else type(v).__name__}" for n, v in batch.items()]
         raise SparsifyError(
-            f"calibration= got single rows of a dataset, and expects batches of tensors: {values}. Pass a DataLoader, "
-            "such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
+            f"calibration= got single rows of a dataset, and expects batches of tensors: {', '.join(kinds)}. Pass a "
+            "DataLoader, such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
         ) from error
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None or loss.numel() != 1:
@@ -95,13 +84,6 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _is_row(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch on which the model failed looks like one row of a dataset."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    tokens, labels = tensors.get("input_ids"), tensors.get("labels", tensors.get("label"))
-    return not tensors or (tokens is not None and tokens.dim() < 2) or (labels is not None and not labels.dim())
-
-
 def _examples(batch: Any) -> list[Any]:
     """Splits a batch into batches of one; values other than tensors of the batch's length are in each of them."""
     if not isinstance(batch, Mapping):
@@ -110,50 +92,33 @@ def _examples(batch: Any) -> list[Any]:
             "examples, or a function of the model that runs backward for each of them."
         )
     size = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
-    split = {
-        key: value.split(1) if isinstance(value, Tensor) and value.dim() and len(value) == size else [value] * size
-        for key, value in batch.items()
-    }
-    return [{key: parts[i] for key, parts in split.items()} for i in range(size)]
-
-
-def _to(batch: Any, devices: Sequence[torch.device]) -> Any:
-    """Moves tensors to the first device, unless they are on another one of a model that is on several."""
-    if not isinstance(batch, Mapping):
-        return batch
-    away = {key: t for key, t in batch.items() if isinstance(t, Tensor) and t.device not in devices}
-    return {**batch, **{key: tensor.to(devices[0]) for key, tensor in away.items()}}
+    cut = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == size]
+    return [{key: v[i : i + 1] if key in cut else v for key, v in batch.items()} for i in range(size)]
 
 
 @contextmanager
-def _summed(parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
-    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed."""
-    totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
+    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed.
 
-    def add(total: Tensor, parameter: Any) -> None:
+    The model is in evaluation mode and without gradients inside; afterwards both are those of before.
+    """
+    totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
+
+    def add(parameter: Any) -> None:
         grad, parameter.grad = parameter.grad, None
-        grad = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
-        total += grad.square() if squared else grad
+        grad = (grad.to_dense() if grad.is_sparse else grad).to(totals[parameter].dtype)
+        totals[parameter] += grad.square() if squared else grad
 
-    pairs = zip(parameters, totals, strict=True)
-    hooks = [parameter.register_post_accumulate_grad_hook(partial(add, total)) for parameter, total in pairs]
+    modes = {module: module.training for module in model.modules()}
+    grads = {parameter: parameter.grad for parameter in model.parameters()}
+    hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in parameters]
     try:
-        yield totals
+        model.eval()
+        model.zero_grad()
+        yield list(totals.values())
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _left_unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards modes and gradients are those of before."""
-    modes = {module: module.training for module in model.modules()}
-    grads = {parameter: parameter.grad for parameter in model.parameters()}
-    model.eval()
-    model.zero_grad()
-    try:
-        yield
-    finally:
         for module, mode in modes.items():
             module.training = mode
         for parameter, grad in grads.items():

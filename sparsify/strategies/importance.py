@@ -140,7 +140,6 @@ class Custom(Importance):
 IMPORTANCES: dict[str, Callable[..., Importance]] = {
     kind.name: kind for kind in (D3, Fisher, SNIP, Magnitude, Random, Bias)
 }
-_BUILT_IN = frozenset(IMPORTANCES)
 
 
 def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:
@@ -168,7 +167,7 @@ def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[C
     """
     if not isinstance(name, str) or not name:
         raise SparsifyError(f"name={name!r}; expected a string that is not empty.")
-    if name in _BUILT_IN:
+    if isinstance(IMPORTANCES.get(name), type):
         raise SparsifyError(f"{name!r} is a built-in importance; register yours under another name.")
 
     def register(function: Callable[..., Tensor]) -> Custom:

@@ -1,35 +1,26 @@
-"""Strategies: importance x selection, in any combination.
-
-A strategy is a frozen dataclass that round-trips through JSON.
-"""
+"""Strategies, frozen dataclasses of importance x selection that round-trip through JSON, and the presets."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from sparsify.core.importance import Importance
+from torch import Tensor
+
+from sparsify.core.importance import D3, Importance
+from sparsify.core.schedule import SHAPES, Schedule
 from sparsify.errors import SparsifyError, did_you_mean
-from sparsify.strategies.importance import IMPORTANCES
+from sparsify.strategies.importance import IMPORTANCES, SNIP, Bias, Fisher, Magnitude, Random
 
 ALLOCATIONS = ("global", "uniform")
 
 
 class Selection:
-    """When entries are selected.
-
-    Attributes:
-        name: the name in a delta's config.
-        scored: whether it needs an importance.
-    """
+    """When entries are selected; ``name`` stands for it in a delta's config."""
 
     name: ClassVar[str]
-    scored: ClassVar[bool] = True
-
-    def check(self, importance: Importance) -> None:
-        """Raises ``SparsifyError`` where it cannot be combined with an importance."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +41,36 @@ class Static(Selection):
                 f"{type(self).__name__} got allocation={self.allocation!r}; expected one of "
                 f"{', '.join(ALLOCATIONS)}.{did_you_mean(self.allocation, ALLOCATIONS)}"
             )
+
+
+@dataclass(frozen=True)
+class Prune(Static):
+    """Pruning at initialisation: select once, set every other entry to zero, train the selected ones.
+
+    For new modules such as adapters; a pretrained matrix loses all entries that are not selected, so that ``sparsify``
+    refuses it unless ``pretrained`` is set. Matrices and tensors of more dimensions are pruned; biases, norms and other
+    vectors are trained whole, and count towards the budget. ``desparsify()`` keeps the zeros, and the base of
+    ``base_weights()`` is the pruned model.
+
+    Args:
+        allocation: as for :class:`Static`.
+        pretrained: also prune matrices that are not known to be new. New are those that PEFT and adapters add, those
+            that the model's checkpoint lacks, and those in ``fresh_modules``.
+
+    Example:
+        >>> Strategy(SNIP(), Prune())  # SparseAdapter's choice: strategy="sparseadapter"
+        Strategy(importance=SNIP(), selection=Prune(allocation='global', pretrained=False))
+
+    Source: He et al. 2022, "SparseAdapter: An easy approach for improving the parameter-efficiency of adapters", where
+    biases and norms are not pruned either, and are not part of the budget.
+    """
+
+    pretrained: bool = False
+    name = "prune"
+
+    def removes_from(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is pruned."""
+        return len(shape) > 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,20 @@ class Repeat(Selection):
             raise SparsifyError(f"Repeat got capacity={self.capacity!r}; expected an int of at least 1, or None.")
 
 
-SELECTIONS: dict[str, Callable[..., Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat)}
+@dataclass(frozen=True, eq=False)
+class Given(Selection):
+    """A given set of entries, by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64."""
+
+    support: Mapping[str, Tensor] = field(compare=False)  # not a setting: the delta's file holds it
+    name = "given"
+
+
+def _not_stored(**settings: Any) -> Given:
+    raise SparsifyError("a given set is not stored in the config; pass the set itself, such as delta.support.")
+
+
+SELECTIONS: dict[str, Callable[..., Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat, Prune)}
+SELECTIONS["given"] = _not_stored
 
 
 @dataclass(frozen=True)
@@ -107,14 +141,16 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.selection, Selection):
             raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
-        if not self.selection.scored:
-            return
-        if not isinstance(self.importance, Importance):
+        if not isinstance(self.importance, Importance) and not isinstance(self.selection, Given):
             raise SparsifyError(
                 f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
                 "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
             )
-        self.selection.check(self.importance)
+        if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
+            raise SparsifyError(
+                f"{self.importance} with {self.selection} would keep the smallest weights and remove the large ones; "
+                "magnitude pruning is Magnitude(largest=True)."
+            )
 
     @property
     def calibrates(self) -> bool:
@@ -123,36 +159,72 @@ class Strategy:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the strategy as plain JSON types."""
-        return {
-            "importance": None if self.importance is None else _to_dict(self.importance),
-            "selection": _to_dict(self.selection),
-        }
+        return {"importance": _to_dict(self.importance), "selection": _to_dict(self.selection)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Strategy:
         """Builds the strategy that :meth:`to_dict` described."""
         if not isinstance(data, dict) or not {"importance", "selection"} <= data.keys():
             raise SparsifyError(f"{data!r} describes no strategy; expected a dict with `importance` and `selection`.")
-        importance = data["importance"]
-        return cls(
-            None if importance is None else _from_dict(IMPORTANCES, importance, "importance"),
-            _from_dict(SELECTIONS, data["selection"], "selection"),
-        )
+        importance = _from_dict(IMPORTANCES, data["importance"], "importance")
+        return cls(importance, _from_dict(SELECTIONS, data["selection"], "selection"))
 
 
-def _to_dict(part: Any) -> dict[str, Any]:
+SCHEDULES = {"early": Schedule(until=0.2), **{shape: Schedule(shape) for shape in SHAPES}}
+PRESETS: dict[str, Strategy] = {
+    "id3": Strategy(D3(exp=2, eps=1), Increment()),
+    "d3-repeat": Strategy(D3(exp=2, eps=1), Repeat()),
+    "pafi": Strategy(Magnitude(), Static()),
+    "fish": Strategy(Fisher(num_samples=1024), Static()),
+    "random": Strategy(Random(), Static()),
+    "sparseadapter": Strategy(SNIP(), Prune()),
+    "bitfit": Strategy(Bias(), Static()),
+}
+
+
+def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strategy:
+    """Returns the strategy itself, the preset of that name, or the one that trains a given set."""
+    if isinstance(strategy, Strategy):
+        return strategy
+    if isinstance(strategy, Mapping) and all(isinstance(entries, Tensor) for entries in strategy.values()):
+        return Strategy(None, Given(strategy))
+    if isinstance(strategy, str) and strategy in PRESETS:
+        return PRESETS[strategy]
+    names = [*PRESETS, "full"]  # the latter selects nothing: sparsify() takes it by itself
+    raise SparsifyError(
+        f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, a Strategy(importance=..., "
+        f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, names)}"
+    )
+
+
+def _to_dict(part: Any) -> dict[str, Any] | None:
     """The name and settings of an importance or selection; its settings are the fields that are compared."""
+    if part is None:
+        return None
     return {"name": part.name, **{item.name: getattr(part, item.name) for item in fields(part) if item.compare}}
 
 
-def _from_dict(kinds: dict[str, Any], data: dict[str, Any], part: str) -> Any:
-    if not isinstance(data, dict) or data.get("name") not in kinds:
-        name = data.get("name") if isinstance(data, dict) else data
+def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) -> Any:
+    if data is None:
+        return None
+    settings = dict(data) if isinstance(data, dict) else {"name": data}
+    name = settings.pop("name", None)
+    if not isinstance(data, dict) or name not in kinds:
         raise SparsifyError(f"unknown {part} {name!r}; expected one of {', '.join(kinds)}.")
-    kind = kinds[data["name"]]
-    settings = {key: value for key, value in data.items() if key != "name"}
     try:
-        return kind(**settings)
+        return kinds[name](**settings)
     except TypeError:
-        expected = ", ".join(inspect.signature(kind).parameters) or "none"
-        raise SparsifyError(f"{part} {data['name']!r} with settings {settings!r}; it has these: {expected}.") from None
+        expected = ", ".join(inspect.signature(kinds[name]).parameters) or "none"
+        raise SparsifyError(f"{part} {name!r} with settings {settings!r}; it has these: {expected}.") from None
+
+
+def resolve_schedule(schedule: str | Schedule) -> Schedule:
+    """Returns the schedule itself, or the one of this name."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return SCHEDULES[schedule]
+    raise SparsifyError(
+        f"schedule={schedule!r}; expected a name ({', '.join(SCHEDULES)}) or a Schedule."
+        f"{did_you_mean(schedule, SCHEDULES)}"
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import mul
 
 from torch import nn
 
@@ -47,59 +48,72 @@ def find_targets(
 
     A quantized weight cannot require grad. It is a candidate where ``target_modules`` names its module, but never in a
     PEFT model, whose base is frozen. The patterns are those of :func:`match_modules`.
-
-    Raises:
-        SparsifyError: when a pattern matches no module, or nothing trainable is left.
     """
     if isinstance(modules_to_save, str):
         raise SparsifyError(
             f"modules_to_save={modules_to_save!r}; expected a list of module names, such as [{modules_to_save!r}]."
         )
     modules = dict(model.named_modules())
-    saved_modules = match_modules(model, modules_to_save or None, "modules_to_save")
-    excluded = match_modules(model, exclude_modules, "exclude_modules")
+    to_save = _with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
+    excluded = _with_children(match_modules(model, exclude_modules, "exclude_modules"), modules)
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
-
+    dense = to_save | {name for name in modules if PEFT_SAVED in name.split(".")}
+    targeted -= excluded | dense
     takes_quantized = target_modules is not None and not _is_peft(modules)
     owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
     for module_name, module in modules.items():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 owners[parameter].append((module_name, module, attribute))
-                if is_quantized(parameter) and _inside(module_name, saved_modules):
-                    raise SparsifyError(
-                        f"`{module_name}` is in modules_to_save, but is quantized and cannot be trained whole: leave "
-                        f"it out of the quantization (bitsandbytes: llm_int8_skip_modules=[{module_name!r}])."
-                    )
-    candidates: list[Candidate] = []
-    saved: dict[str, nn.Parameter] = {}
-    frozen: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        names = [owner for owner, _, _ in owners[parameter]]
-        is_saved = any(_inside(owner, saved_modules) or PEFT_SAVED in owner.split(".") for owner in names)
-        is_targeted = any(owner in targeted and not _inside(owner, excluded) for owner in names)
-        if is_targeted and not is_saved and (parameter.requires_grad or (takes_quantized and is_quantized(parameter))):
-            candidates.append(Candidate(name, parameter, tuple(owners[parameter])))
+
+    candidates, saved, frozen = list[Candidate](), dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+    quantized = []  # names of modules
+    for parameter, places in owners.items():
+        holders = {holder for holder, _, _ in places}
+        module_name, _, attribute = places[0]
+        name = f"{module_name}.{attribute}" if module_name else attribute
+        if packed := is_quantized(parameter):
+            quantized.append(module_name)
+            if inside := sorted(holders & to_save):
+                raise SparsifyError(
+                    f"`{inside[0]}` is in modules_to_save, but is quantized and cannot be trained whole: leave it out "
+                    f"of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
+                )
+        can_train = parameter.requires_grad or (packed and takes_quantized)
+        if can_train and holders & targeted and not holders & dense:
+            candidates.append(Candidate(name, parameter, tuple(places)))
         elif parameter.requires_grad:
-            (saved if is_saved else frozen)[name] = parameter
+            (saved if holders & dense else frozen)[name] = parameter
 
     if not candidates:
-        raise SparsifyError(_nothing_left(model, target_modules))
-    if target_modules is None:
-        _report_quantized(model, modules)
-    else:
-        left_out = {name for name in targeted if _inside(name, excluded | saved_modules)}
-        _report_partial_match(targeted - left_out, modules, candidates)
+        raise SparsifyError(_nothing_left(owners, quantized, target_modules))
+    if target_modules is not None:
+        matched = {name for name in targeted if modules[name]._parameters}
+        if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
+            warnings.warn(
+                f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none that "
+                f"requires grad and stay frozen: {listed(empty)}.",
+                stacklevel=3,
+            )
+    elif quantized and not _is_peft(modules):
+        _warn_of_quantized(quantized, owners)
     return Targets(tuple(candidates), saved, frozen)
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
     """Raises ``SparsifyError`` where a candidate shares memory with another parameter, such as its transpose."""
+    spans = []  # first byte, end and name of every plain parameter whose memory has no gaps
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
+            shape, strides = parameter.shape, parameter.stride()
+            if sum(map(mul, shape, strides)) - sum(strides) + 1 == parameter.numel():
+                spans.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name))
     trained = {candidate.name for candidate in candidates}
     furthest = (0, "")  # end of the memory seen so far, and the parameter that ends there
-    for start, end, name in sorted(_spans(model)):
-        first, other = sorted((furthest[1], name), key=lambda name: name not in trained)
-        if start < furthest[0] and first in trained:
+    for start, end, name in sorted(spans):
+        pair = [furthest[1], name]
+        if start < furthest[0] and not trained.isdisjoint(pair):
+            first, other = pair if pair[0] in trained else pair[::-1]
             raise SparsifyError(
                 f"`{first}` shares its memory with `{other}`, which is a parameter of its own, so that each would "
                 "overwrite the trained entries of the other; untie them, or make them one parameter (PEFT ties "
@@ -108,64 +122,47 @@ def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
         furthest = max(furthest, (end, name))
 
 
-def _spans(model: nn.Module) -> Iterator[tuple[int, int, str]]:
-    """First byte, end and name of every plain parameter whose memory has no gaps."""
-    for name, parameter in model.named_parameters():
-        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
-            strides = zip(parameter.shape, parameter.stride(), strict=True)
-            if 1 + sum((size - 1) * stride for size, stride in strides) == parameter.numel():
-                start = parameter.data_ptr()
-                yield start, start + parameter.nbytes, name
-
-
 def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]:
     """Returns the first names of the modules that a pattern matches under any of their names.
 
     The pattern is a list of suffixes, a regular expression for the whole name, or ``"all-linear"``: every linear layer
     but the output head. One that matches nothing is an error that calls it by the name of its ``argument``.
-
-    Example:
-        >>> match_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["0"], "target_modules")
-        {'0'}
     """
     if pattern is None:
         return set()
+    first_names = {module: name for name, module in model.named_modules()}
     if pattern == ALL_LINEAR:  # as PEFT's
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-        return {name for name, module in linear if module is not head}
-    first_names = {module: name for name, module in model.named_modules()}
+        linear = [each for each in first_names if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"]
+        return {first_names[module] for module in linear if module is not head}
     names = {name: first_names[module] for name, module in model.named_modules(remove_duplicate=False)}
-    if isinstance(pattern, str):
+    is_regex, found = isinstance(pattern, str), set[str]()
+    matches = re.fullmatch if is_regex else _is_end
+    for part in [pattern] if isinstance(pattern, str) else pattern:
         try:
-            found = {first for name, first in names.items() if re.fullmatch(pattern, name)}
+            hits = {first for name, first in names.items() if matches(part, name)}
         except re.error as error:
             raise SparsifyError(f"{argument}={pattern!r} is not a regular expression: {error}.") from None
-        if not found:
-            raise SparsifyError(_no_match(argument, pattern, names, is_regex=True))
-        return found
-    found = set()
-    for suffix in pattern:
-        hits = _ending_in(suffix, names)
         if not hits:
-            raise SparsifyError(_no_match(argument, suffix, names, is_regex=False))
+            raise SparsifyError(_no_match(argument, part, names, is_regex=is_regex))
         found |= hits
     return found
 
 
-def _ending_in(suffix: str, names: Mapping[str, str]) -> set[str]:
-    return {first for name, first in names.items() if f".{name}".endswith(f".{suffix}")}
+def _is_end(suffix: str, name: str) -> bool:
+    return f".{name}".endswith(f".{suffix}")
 
 
-def _inside(name: str, parents: Iterable[str]) -> bool:
-    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+def _with_children(parents: Iterable[str], names: Iterable[str]) -> set[str]:
+    prefixes = tuple(f"{parent}." for parent in parents)
+    return {name for name in names if f"{name}.".startswith(prefixes)}
 
 
-def _no_match(argument: str, pattern: str, names: Mapping[str, str], *, is_regex: bool) -> str:
+def _no_match(argument: str, pattern: str, names: Iterable[str], *, is_regex: bool) -> str:
     """The error text for a pattern that matches no module."""
     if is_regex and get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
         return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
-    if is_regex and (number := len(_ending_in(pattern, names))):
+    if is_regex and (number := sum(_is_end(pattern, name) for name in names)):
         return (
             f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name. Pass a "
             f"list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
@@ -176,13 +173,13 @@ def _no_match(argument: str, pattern: str, names: Mapping[str, str], *, is_regex
     return f"{argument}: {pattern!r} matches no module of the model; expected (the end of) a module's name.{hint}"
 
 
-def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
-    if target_modules is None and any(is_quantized(parameter) for parameter in model.parameters()):
+def _nothing_left(parameters: Iterable[nn.Parameter], quantized: list[str], target_modules: Pattern) -> str:
+    if target_modules is None and quantized:
         return (
             "no parameter of the model requires grad, and quantized weights cannot; name the layers to train with "
             'target_modules, such as "all-linear".'
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in parameters):
         return "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify()."
     return (
         f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
@@ -190,27 +187,14 @@ def _nothing_left(model: nn.Module, target_modules: Pattern) -> str:
     )
 
 
-def _report_partial_match(matched: set[str], modules: dict[str, nn.Module], candidates: list[Candidate]) -> None:
-    holding = {owner for candidate in candidates for owner, _, _ in candidate.owners}
-    with_parameters = {name for name in matched if modules[name]._parameters}
-    if empty := sorted(with_parameters - holding):
-        warnings.warn(
-            f"target_modules matched {len(with_parameters)} modules with parameters; {len(empty)} of them hold none "
-            f"that requires grad and stay frozen: {listed(empty)}.",
-            stacklevel=4,
-        )
-
-
-def _is_peft(modules: dict[str, nn.Module]) -> bool:
+def _is_peft(modules: Mapping[str, nn.Module]) -> bool:
     """Whether PEFT has added adapters to the model, and so frozen its base."""
     return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())
 
 
-def _report_quantized(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Warns of quantized weights that stay frozen in a model that is not frozen otherwise."""
-    quantized = [name for name, module in modules.items() if is_quantized(module._parameters.get("weight"))]
-    others = (p for name, p in model.named_parameters() if name.rpartition(".")[0] not in quantized)
-    if quantized and all(parameter.requires_grad for parameter in others) and not _is_peft(modules):
+def _warn_of_quantized(quantized: list[str], owners: Mapping[nn.Parameter, list[Owner]]) -> None:
+    """Warns of modules with quantized weights, unless the rest of the model is frozen too."""
+    if all(parameter.requires_grad or places[0][0] in quantized for parameter, places in owners.items()):
         warnings.warn(
             f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
             'train entries of them too, name their layers with target_modules, such as "all-linear".',

@@ -29,8 +29,7 @@ from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.tensor import ModelTensor
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Strategy
+from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
 

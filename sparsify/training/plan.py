@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
-from sparsify.common.shards import check_unsharded
+from sparsify.common.shards import is_shard
 from sparsify.core.entries import VALUES
 from sparsify.core.install import frozen_row
 from sparsify.core.module import masked_tensors
@@ -71,7 +71,6 @@ def check_model(model: Any) -> None:
             f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
             + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
         )
-    check_unsharded(model)
     for name, module in model.named_modules():
         if ENGINE in vars(module) or masked_tensors(module):
             raise SparsifyError(
@@ -83,6 +82,10 @@ def check_model(model: Any) -> None:
             "it; rename it, or sparsify the module within."
         )
     for name, parameter in model.named_parameters():
+        if is_shard(parameter):
+            raise SparsifyError(
+                f"`{name}` is sharded over ranks already; call sparsify() on the plain model, and fully_shard() later."
+            )
         if hasattr(parameter, "ds_id"):
             raise SparsifyError(
                 f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, which keeps weights away between layers; "

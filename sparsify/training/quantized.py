@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from sparsify.common.quantized import is_quantized
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Strategy
+from sparsify.strategies.strategy import Prune, Strategy
 
 QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
 

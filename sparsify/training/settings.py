@@ -19,8 +19,7 @@ from sparsify.core.entries import VALUES
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
-from sparsify.strategies.presets import Given
-from sparsify.strategies.strategy import Increment, Repeat
+from sparsify.strategies.strategy import Given, Increment, Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.entries import SparseValues
 from sparsify.training.optimizer_steps import holds

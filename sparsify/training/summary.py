@@ -22,8 +22,7 @@ from sparsify.common.shards import full_values
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.selection.screening import Work
-from sparsify.strategies.presets import PRESETS, Given
-from sparsify.strategies.strategy import Increment, Repeat, Strategy
+from sparsify.strategies.strategy import PRESETS, Given, Increment, Repeat, Strategy
 from sparsify.training.engine import Engine
 from sparsify.training.export import find_unheld, prepare
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparsify.core.schedule import SHAPES, Schedule
 from sparsify.errors import SparsifyError
-from sparsify.strategies.presets import resolve_schedule
+from sparsify.strategies.strategy import resolve_schedule
 
 schedules = st.builds(
     Schedule,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sparsify.common.raw_bits import digest
 from sparsify.delta.card import model_card, update_card
 from sparsify.delta.entries import TensorDelta
-from sparsify.strategies.presets import PRESETS
+from sparsify.strategies.strategy import PRESETS
 
 CONFIG = {
     "base_model_name_or_path": "google-bert/bert-base-uncased",

@@ -37,8 +37,7 @@ from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, base_weights,
 from sparsify.common.ranks import Ranks
 from sparsify.core.importance import D3
 from sparsify.strategies.importance import SNIP, Fisher, Magnitude
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
+from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 
 BUDGET, STEPS, LR = 60, 3, 1e-2
 CUDA = (torch.device("cuda", 0), torch.device("cuda", 1))

@@ -14,8 +14,7 @@ from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_e
 from sparsify.common.quantized import is_quantized
 from sparsify.core.importance import D3
 from sparsify.strategies.importance import Random
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Increment, Strategy
+from sparsify.strategies.strategy import Increment, Prune, Strategy
 
 STEPS, BUDGET = 10, 97
 ALL = ".*"  # every module's parameters, so that the oracle's candidates and ours are the same

@@ -15,8 +15,7 @@ from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import ALLOCATIONS, Increment, Static, Strategy
+from sparsify.strategies.strategy import ALLOCATIONS, Increment, Prune, Static, Strategy
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41

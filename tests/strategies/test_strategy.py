@@ -9,8 +9,7 @@ from sparsify import sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.errors import SparsifyError
 from sparsify.strategies.importance import SNIP, Magnitude, Random, register_importance
-from sparsify.strategies.presets import PRESETS, Prune, resolve_strategy
-from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
+from sparsify.strategies.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
 
 
 @pytest.mark.parametrize(

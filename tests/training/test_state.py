@@ -14,8 +14,7 @@ from torch import nn
 
 from sparsify import BaseMismatchError, sparsify, summary, trained_state
 from sparsify.strategies.importance import SNIP, Magnitude
-from sparsify.strategies.presets import Prune
-from sparsify.strategies.strategy import Increment, Strategy
+from sparsify.strategies.strategy import Increment, Prune, Strategy
 from sparsify.training.plan import STATE
 
 BUDGET, STEPS = 40, 8

@@ -11,8 +11,7 @@ from torch import nn
 from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, print_trainable_parameters, sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.selection.screening import Work
-from sparsify.strategies.presets import PRESETS
-from sparsify.strategies.strategy import Increment, Strategy
+from sparsify.strategies.strategy import PRESETS, Increment, Strategy
 from sparsify.training.summary import Summary, strategy_name
 
 STEPS, BUDGET = 4, 20
