@@ -179,19 +179,17 @@ def change(part: TensorDelta, base: Tensor) -> Tensor:
 def _combine(name: str, parts: list[tuple[float, TensorDelta]], target: Tensor, kind: str) -> TensorDelta | None:
     """The weighted sum of one tensor's changes, over the union of their entries that end up changed."""
     bases = [plan_entries(name, part, target).old for _, part in parts]  # checked
-    indices = torch.cat([part.indices for _, part in parts]).unique()
+    indices, terms = torch.cat([part.indices for _, part in parts]).unique(return_counts=True)
     base = torch.empty_like(indices, dtype=target.dtype)
     total = torch.zeros_like(indices, dtype=torch.float64)
-    touched = torch.zeros_like(indices)
     places = [torch.searchsorted(indices, part.indices) for _, part in parts]
     for (factor, part), old, at in zip(parts, bases, places, strict=True):
         base[at] = old
         total[at] += factor * change(part, old)
-        touched[at] += 1
     new = (base.double() + total).to(target.dtype)
     for (factor, part), at in zip(parts, places, strict=True):
         if factor == 1 and part.kind == "replace":  # no arithmetic where none is asked for
-            alone = touched[at] == 1
+            alone = terms[at] == 1
             new[at[alone]] = part.values[alone].to(target.dtype)
     values = new if kind == "replace" else total.to(torch.promote_types(target.dtype, torch.float32))
     kept = as_bits(values) != as_bits(base) if kind == "replace" else values != 0

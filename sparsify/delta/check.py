@@ -60,18 +60,21 @@ def check_checkpoint(
     check_names(tensors, whole)
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}
-    owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, delta in tensors.items():
-        layout = layouts[name] = _find_layout(name, delta, checkpoint)
-        _check_distinct(name, layout, owners)
-        old, _ = checked_values(name, delta, checkpoint, layout)
-        if not is_verified(delta, old):
+        layouts[name] = _find_layout(name, delta, checkpoint)
+        if not is_verified(delta, checked_values(name, delta, checkpoint, layouts[name])[0]):
             unchecked.append(name)
-    for name, tensor in whole.items():
-        if name in checkpoint:
-            layout = layouts[name] = checkpoint.layout(name)
-            _check_distinct(name, layout, owners)
-            check_fits(name, tensor, layout.shape, checkpoint.dtype(layout), _IN_FILES)
+    for name in (name for name in whole if name in checkpoint):
+        layout = layouts[name] = checkpoint.layout(name)
+        check_fits(name, whole[name], layout.shape, checkpoint.dtype(layout), _IN_FILES)
+    owners: dict[tuple[str, int], str] = {}  # of stored windows
+    for name, window in ((name, window) for name, layout in layouts.items() for window in layout.windows):
+        first = owners.setdefault((window.key, window.offset), name)
+        if first != name:
+            raise BaseMismatchError(
+                f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta: give "
+                "the base with these weights untied, as it was in training."
+            )
     missing = tuple(name for name in whole if name not in layouts)
     entries = sum(delta.count for delta in tensors.values())
     return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
@@ -96,14 +99,3 @@ def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layou
     if fits and digest(checkpoint.take(layout, delta.indices)) == delta.base_sha256:
         return layout
     return next(iter(checkpoint.converted(name)), layout)
-
-
-def _check_distinct(name: str, layout: Layout, owners: dict[tuple[object, ...], str]) -> None:
-    """Raises where two of the delta's tensors are stored in one place."""
-    for window in layout.windows:
-        first = owners.setdefault((window.key, window.offset), name)
-        if first != name:
-            raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta: give "
-                "the base with these weights untied, as it was in training."
-            )

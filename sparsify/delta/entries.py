@@ -154,8 +154,8 @@ def _check_types(tensor: TensorDelta) -> None:
         shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
         raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
     sha = tensor.base_sha256
-    require(_is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
-    fits = quantization is None or (not is_drawn and _is_text("[ -~]{1,100}", quantization))
+    require(is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
+    fits = quantization is None or (not is_drawn and is_text("[ -~]{1,100}", quantization))
     expected = "None, or 1 to 100 characters of printable ASCII where the tensor is not drawn"
     require(fits, "quantization is", quantization, expected)
     for device in (indices.device, values.device):
@@ -172,5 +172,5 @@ def one_of(names: Iterable[object]) -> str:
     return f"one of {', '.join(map(str, names))}"
 
 
-def _is_text(pattern: str, value: object) -> bool:
+def is_text(pattern: str, value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -36,36 +37,29 @@ def make_patches(
     """Patches that turn a delta's base into the trained model; see :meth:`sparsify.SparseDelta.patches`."""
     check_names(tensors, whole)
     check_not_drawn(tensors, "a stream of patches")
+    opened, places = None, {}
     if checkpoint is not None:
         opened = Checkpoint(checkpoint)
         _, layouts = check_checkpoint(tensors, whole, opened)
-        return _checkpoint_patches(tensors, whole, opened, layouts)
-    if added := [name for name, delta in tensors.items() if delta.kind == "add"]:
+        places = {name: opened.copies(name, layout) for name, layout in layouts.items()}
+    elif added := [name for name, delta in tensors.items() if delta.kind == "add"]:
         remedy = "give the base's checkpoint, `patches(checkpoint)`."
         raise SparsifyError(f"tensor `{added[0]}` is stored as differences, and a patch holds values: {remedy}")
-    sparse = [WeightPatch(name, part.shape, part.dtype, part.values, part.indices) for name, part in tensors.items()]
-    return iter([*sparse, *(_whole_patch(name, tensor) for name, tensor in whole.items())])
-
-
-def _whole_patch(name: str, tensor: Tensor) -> WeightPatch:
-    return WeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.detach().reshape(-1))
-
-
-def _checkpoint_patches(
-    tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint, layouts: Mapping[str, Layout]
-) -> Iterator[WeightPatch]:
     parts: dict[str, TensorDelta | Tensor] = {**tensors, **whole}
-    for name, part in parts.items():
-        if name in layouts:
-            yield from patches_of(name, part, checkpoint, checkpoint.copies(name, layouts[name]))
-        elif isinstance(part, Tensor):
-            yield _whole_patch(name, part)
+    return chain.from_iterable(patches_of(name, part, opened, places.get(name, [])) for name, part in parts.items())
 
 
 def patches_of(
-    name: str, part: TensorDelta | Tensor, checkpoint: Checkpoint, places: Sequence[Layout]
+    name: str, part: TensorDelta | Tensor, checkpoint: Checkpoint | None, places: Sequence[Layout]
 ) -> Iterator[WeightPatch]:
-    """Patches of one tensor's entries, or of a dense tensor, in each of the places where a checkpoint stores it."""
+    """Patches of one tensor's entries, or of a dense tensor, in each of the places where a checkpoint stores it.
+
+    Where there is none, the patch is of the tensor as the model has it at run time.
+    """
+    if checkpoint is None or not places:
+        values, indices = (part.detach().flatten(), None) if isinstance(part, Tensor) else (part.values, part.indices)
+        yield WeightPatch(name, tuple(part.shape), part.dtype, values, indices)
+        return
     if isinstance(part, TensorDelta):
         _, values = checked_values(name, part, checkpoint, places[0])
         for found in (found for layout in places for found in layout.locate(part.indices)):

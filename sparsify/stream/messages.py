@@ -1,15 +1,14 @@
 """The bytes of a stream's messages: snapshots and updates. ``format.md`` specifies both under "Streams".
 
-Version --write_snapshot-->  bytes, a delta file       |
-Changes --write_update-->    bytes, one with more keys |  --read_message-->  Message
+Changes --write_message-->  bytes, a delta file, in an update with more keys  --read_message-->  Message
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import re
 import secrets
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from sparsify.common.raw_bits import all_finite
 from sparsify.delta import format as delta_format
-from sparsify.delta.entries import DTYPES, DeltaParts, decode_indices, encode_indices
+from sparsify.delta.entries import DTYPES, decode_indices, encode_indices, is_text
 from sparsify.delta.metadata import PAYLOAD_KEY, check_object
 from sparsify.errors import DeltaFormatError
-from sparsify.stream.version import Changes, KnownValues, Version
+from sparsify.stream.version import Changes, KnownValues
 
 STREAM_KEY = "stream"  # of the config
 STREAM_VERSION = 1
@@ -35,31 +34,22 @@ class Message(NamedTuple):
 
     chain: str
     version: int
-    snapshot: bool
     changes: Changes
 
 
-def write_snapshot(chain: str, number: int, version: Version) -> bytes:
-    """The bytes of a whole version: a delta file that names its place in a stream."""
-    return _write(chain, number, True, version.delta_parts(), {})
-
-
-def write_update(chain: str, number: int, changes: Changes) -> bytes:
-    """The bytes of what changed since the version before."""
-    names, more = {dtype: name for name, dtype in DTYPES.items()}, {}
-    for dtype, (values, places) in changes.known.items():
-        more[f"{names[dtype]}.known"] = values
-        if places is not None:
-            more[f"{names[dtype]}.places"] = encode_indices(places)
-    return _write(chain, number, False, (changes.tensors, changes.whole, {}), more)
-
-
-def _write(chain: str, number: int, snapshot: bool, delta: DeltaParts, more: dict[str, Tensor]) -> bytes:
+def write_message(chain: str, number: int, changes: Changes, config: Mapping[str, Any]) -> bytes:
+    """The bytes of what makes a version of a chain; the ``config`` is in those of a snapshot only."""
+    more: dict[str, Tensor] = {}
+    for name, dtype in DTYPES.items():
+        if known := (changes.known or {}).get(dtype):
+            more[f"{name}.known"] = known.values
+            if known.places is not None:
+                more[f"{name}.places"] = encode_indices(known.places)
     placeholder = secrets.token_hex(32)
-    place = {"chain": chain, "version": number, "snapshot": snapshot}
+    place = {"chain": chain, "version": number, "snapshot": changes.known is None}
     stream = {"format_version": STREAM_VERSION, **place, _HASH_KEY: placeholder}
-    tensors, whole, config = delta
-    data, _ = delta_format.to_bytes(tensors, whole, config | {STREAM_KEY: stream}, more)
+    config = {**(config if changes.known is None else {}), STREAM_KEY: stream}
+    data, _ = delta_format.to_bytes(changes.tensors, changes.whole, config, more)
     delta_format.fill_in(data, placeholder, _header_digest(data, placeholder))
     return bytes(data)
 
@@ -81,7 +71,7 @@ def read_message(data: bytes) -> Message:
         if drawn := [name for name, part in tensors.items() if part.initializer is not None]:
             raise DeltaFormatError(f"tensor `{drawn[0]}` is drawn from a seed, which a stream does not do")
         known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
-    return Message(stream["chain"], stream["version"], stream["snapshot"], Changes(tensors, whole, known))
+    return Message(stream["chain"], stream["version"], Changes(tensors, whole, None if stream["snapshot"] else known))
 
 
 def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
@@ -93,11 +83,11 @@ def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
         raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")
     check_object(f"`{STREAM_KEY}`", stream, _KEYS)
     chain, stated, number = stream["chain"], stream[_HASH_KEY], stream["version"]
-    if not all(isinstance(value, str) for value in (chain, stated)) or not re.fullmatch("[0-9a-f]{32}", chain):
+    if not is_text("[0-9a-f]{32}", chain) or not is_text("[0-9a-f]{64}", stated):
         raise DeltaFormatError(f"`{STREAM_KEY}`: its chain or hash is no text of hex digits of the right length")
     if type(number) is not int or not 0 <= number <= _MAX_VERSION or type(stream["snapshot"]) is not bool:
         raise DeltaFormatError(f"`{STREAM_KEY}`: its version or kind is none")
-    if not re.fullmatch("[0-9a-f]{64}", stated) or _header_digest(data, stated) != stated:
+    if _header_digest(data, stated) != stated:
         raise DeltaFormatError("its header does not have the SHA-256 that it records, so it was damaged or changed")
     return stream
 
@@ -115,9 +105,8 @@ def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValue
             raise DeltaFormatError(f"`{name}.places` has no `{name}.known` next to it")
         return None
     if values.dtype != dtype or values.dim() != 1:
-        raise DeltaFormatError(
-            f"`{name}.known` is {values.dtype} of shape {tuple(values.shape)}, expected (n,) {dtype}"
-        )
+        shape = tuple(values.shape)
+        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {shape}, expected (n,) {dtype}")
     if not all_finite(values):
         raise DeltaFormatError(f"`{name}.known` has values that are not finite")
     if stored is None:

@@ -3,8 +3,7 @@
     model in training --DeltaPublisher.update()--> bytes --any transport--> DeltaSubscriber.apply() --> plain base model
                        DeltaPublisher.snapshot()   a whole version, for a follower that lacks the one before
 
-The versions of one publisher are a chain: they are counted from 0 and have a random id in common. ``format.md``
-specifies the bytes.
+The versions of one publisher are a chain: they are counted from 0 and have a random id in common.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sparsify.delta.entries import StrPath
 from sparsify.delta.metadata import check_not_extended
 from sparsify.delta.patches import WeightPatch, make_patches
 from sparsify.errors import SparsifyError
-from sparsify.stream.messages import write_snapshot, write_update
+from sparsify.stream.messages import write_message
 from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference
 
 _MAX_INDEX = 2**31 - 1
@@ -45,17 +44,16 @@ class DeltaUpdate:
     @property
     def is_snapshot(self) -> bool:
         """Whether it makes its version from the base; otherwise from the version before."""
-        return self._changes is None
+        return self._changes.known is None
 
     @cached_property
-    def _changes(self) -> Changes | None:
-        return None if self._before is None else difference(self._before, self._state)
+    def _changes(self) -> Changes:
+        update = None if self._before is None else difference(self._before, self._state)
+        return update or self._state.snapshot()
 
     @cached_property
     def _bytes(self) -> bytes:
-        if self._changes is None:
-            return write_snapshot(self.chain, self.version, self._state)
-        return write_update(self.chain, self.version, self._changes)
+        return write_message(self.chain, self.version, self._changes, self._state.config)
 
     def __bytes__(self) -> bytes:
         return self._bytes
@@ -77,7 +75,7 @@ class DeltaUpdate:
         """
         check_not_extended(self._state.config, "patches")
         if self._before is None:
-            tensors, whole, _ = self._state.delta_parts()
+            tensors, whole = self._changes.tensors, self._changes.whole
         else:
             if gone := sorted(self._before.whole.keys() - self._state.whole.keys()):
                 remedy = "load the engine's checkpoint afresh, and take the patches of `snapshot()`."

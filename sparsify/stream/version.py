@@ -6,20 +6,19 @@ know this order, so that the values of known entries are sent without positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.entries import DeltaParts, TensorDelta
+from sparsify.delta.entries import TensorDelta
 
 
 class TrainedEntries(NamedTuple):
     """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`.
 
-    ``base`` (count,) in ``dtype`` has the base's values.
+    ``base`` (count,) has the base's values: at the sending end in ``dtype``, at the receiving one in its own base's.
     """
 
     shape: tuple[int, ...]
@@ -30,9 +29,14 @@ class TrainedEntries(NamedTuple):
     base: Tensor
     values: Tensor
 
+    @property
+    def sort(self) -> tuple[object, ...]:
+        """What all entries of a tensor have in common, in whatever version."""
+        return (*self[:4], self.values.dtype)
+
     def find(self, before: TrainedEntries) -> Tensor | slice | None:
         """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one sort and over one base."""
-        if (self[:4], self.values.dtype) != (before[:4], before.values.dtype):
+        if self.sort != before.sort:
             return None
         if self.indices is before.indices and self.base is before.base:
             return slice(None)
@@ -40,12 +44,40 @@ class TrainedEntries(NamedTuple):
         pairs = zip(self[4:6], before[4:6], strict=True)
         return places if all(same_values(part.index_select(0, places), old) for part, old in pairs) else None
 
-    def delta(self, chosen: Tensor | None = None) -> TensorDelta:
-        """The entries, or those ``chosen`` by a mask (count,)."""
-        parts = self.indices, self.base, self.values
-        indices, base, values = parts if chosen is None else [part[chosen] for part in parts]
-        sha = digest(base)
-        return TensorDelta(indices, values, self.shape, self.dtype, self.kind, sha, quantization=self.quantization)
+    def at(self, places: Tensor) -> TrainedEntries:
+        """The entries with some numbers (k,), or those that a mask (count,) chooses."""
+        return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
+
+    def joined(self, more: TrainedEntries) -> TrainedEntries:
+        """These entries and more of the same tensor, in ascending order."""
+        parts = [torch.cat([own, part.to(own.dtype)]) for own, part in zip(self[4:], more[4:], strict=True)]
+        order = parts[0].argsort()
+        return TrainedEntries(*self[:4], *(part[order] for part in parts))
+
+    def reverted(self) -> TrainedEntries:
+        """The entries with values that leave the base as it is."""
+        return self._replace(values=self.base if self.kind == "replace" else torch.zeros_like(self.values))
+
+    def delta(self) -> TensorDelta:
+        return TensorDelta(self.indices, self.values, *self[:3], digest(self.base), quantization=self.quantization)
+
+
+class KnownValues(NamedTuple):
+    """Values of one dtype of entries that both ends know: (n,) at ascending ``places`` among these, or all of them."""
+
+    values: Tensor
+    places: Tensor | None = None
+
+
+class Changes(NamedTuple):
+    """What turns a version into the next: new entries and dense tensors by name, and values of known entries.
+
+    A snapshot turns the base into a version: its ``known`` is ``None``.
+    """
+
+    tensors: dict[str, TensorDelta]
+    whole: dict[str, Tensor]
+    known: dict[torch.dtype, KnownValues] | None
 
 
 class Version(NamedTuple):
@@ -55,30 +87,8 @@ class Version(NamedTuple):
     whole: dict[str, Tensor]
     config: dict[str, Any]
 
-    def delta_parts(self) -> DeltaParts:
-        """The parts of the :class:`sparsify.SparseDelta` of this version."""
-        return {name: entries.delta() for name, entries in self.tensors.items()}, self.whole, self.config
-
-
-class KnownValues(NamedTuple):
-    """Values of one dtype of entries that both ends know: (n,) at ascending ``places`` among these, or all of them."""
-
-    values: Tensor
-    places: Tensor | None = None
-
-    def fits(self, count: int) -> bool:
-        """Whether they can be those of ``count`` entries."""
-        if self.places is None:
-            return self.values.numel() == count
-        return int(self.places[-1:].sum()) < max(1, count) and self.values.numel() <= count
-
-
-class Changes(NamedTuple):
-    """What turns a version into the next: new entries and dense tensors by name, and values of known entries."""
-
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    known: dict[torch.dtype, KnownValues]
+    def snapshot(self) -> Changes:
+        return Changes({name: entries.delta() for name, entries in self.tensors.items()}, self.whole, None)
 
 
 def difference(old: Version, new: Version) -> Changes | None:
@@ -86,7 +96,7 @@ def difference(old: Version, new: Version) -> Changes | None:
     if not (old.whole.keys() <= new.whole.keys() and old.tensors.keys() <= new.tensors.keys()):
         return None
     tensors: dict[str, TensorDelta] = {}
-    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for name, entries in new.tensors.items():
         before, values = old.tensors.get(name), entries.values
         if before is None:
@@ -95,14 +105,13 @@ def difference(old: Version, new: Version) -> Changes | None:
         if (known := entries.find(before)) is None:
             return None
         if isinstance(known, Tensor) and known.numel() < values.numel():
-            tensors[name] = entries.delta(torch.ones_like(values, dtype=torch.bool).index_fill_(0, known, False))
+            is_new = torch.ones_like(values, dtype=torch.bool).index_fill_(0, known, False)
+            tensors[name] = entries.at(is_new).delta()
             values = values.index_select(0, known)
-        befores, afters = pairs.setdefault(values.dtype, ([], []))
-        befores.append(before.values)
-        afters.append(values)
-    changed = {dtype: _changed(torch.cat(befores), torch.cat(afters)) for dtype, (befores, afters) in pairs.items()}
-    changed = {dtype: values for dtype, values in changed.items() if values.values.numel()}
-    return Changes(tensors, changed_whole(old, new), changed)
+        pairs.setdefault(values.dtype, []).append((before.values, values))
+    changed = {dtype: _changed(*map(torch.cat, zip(*found, strict=True))) for dtype, found in pairs.items()}
+    sent = {dtype: values for dtype, values in changed.items() if values.values.numel()}
+    return Changes(tensors, changed_whole(old, new), sent)
 
 
 def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
@@ -113,44 +122,20 @@ def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
 
 def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
     """What brings the entries of an earlier version to those of a later one, by tensor name."""
-    found = {}
-    for name in sorted(old.tensors.keys() | new.tensors.keys()):
-        before, after = old.tensors.get(name), new.tensors.get(name)
-        known = None if before is None or after is None else after.find(before)
-        if before is None or after is None or known is None:
-            found[name] = _after(before, after).delta()
-            continue
-        changed = torch.ones_like(after.indices, dtype=torch.bool)
-        changed[known] = as_bits(after.values[known]) != as_bits(before.values)
-        if bool(changed.any()):
-            found[name] = after.delta(changed)
-    return found
-
-
-def spread(known: KnownValues, counts: Sequence[int]) -> Iterable[tuple[Tensor | None, Tensor]]:
-    """The numbers of the given entries and their values, tensor by tensor; ``None`` for all that a tensor has."""
-    if known.places is None:
-        return ((None, values) for values in known.values.split(list(counts)))
-    starts = torch.tensor([0, *counts], device="cpu").cumsum(0)
-    cuts = torch.searchsorted(known.places, starts).tolist()
-    parts = zip(cuts, cuts[1:], starts.tolist(), strict=False)
-    places = known.places
-    return ((places[begin:end] - start, known.values[begin:end]) for begin, end, start in parts)
-
-
-def _after(before: TrainedEntries | None, after: TrainedEntries | None) -> TrainedEntries:
-    """A tensor's entries of a later version, and those of an earlier one that have left, with the base's values."""
-    if before is None:
-        assert after is not None
-        return after
-    values = before.base if before.kind == "replace" else torch.zeros_like(before.values)
-    reverted = before._replace(values=values)
-    if after is None:
-        return reverted
-    left = torch.isin(before.indices, after.indices, invert=True)
-    parts = [torch.cat([own, part[left].to(own.dtype)]) for part, own in zip(reverted[4:], after[4:], strict=True)]
-    order = parts[0].argsort()
-    return TrainedEntries(*after[:4], *(part[order] for part in parts))
+    found = {name: part.reverted().delta() for name, part in old.tensors.items() if name not in new.tensors}
+    for name, after in new.tensors.items():
+        before = old.tensors.get(name)
+        if before is None:
+            found[name] = after.delta()
+        elif (known := after.find(before)) is None:  # entries have left, or changed their base or dtype
+            left = before.at(torch.isin(before.indices, after.indices, invert=True))
+            found[name] = after.joined(left.reverted()).delta()
+        else:
+            changed = torch.ones_like(after.indices, dtype=torch.bool)
+            changed[known] = as_bits(after.values[known]) != as_bits(before.values)
+            if bool(changed.any()):
+                found[name] = after.at(changed).delta()
+    return dict(sorted(found.items()))
 
 
 def _changed(old: Tensor, new: Tensor) -> KnownValues:
