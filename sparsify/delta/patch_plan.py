@@ -265,12 +265,13 @@ def undone(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> Iterator[
         raise
 
 
+@torch.no_grad()
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    source, indices = tensor.detach(), send(indices, tensor.device)
-    if isinstance(source, Tensor) and source.is_contiguous():
-        return source.view(-1).index_select(0, indices).cpu()  # faster than take
-    return source.take(indices).cpu()
+    indices = send(indices, tensor.device)
+    if isinstance(tensor, Tensor) and tensor.is_contiguous():
+        return tensor.view(-1).index_select(0, indices).cpu()  # faster than take
+    return tensor.take(indices).cpu()
 
 
 def own_copy(tensor: Tensor) -> Tensor:

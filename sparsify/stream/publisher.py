@@ -88,12 +88,10 @@ class DeltaUpdate:
 
 
 class DeltaPublisher:
-    """Makes the messages of a model in training.
+    """Makes the messages of a model in training, of the values that ``SparseDelta.from_model(model)`` would have.
 
-    It keeps the last version in host memory. A version has the values that ``SparseDelta.from_model(model)`` would have
-    at that moment. A new publisher begins a new chain, so that followers of an earlier run notice.
-
-    With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
+    It keeps the last version in host memory. A new publisher begins a new chain, so that followers of an earlier run
+    notice. With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
 
     Args:
         model: a model that ``sparsify`` prepared, wrapped or not; what it holds now is version 0.
@@ -108,9 +106,7 @@ class DeltaPublisher:
         >>> publisher, follower = DeltaPublisher(model), sparsify.DeltaSubscriber(base)
         >>> follower.apply(bytes(publisher.snapshot()))
         0
-        >>> optimizer = torch.optim.SGD([model.sparse_values], lr=1)
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> optimizer.step()
+        >>> model.sparse_values.data += 1
         >>> follower.apply(bytes(publisher.update()))
         1
         >>> base.weight.equal(model.weight)
