@@ -38,8 +38,8 @@ class Summable(Applicable):
         return DeltaSum((*self._terms(), *other._terms())) if isinstance(other, Summable) else NotImplemented
 
     def __radd__(self, other: object) -> DeltaSum:
-        starts = isinstance(other, int) and other == 0  # the 0 that `sum` starts with
-        return DeltaSum(self._terms()) if starts else NotImplemented
+        # `sum` starts with 0
+        return DeltaSum(self._terms()) if isinstance(other, int) and other == 0 else NotImplemented
 
     def __sub__(self, other: object) -> DeltaSum:
         return self + -1 * other if isinstance(other, Summable) else NotImplemented
@@ -141,9 +141,8 @@ class DeltaSum(Summable):
                     raise SparsifyError(f"tensor `{name}` is {problem}")
                 if factor > 0 and not same_values(dense.setdefault(name, tensor), tensor):
                     remedy = "sum the entries alone: `(a + b).entries_only()`, `--entries-only` on the command line."
-                    raise SparsifyError(
-                        f"tensor `{name}` is stored whole by several deltas and differs in them; {remedy}"
-                    )
+                    problem = "stored whole by several deltas and differs in them"
+                    raise SparsifyError(f"tensor `{name}` is {problem}; {remedy}")
         return dense
 
     def _config(self) -> dict[str, Any]:
@@ -160,7 +159,6 @@ def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
 
 
 def _finite(number: Any, verb: str) -> float:
-    """A number that a delta is multiplied or divided by."""
     size: Any = abs(number) if isinstance(number, Real) else math.inf
     if not size <= sys.float_info.max:  # nor is NaN
         raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")

@@ -1,7 +1,4 @@
-"""Checks whether a base, in memory or in files, is the one that a delta was trained on, without a change to either.
-
-Of a base in files, only the pages that hold changed entries are read.
-"""
+"""Checks whether a base, in memory or in files, is the one that a delta was trained on, without a change to either."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckR
 def check_checkpoint(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: Checkpoint
 ) -> tuple[CheckReport, dict[str, Layout]]:
-    """Checks a delta against a checkpoint, a tensor at a time; also gives the layouts of those in it."""
+    """Checks a delta against a checkpoint, of which only the pages with entries are read; also gives the layouts."""
     check_names(tensors, whole)
     unchecked: list[str] = []
     layouts: dict[str, Layout] = {}

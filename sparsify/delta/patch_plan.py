@@ -300,8 +300,8 @@ class Applicable(ABC):
         """Writes the delta's values into a base model, in place, after all checks; returns the model.
 
         A base in another dtype than in training, or not quantized as then, cannot be checked: one warning says so, and
-        the values are cast or added. Over a quantized weight nothing is written: the trained entries' part of its
-        layer's output is added to that, and no state dict holds them.
+        the values are cast or added. A quantized weight is not written to: what its trained entries add to the layer's
+        output is added there, and no state dict holds them.
 
         Args:
             model: the base that the delta was trained on, wrapped or not, on any device.

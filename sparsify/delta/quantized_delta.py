@@ -67,7 +67,6 @@ class QuantizedDelta:
                     delattr(module, name)
 
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The buffers' tensors, (k,) each."""
         if has_quantized_delta(self._module):
             indices, base, values = (getattr(self._module, name) for name in BUFFERS)
             return indices, base, values

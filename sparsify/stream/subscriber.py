@@ -44,8 +44,7 @@ class DeltaSubscriber:
     and written completely or not at all. Threads use the model within :meth:`reading`.
 
     Args:
-        model: the base that the publisher's model was sparsified from, wrapped or not, on any device; it is changed in
-            place.
+        model: the base of the publisher's model, wrapped or not, on any device; it is changed in place.
 
     Attributes:
         model: the base with the version's values in it.
@@ -62,7 +61,7 @@ class DeltaSubscriber:
         self.chain: str | None = None
         self.version: int | None = None
         self._held = Held({}, {})
-        self._left: set[str] = set()  # chains that were followed before
+        self._left: set[str | None] = set()  # chains that were followed before
         self._lock, self._applying = ReadWriteLock(), threading.Lock()
 
     def apply(self, update: bytes | DeltaUpdate) -> int:
@@ -71,18 +70,22 @@ class DeltaSubscriber:
         Raises:
             DeltaFormatError: when the message is damaged: have it sent again.
             StaleUpdateError: when the model is past it already: drop it.
-            MissingUpdateError: when it does not follow the model's version, or is of another publisher: apply
-                ``snapshot()`` first.
-            BaseMismatchError: when the model is not the base that the publisher's model was sparsified from.
-            SparsifyError: when something else has changed the model: make a new subscriber of a base that is loaded
-                afresh. The model is as before after each of these.
+            MissingUpdateError: when it does not follow the model's version or chain: apply ``snapshot()`` first.
+            BaseMismatchError: when the model is not the base of the publisher's model.
+            SparsifyError: when something else has changed the model: make a new subscriber of a base loaded afresh.
+                After each of these errors the model is as before.
         """
         self._lock.check_not_reading()
         with self._applying:
             message = read_message(bytes(update))
             self._check_order(message)
             if message.changes.known is None:
-                self._restart(message)
+                with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
+                    held = plan_snapshot(message.changes, self.model)
+                    write_plan(held.plan(), self.model)
+                    if self.chain not in (None, message.chain):
+                        self._left.add(self.chain)
+                    self._held, self.chain, self.version = held, message.chain, message.version
             else:
                 steps, held = plan_update(message.changes, self._held, self.model)
                 with self._lock.writing(), uninterrupted():
@@ -113,15 +116,6 @@ class DeltaSubscriber:
                 f"this update makes version {message.version} from version {message.version - 1}, and the model holds "
                 f"{at}{other}: ask the publisher for `snapshot()`, and go on with the updates after it."
             )
-
-    def _restart(self, message: Message) -> None:
-        """Brings the model to a snapshot's version, from the base's values."""
-        with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
-            held = plan_snapshot(message.changes, self.model)
-            write_plan(held.plan(), self.model)
-            if self.chain is not None and self.chain != message.chain:
-                self._left.add(self.chain)
-            self._held, self.chain, self.version = held, message.chain, message.version
 
 
 class Held(NamedTuple):
@@ -185,7 +179,7 @@ def _over(base: Tensor, part: TensorDelta) -> TrainedEntries:
 
 
 def _write(name: str, part: TrainedEntries) -> PlannedWrite:
-    """The write that turns the base's values into the trained ones."""
+    """The write over the base's values."""
     new = trained_values(name, part.kind, part.values, part.base)
     return PlannedWrite(name, part.shape, part.indices, part.base, new)
 
