@@ -22,12 +22,11 @@ from torch import nn
 from tqdm import tqdm
 
 from sparsify.core.devices import put
-from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_json
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
-from sparsify.delta.patches import WeightPatch, patches_of
+from sparsify.delta.patches import WeightPatch, check_checkpoint, patches_of
 from sparsify.errors import SparsifyError
 
 # Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.

@@ -19,13 +19,12 @@ from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
-from sparsify.delta.check import CheckReport, check_base
 from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
-from sparsify.delta.patches import WeightPatch, make_patches
+from sparsify.delta.patches import CheckReport, WeightPatch, check_base, make_patches
 from sparsify.delta.peft.reading import read_adapter
 from sparsify.errors import SparsifyError
 

@@ -20,8 +20,7 @@ from sparsify.delta.entries import StrPath
 from sparsify.delta.metadata import check_not_extended
 from sparsify.delta.patches import WeightPatch, make_patches
 from sparsify.errors import SparsifyError
-from sparsify.stream.messages import write_message
-from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference
+from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference, write_message
 
 _MAX_INDEX = 2**31 - 1
 

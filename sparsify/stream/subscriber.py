@@ -29,9 +29,8 @@ from sparsify.delta.patch_plan import (
 )
 from sparsify.errors import DeltaFormatError, MissingUpdateError, StaleUpdateError
 from sparsify.stream.lock import ReadWriteLock
-from sparsify.stream.messages import Message, read_message
 from sparsify.stream.publisher import DeltaUpdate
-from sparsify.stream.version import Changes, KnownValues, TrainedEntries
+from sparsify.stream.version import Changes, KnownValues, Message, TrainedEntries, read_message
 
 _REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `snapshot()`"
 _SAMPLE = 1024  # values that are compared where an update replaces all
