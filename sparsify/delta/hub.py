@@ -13,14 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.format import CONFIG_NAME, FILE_NAME, write
 from sparsify.errors import SparsifyError, brief
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo
 
 _CARD_NAME = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
@@ -81,9 +78,8 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
         write(path, tensors, whole, config)
         return
     if path.is_file():
-        raise SparsifyError(
-            f"`{path}` is a file, and a delta is saved into a folder: give one, or a path that ends in `.safetensors`."
-        )
+        remedy = "a delta is saved into a folder: give one, or a path that ends in `.safetensors`."
+        raise SparsifyError(f"`{path}` is a file, and {remedy}")
     write(path / FILE_NAME, tensors, whole, config, sidecar=path / CONFIG_NAME)
 
 
@@ -97,8 +93,8 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def push(
     tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], repo_id: str,
     *, private: bool | None, token: str | bool | None, revision: str | None, create_pr: bool, message: str | None,
-) -> CommitInfo:  # fmt: skip
-    """Commits a delta and its card to a repository; arguments as in ``SparseDelta.push_to_hub``."""
+) -> Any:  # fmt: skip
+    """Commits a delta and its card to a repository; arguments and result as in ``SparseDelta.push_to_hub``."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not is_repo_id(repo_id):

@@ -75,7 +75,6 @@ class QuantizedDelta:
 
 
 def has_quantized_delta(module: nn.Module) -> bool:
-    """Whether a delta is applied over the module's quantized weight."""
     return BUFFERS[0] in module._buffers
 
 

@@ -28,8 +28,8 @@ _MAX_INDEX = 2**31 - 1
 class DeltaUpdate:
     """A version of a model in training, as a message to its followers: ``bytes(update)`` are what to send.
 
-    It does not change any more: any thread may ask for its bytes, which are made once. It holds the two versions that
-    it is between: to keep many, keep their bytes.
+    Any thread may ask for its bytes, which are made once. It holds the two versions that it is between: to keep many,
+    keep their bytes.
 
     Attributes:
         chain: the publisher's id.

@@ -102,7 +102,6 @@ class DeltaSubscriber:
             yield self.version
 
     def _check_order(self, message: Message) -> None:
-        """Raises unless a message brings the model to a later version."""
         at = "no version yet" if self.version is None else f"version {self.version}"
         has_left = message.chain in self._left
         if has_left or (message.chain == self.chain and message.version <= (self.version or 0)):
@@ -124,7 +123,6 @@ class Held(NamedTuple):
     whole: dict[str, PlannedWrite]
 
     def plan(self) -> PatchPlan:
-        """The writes from the base to the version."""
         return [*(_write(name, part) for name, part in self.entries.items()), *self.whole.values()]
 
 
@@ -157,7 +155,7 @@ def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPl
         steps.append(plan_entries(name, delta, targets[name]))
         more = _over(steps[-1].old, delta)
         entries[name] = part = entries[name].joined(more) if name in entries else more
-        fits = part.sort == more.sort and bool((part.indices[1:] > part.indices[:-1]).all())
+        fits = part.entry_type == more.entry_type and bool((part.indices[1:] > part.indices[:-1]).all())
         _check(fits, f"it has other entries of `{name}`")
     for name, tensor in changes.whole.items():
         _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
@@ -199,13 +197,10 @@ def _spread(known: KnownValues, group: Iterable[TrainedEntries]) -> Sequence[tup
 
 def _sample(plan: PatchPlan) -> PatchPlan:
     """A part of the write with the most entries; of one tensor, since a GPU is waited for."""
-    most = max((write.new.numel() for write in plan if write.indices is not None), default=0)
-    samples = [
-        write._replace(indices=write.indices[:_SAMPLE], old=write.old[:_SAMPLE], new=write.new[:_SAMPLE])
-        for write in plan
-        if write.indices is not None and write.new.numel() == most
-    ]
-    return samples[:1]
+    write = max(plan, key=lambda write: 0 if write.indices is None else write.indices.numel(), default=None)
+    if write is None or write.indices is None:
+        return []
+    return [write._replace(indices=write.indices[:_SAMPLE], old=write.old[:_SAMPLE], new=write.new[:_SAMPLE])]
 
 
 def _check(fits: bool, problem: str) -> None:

@@ -48,13 +48,13 @@ class TrainedEntries(NamedTuple):
     values: Tensor
 
     @property
-    def sort(self) -> tuple[object, ...]:
+    def entry_type(self) -> tuple[object, ...]:
         """What all entries of a tensor have in common, in whatever version."""
         return (*self[:4], self.values.dtype)
 
     def find(self, before: TrainedEntries) -> Tensor | slice | None:
-        """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one sort and over one base."""
-        if self.sort != before.sort:
+        """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one type and over one base."""
+        if self.entry_type != before.entry_type:
             return None
         if self.indices is before.indices and self.base is before.base:
             return slice(None)
@@ -141,7 +141,6 @@ def difference(old: Version, new: Version) -> Changes | None:
 
 
 def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
-    """The dense tensors that are new or have changed."""
     before = old.whole
     return {name: t for name, t in new.whole.items() if name not in before or not same_values(t, before[name])}
 
