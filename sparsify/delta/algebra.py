@@ -38,8 +38,8 @@ class Summable(Applicable):
         return DeltaSum((*self._terms(), *other._terms())) if isinstance(other, Summable) else NotImplemented
 
     def __radd__(self, other: object) -> DeltaSum:
-        starts = isinstance(other, int) and other == 0  # the 0 that `sum` starts with
-        return DeltaSum(self._terms()) if starts else NotImplemented
+        # `sum` starts with 0
+        return DeltaSum(self._terms()) if isinstance(other, int) and other == 0 else NotImplemented
 
     def __sub__(self, other: object) -> DeltaSum:
         return self + -1 * other if isinstance(other, Summable) else NotImplemented
@@ -74,12 +74,12 @@ class DeltaSum(Summable):
     Example:
         >>> from sparsify import SparseDelta
         >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
-        >>> _ = tuned.load_state_dict({"weight": base.weight + 2, "bias": base.bias})
-        >>> half = 0.5 * SparseDelta.diff(base, tuned)
+        >>> half = 0.5 * SparseDelta.diff(base, tuned, progress=False)
         >>> half
-        DeltaSum(0.5 * SparseDelta(2 entries in 1 tensor, 0 tensors stored whole))
+        DeltaSum(0.5 * SparseDelta(3 entries in 2 tensors, 0 tensors stored whole))
+        >>> middle = (base.weight + tuned.weight) / 2
         >>> with half.applied(base):
-        ...     print(torch.allclose(base.weight + 1, tuned.weight))
+        ...     print(torch.allclose(base.weight, middle))
         True
     """
 
@@ -91,15 +91,12 @@ class DeltaSum(Summable):
         return DeltaSum(tuple((factor, delta.entries_only()) for factor, delta in self.terms))
 
     def on(self, base: Base, kind: str = "replace") -> Any:
-        """Evaluates the expression on its base.
+        """Evaluates the expression on its base; returns a :class:`sparsify.SparseDelta`.
 
         Args:
             base: the plain model, or the path of its checkpoint, which is read a tensor at a time.
             kind: what the result stores: ``"replace"``: the new values, in the base's dtype; ``"add"``: the
                 differences, in float32 at least, which a base in another dtype takes, too.
-
-        Returns:
-            A :class:`sparsify.SparseDelta`.
 
         Raises:
             SparsifyError: when the base is not that of the terms, or they do not fit together.
@@ -109,8 +106,7 @@ class DeltaSum(Summable):
         for _, delta in self.terms:
             check_not_drawn(delta.tensors, "a sum")
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
-        dense = self._dense(names)
-        bases = find_base(names, base)
+        dense, bases = self._dense(names), find_base(names, base)
         tensors: dict[str, TensorDelta] = {}
         dtypes = []
         for name in names:
@@ -145,9 +141,8 @@ class DeltaSum(Summable):
                     raise SparsifyError(f"tensor `{name}` is {problem}")
                 if factor > 0 and not same_values(dense.setdefault(name, tensor), tensor):
                     remedy = "sum the entries alone: `(a + b).entries_only()`, `--entries-only` on the command line."
-                    raise SparsifyError(
-                        f"tensor `{name}` is stored whole by several deltas and differs in them; {remedy}"
-                    )
+                    problem = "stored whole by several deltas and differs in them"
+                    raise SparsifyError(f"tensor `{name}` is {problem}; {remedy}")
         return dense
 
     def _config(self) -> dict[str, Any]:
@@ -164,7 +159,6 @@ def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
 
 
 def _finite(number: Any, verb: str) -> float:
-    """A number that a delta is multiplied or divided by."""
     size: Any = abs(number) if isinstance(number, Real) else math.inf
     if not size <= sys.float_info.max:  # nor is NaN
         raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")
@@ -179,19 +173,17 @@ def change(part: TensorDelta, base: Tensor) -> Tensor:
 def _combine(name: str, parts: list[tuple[float, TensorDelta]], target: Tensor, kind: str) -> TensorDelta | None:
     """The weighted sum of one tensor's changes, over the union of their entries that end up changed."""
     bases = [plan_entries(name, part, target).old for _, part in parts]  # checked
-    indices = torch.cat([part.indices for _, part in parts]).unique()
+    indices, terms = torch.cat([part.indices for _, part in parts]).unique(return_counts=True)
     base = torch.empty_like(indices, dtype=target.dtype)
     total = torch.zeros_like(indices, dtype=torch.float64)
-    touched = torch.zeros_like(indices)
     places = [torch.searchsorted(indices, part.indices) for _, part in parts]
     for (factor, part), old, at in zip(parts, bases, places, strict=True):
         base[at] = old
         total[at] += factor * change(part, old)
-        touched[at] += 1
     new = (base.double() + total).to(target.dtype)
     for (factor, part), at in zip(parts, places, strict=True):
         if factor == 1 and part.kind == "replace":  # no arithmetic where none is asked for
-            alone = touched[at] == 1
+            alone = terms[at] == 1
             new[at[alone]] = part.values[alone].to(target.dtype)
     values = new if kind == "replace" else total.to(torch.promote_types(target.dtype, torch.float32))
     kept = as_bits(values) != as_bits(base) if kind == "replace" else values != 0

@@ -24,7 +24,7 @@ def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool =
     old, new = open_base(base), open_base(tuned)
     ties = {} if isinstance(new, Checkpoint) else tied_names(new)
     names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]
-    _check_comparable(names, old, new, ties.values())
+    _check_comparable(names, old, ties.values())
     dense: dict[str, Tensor] = {}
     found: dict[str, tuple[Tensor, Tensor]] = {}  # changed positions by tensor and, with a budget, by how much
     changed, squared = 0, 0.0
@@ -72,7 +72,7 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
     return {name: (indices[mask], own[mask]) for (name, (indices, own)), mask in masked if bool(mask.any())}
 
 
-def _check_comparable(names: list[str], old: NamedTensors, new: NamedTensors, ties: Iterable[list[str]]) -> None:
+def _check_comparable(names: list[str], old: NamedTensors, ties: Iterable[list[str]]) -> None:
     """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
         raise BaseMismatchError(f"`{wrapped[0]}` is a layer with PEFT's adapter: merge it, `model.merge_and_unload()`.")

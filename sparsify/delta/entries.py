@@ -52,14 +52,29 @@ class TensorDelta:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        indices, numel = self.indices, math.prod(self.shape)
+        indices, values, is_drawn = self.indices, self.values, self.initializer is not None
+        kinds, dtypes = KINDS[:1] if is_drawn else KINDS, DTYPES.values()
+        require(self.kind in kinds, "kind is", self.kind, one_of(kinds))
+        require(self.dtype in dtypes, "dtype is", self.dtype, one_of(dtypes))
+        require(indices.dtype == torch.int64, "indices are", indices.dtype, "torch.int64")
+        fits = values.dtype in dtypes and (self.kind == "add" or values.dtype == self.dtype)
+        require(fits, "values are", values.dtype, f"the base's {self.dtype} for kind {self.kind!r}")
+        if indices.dim() != 1 or values.shape != indices.shape or self.count < (not is_drawn):
+            shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
+            raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
+        sha, scheme = self.base_sha256, self.quantization
+        require(is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
+        expected = "None, or 1 to 100 characters of printable ASCII where the tensor is not drawn"
+        fits = scheme is None or (not is_drawn and is_text("[ -~]{1,100}", scheme))
+        require(fits, "quantization is", scheme, expected)
+        for device in (indices.device, values.device):
+            require(device.type == "cpu", "indices or values are on", device, "both on cpu")
         if bool((indices[1:] <= indices[:-1]).any()):
             raise SparsifyError("indices are not strictly increasing")
-        if self.count and not 0 <= int(indices[0]) <= int(indices[-1]) < numel:
-            ends = f"they go from {int(indices[0])} to {int(indices[-1])}, in a tensor of {numel} entries"
-            raise SparsifyError(f"indices are out of range: {ends}")
-        if bad := int((~self.values.isfinite()).sum()):
+        if self.count and not 0 <= int(indices[0]) <= int(indices[-1]) < math.prod(self.shape):
+            ends = f"from {int(indices[0])} to {int(indices[-1])}, in a tensor of {math.prod(self.shape)} entries"
+            raise SparsifyError(f"indices are out of range: they go {ends}")
+        if bad := int((~values.isfinite()).sum()):
             remedy = "take a delta from before the training diverged."
             raise SparsifyError(f"{bad} of {self.count} values are not finite: {remedy}")
 
@@ -114,52 +129,27 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
     if stored.dim() != 1 or stored.dtype not in (torch.uint16, torch.uint32, torch.uint64):
         expected = "expected one dimension of uint16, uint32 or uint64"
         raise DeltaFormatError(f"indices are {stored.dtype} of shape {tuple(stored.shape)}, {expected}")
-    is_gaps, found = stored.dtype == torch.uint16, stored.numel()
-    if is_gaps:
-        found -= sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in stored.split(_CHUNK))
+    # by chunks: each number of a gap stream takes 30 bytes while it is decoded
+    chunks = stored.split(_CHUNK) if stored.dtype == torch.uint16 else ()
+    found = stored.numel() - sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in chunks)
     if found != count:
         raise DeltaFormatError(f"indices hold {found} entries, expected {count}")
-    return _decode_gaps(stored, count) if is_gaps else stored.to(torch.int64)
-
-
-def _decode_gaps(stored: Tensor, count: int) -> Tensor:
-    """Positions (count,) from gaps (count or more,), by chunks: each number takes 30 bytes while it is decoded."""
+    if not chunks:
+        return stored.to(torch.int64)
     if stored.numel() and int(stored[-1]) == ESCAPE:
         raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
     indices = torch.empty(count, dtype=torch.int64, device=stored.device)
     done, position = 0, -1
-    for chunk in stored.split(_CHUNK):
+    for chunk in chunks:
         stream = chunk.to(torch.int64)
         is_entry = stream != ESCAPE
         # an escape skips 65535 positions, an entry its gap and itself
         positions = (stream + is_entry).cumsum(0) + position
-        found = positions[is_entry]
-        indices[done : done + found.numel()] = found
-        done += found.numel()
+        entries = positions[is_entry]
+        indices[done : done + entries.numel()] = entries
+        done += entries.numel()
         position = int(positions[-1:].sum())  # [-1:]: there may be no number
     return indices
-
-
-def _check_types(tensor: TensorDelta) -> None:
-    """Raises unless kind, dtypes, devices and counts of a tensor's parts fit together."""
-    indices, values, quantization = tensor.indices, tensor.values, tensor.quantization
-    is_drawn = tensor.initializer is not None
-    kinds, dtypes = KINDS[:1] if is_drawn else KINDS, DTYPES.values()
-    require(tensor.kind in kinds, "kind is", tensor.kind, one_of(kinds))
-    require(tensor.dtype in dtypes, "dtype is", tensor.dtype, one_of(dtypes))
-    require(indices.dtype == torch.int64, "indices are", indices.dtype, "torch.int64")
-    fits = values.dtype in dtypes and (tensor.kind == "add" or values.dtype == tensor.dtype)
-    require(fits, "values are", values.dtype, f"the base's {tensor.dtype} for kind {tensor.kind!r}")
-    if indices.dim() != 1 or values.shape != indices.shape or indices.numel() < (not is_drawn):
-        shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
-        raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
-    sha = tensor.base_sha256
-    require(_is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
-    fits = quantization is None or (not is_drawn and _is_text("[ -~]{1,100}", quantization))
-    expected = "None, or 1 to 100 characters of printable ASCII where the tensor is not drawn"
-    require(fits, "quantization is", quantization, expected)
-    for device in (indices.device, values.device):
-        require(device.type == "cpu", "indices or values are on", device, "both on cpu")
 
 
 def require(fits: bool, what: str, found: object, expected: str) -> None:
@@ -172,5 +162,5 @@ def one_of(names: Iterable[object]) -> str:
     return f"one of {', '.join(map(str, names))}"
 
 
-def _is_text(pattern: str, value: object) -> bool:
+def is_text(pattern: str, value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None

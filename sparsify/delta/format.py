@@ -1,7 +1,6 @@
 """Reads and writes the delta file, ``sparse_delta.safetensors``.
 
-In and out: entries by tensor name, dense tensors, and a config. ``format.md``, next to this module, specifies the file
-to the byte, and the checks of a reader.
+``format.md``, next to this module, specifies the file to the byte, and the checks of a reader.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def to_bytes(
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
         most = f"more than the {MAX_HEADER_BYTES:,} that a reader accepts: shorten `config`, or split the delta."
         raise SparsifyError(f"the delta's header takes {header_bytes:,} bytes, {most}")
-    document[PAYLOAD_KEY] = payload_digest(data)
+    document[PAYLOAD_KEY] = _payload_digest(data)
     fill_in(data, placeholder, document[PAYLOAD_KEY])
     return data, document
 
@@ -96,7 +95,7 @@ def fill_in(data: bytearray, placeholder: str, digest: str) -> None:
     data[start : start + len(digest)] = digest.encode()
 
 
-def payload_digest(data: bytes | bytearray) -> str:
+def _payload_digest(data: bytes | bytearray) -> str:
     return hashlib.sha256(memoryview(data)[header_end(data) :]).hexdigest()
 
 
@@ -119,10 +118,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 
 
 def read(path: StrPath) -> DeltaParts:
-    """Reads a delta file, and checks everything about it that can be checked without the base.
-
-    Returns:
-        Its contents, in memory of their own: the file may be deleted or replaced.
+    """Reads a delta file into memory, and checks everything about it that can be checked without the base.
 
     Raises:
         DeltaFormatError: when anything in the file is not as ``format.md`` says, or it is no regular file.
@@ -130,37 +126,6 @@ def read(path: StrPath) -> DeltaParts:
     """
     with _opened(path) as file:
         return read_contents(file, *read_header(file))[0]
-
-
-def read_contents(
-    file: BinaryIO, header: Mapping[str, Any], document: Mapping[str, Any], optional: Set[str] = frozenset()
-) -> tuple[DeltaParts, dict[str, Tensor]]:
-    """Reads and checks what comes after :func:`read_header`: the delta, and the ``optional`` tensors by key."""
-    records, whole = document["tensors"], document["whole"]
-    present = set(header) - {"__metadata__"}
-    _check_keys(present - optional, records, whole)
-    file.seek(0)
-    data = file.read()
-    if document.get(PAYLOAD_KEY) not in (None, payload_digest(data)):  # not in a file of version 1
-        raise DeltaFormatError("its payload does not have the SHA-256 that its metadata records: it was damaged")
-    with torch.device("cpu"):  # whatever the default device is
-        stored = _stored(data)
-    tensors = {name: _restore(name, record, stored) for name, record in records.items()}
-    dense = {name: stored[f"{name}.whole"] for name in whole}
-    for name, tensor in dense.items():
-        if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
-            dense[name] = tensor.view(torch.uint8) != 0
-    return (tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
-
-
-def _stored(data: bytes) -> dict[str, Tensor]:
-    """The stored tensors by key; float4 and the like can only be read from a file of their own."""
-    try:
-        return safetensors.torch.load(data)
-    except KeyError:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, FILE_NAME).write_bytes(data)
-            return safetensors.torch.load_file(Path(folder, FILE_NAME))
 
 
 def payload_hash(path: StrPath) -> str | None:
@@ -201,13 +166,39 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
     return header, parse(header)
 
 
-def _check_keys(present: set[str], records: Mapping[str, Any], whole: list[str]) -> None:
-    """Raises unless the file holds exactly the tensors that its metadata names."""
+def read_contents(
+    file: BinaryIO, header: Mapping[str, Any], document: Mapping[str, Any], optional: Set[str] = frozenset()
+) -> tuple[DeltaParts, dict[str, Tensor]]:
+    """Reads and checks what comes after :func:`read_header`: the delta, and the ``optional`` tensors by key."""
+    records, whole = document["tensors"], document["whole"]
+    present = set(header) - {"__metadata__"}
     expected = {f"{name}.{role}" for name in records for role in ("indices", "values")}
     expected |= {f"{name}.whole" for name in whole}
-    if wrong := sorted(expected ^ present):
+    if wrong := sorted(expected ^ (present - optional)):
         problem = "is missing" if wrong[0] in expected else "is there"
         raise DeltaFormatError(f"`{wrong[0]:.120}` {problem}, contrary to its metadata ({len(wrong)} such in all)")
+    file.seek(0)
+    data = file.read()
+    if document.get(PAYLOAD_KEY) not in (None, _payload_digest(data)):  # not in a file of version 1
+        raise DeltaFormatError("its payload does not have the SHA-256 that its metadata records: it was damaged")
+    with torch.device("cpu"):  # whatever the default device is
+        stored = _stored(data)
+    tensors = {name: _restore(name, record, stored) for name, record in records.items()}
+    dense = {name: stored[f"{name}.whole"] for name in whole}
+    for name, tensor in dense.items():
+        if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
+            dense[name] = tensor.view(torch.uint8) != 0
+    return (tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
+
+
+def _stored(data: bytes) -> dict[str, Tensor]:
+    """The stored tensors by key; float4 and the like can only be read from a file of their own."""
+    try:
+        return safetensors.torch.load(data)
+    except KeyError:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, FILE_NAME).write_bytes(data)
+            return safetensors.torch.load_file(Path(folder, FILE_NAME))
 
 
 def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelta:
@@ -223,9 +214,9 @@ def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelt
         require(type(count) is int, "`count` is", count, "an integer")
         if recipe is not None:
             check_object("`drawn`", recipe, {field.name for field in fields(InitializerRecipe)})
+            recipe = InitializerRecipe(**recipe)
         indices, values = decode_indices(stored[f"{name}.indices"], count), stored[f"{name}.values"]
         kind, sha, quantization = record.get("kind", "replace"), record["base_sha256"], record.get("quantization")
-        drawn = None if recipe is None else InitializerRecipe(**recipe)
-        return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, drawn, quantization)
+        return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, recipe, quantization)
     except SparsifyError as error:
         raise DeltaFormatError(f"tensor `{name}`: {error}") from error

@@ -11,8 +11,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from torch import nn
 from tqdm import tqdm
 
 from sparsify.core.devices import put
-from sparsify.delta.check import check_checkpoint
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_json
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
-from sparsify.delta.patches import WeightPatch, patches_of
+from sparsify.delta.patches import WeightPatch, check_checkpoint, patches_of
 from sparsify.errors import SparsifyError
 
 # Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.
@@ -55,12 +53,19 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     if new:
         number = len(file_names) + 1
         file_names = [f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)]
-    with _appearing_folder(out) as folder:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
+        folder = Path(parent) / out.name
+        folder.mkdir()
         _copy_descriptions(source, folder)
         _write_shards({**tensors, **whole}, checkpoint, places, folder, file_names)
-        _write_index(checkpoint, index, new, folder, file_names)
+        if file_names != [WEIGHTS_NAME]:
+            _write_index(checkpoint, index, new, folder, file_names)
         if model_config is not None:
             _write_json(folder / "config.json", model_config)
+        if out.exists():
+            out.rmdir()
+        folder.rename(out)
     return out
 
 
@@ -122,9 +127,7 @@ def _write(stored: Stored, patch: WeightPatch) -> None:
 def _write_index(
     checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, folder: Path, file_names: Sequence[str]
 ) -> None:
-    """Writes the tensors that the base does not have into a shard, and the index where there are shards."""
-    if file_names == [WEIGHTS_NAME]:
-        return
+    """Writes the index of the files and, into the last one, the tensors that the base does not have."""
     name_of = dict(zip(checkpoint.files, file_names, strict=False))
     weight_map = {key: name_of[stored.file] for key, stored in checkpoint.stored.items()}
     metadata = index.get("metadata")
@@ -167,19 +170,6 @@ def _check_folders(base: Any, out: StrPath) -> tuple[Path, Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SparsifyError(f"`{out}` is there already and is not an empty folder: delete it, or give another one.")
     return source, out
-
-
-@contextmanager
-def _appearing_folder(out: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which is renamed to ``out`` when the block ends without an error."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
-        folder = Path(parent) / out.name
-        folder.mkdir()
-        yield folder
-        if out.exists():
-            out.rmdir()
-        folder.rename(out)
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         check_not_drawn(delta.tensors, "a comparison")
     common = [name for name in a.tensors if name in b.tensors]
     bases = None if base is None else find_base(common, base)
-    shared, opposed, by_tensor, dtypes = 0, 0, {}, []
+    opposed, by_tensor, dtypes = 0, {}, []
     products = torch.zeros(3, dtype=torch.float64)  # a.b, a.a, b.b
     for name in common:
         parts = a.tensors[name], b.tensors[name]
@@ -72,7 +72,6 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         at = [torch.isin(mine.indices, other.indices, assume_unique=True) for mine, other in (parts, parts[::-1])]
         if count := int(at[0].sum()):
             by_tensor[name] = count
-        shared += count
         if bases is not None:
             target = base_tensor(name, bases)
             dtypes += [(name, part.dtype, target.dtype) for part in parts]
@@ -81,10 +80,11 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
             products += torch.stack([left @ right, left @ left, right @ right])
             opposed += int((left * right < 0).sum())
     warn_of_casts(dtypes, "the base", stacklevel=3)
-    cosine = float(products[0] / (products[1] * products[2]).sqrt())
+    shared = sum(by_tensor.values())
+    union, by_tensor = a.num_entries + b.num_entries - shared, dict(sorted(by_tensor.items()))
     both = a.whole.keys() & b.whole.keys()
     conflicting = tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name])))
-    union, by_tensor = a.num_entries + b.num_entries - shared, dict(sorted(by_tensor.items()))
     if base is None:
         return Overlap(shared, union, None, None, by_tensor, conflicting)
+    cosine = float(products[0] / (products[1] * products[2]).sqrt())
     return Overlap(shared, union, cosine, opposed, by_tensor, conflicting)

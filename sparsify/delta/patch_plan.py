@@ -1,7 +1,5 @@
 """What goes onto a base model and off again: writes that are planned and checked before the first is carried out.
 
-    base model --apply--> the trained model --swap--> another one --revert--> the base
-
 Each :class:`PlannedWrite` keeps the values that it replaces, so that an undo restores every bit.
 """
 
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names, check_plain, named_tensors, near_names
-from sparsify.common.quantized import TRANSPOSED
+from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
@@ -28,7 +26,8 @@ from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
-_PLAIN = (Tensor, nn.Parameter)  # types of tensors that are not quantized
+_LOAD_BASE = "Load the base that the delta was trained on."
+_BUILD_MODULE = "The delta stores it whole: build the model with that head or module first, as it was in training."
 
 
 class PlannedWrite(NamedTuple):
@@ -43,12 +42,6 @@ class PlannedWrite(NamedTuple):
     old: Tensor
     new: Tensor
     checked: bool = True
-
-    @property
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices, old and new values (count,)."""
-        assert self.indices is not None
-        return self.indices, self.old, self.new
 
     def fits(self, target: Tensor) -> bool:
         """Whether the tensor has the write's shape and, where that is checked, holds ``old``, in its present dtype."""
@@ -85,12 +78,9 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     available = named_tensors(model)
     names, dense = list(names), set(dense)
     if missing := [name for name in names if name not in available]:
-        remedy = "Load the base that the delta was trained on."
-        if missing[0] in dense:
-            remedy = "The delta stores it whole: build the model with that head or module first, as it was in training."
         raise BaseMismatchError(
             f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}; "
-            f"{counted(len(missing), 'name')} missing in all. {remedy}"
+            f"{counted(len(missing), 'name')} missing in all. {_BUILD_MODULE if missing[0] in dense else _LOAD_BASE}"
         )
     targets = {name: available[name] for name in names}
     first_names: dict[tuple[torch.device, int], str] = {}
@@ -103,8 +93,8 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
                 f"`{first}` and `{name}` are one tensor in this model and two in the delta: load the base with these "
                 "weights untied, as it was in training."
             )
-    special = {name: tensor for name, tensor in targets.items() if type(tensor) not in _PLAIN and name not in dense}
-    return targets | with_quantized_deltas(special, model) if special else targets
+    quantized = {name: tensor for name, tensor in targets.items() if name not in dense and is_quantized(tensor)}
+    return targets | with_quantized_deltas(quantized, model) if quantized else targets
 
 
 def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module, *, warn: bool = True) -> PatchPlan:
@@ -114,9 +104,8 @@ def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module, *, 
     plan = [plan_entries(name, part, targets[name]) for name, part in tensors.items()]
     plan += [plan_dense(name, tensor, targets[name]) for name, tensor in whole.items()]
     if warn:
-        parts: list[TensorDelta | Tensor] = [*tensors.values(), *whole.values()]
-        dtypes = [(write.name, part.dtype, write.old.dtype) for write, part in zip(plan, parts, strict=True)]
-        warn_of_casts(dtypes, stacklevel=5)
+        parts: dict[str, TensorDelta | Tensor] = {**tensors, **whole}
+        warn_of_casts([(write.name, parts[write.name].dtype, write.old.dtype) for write in plan], stacklevel=5)
     return plan
 
 
@@ -217,9 +206,7 @@ def check_fits(
 ) -> None:
     """Raises where a base's tensor has another shape than a delta's, or cannot hold its values."""
     is_dense = isinstance(part, Tensor)
-    remedy = "Give the base that the delta was trained on."
-    if is_dense:
-        remedy = "The delta stores it whole: build the model with that head or module as it was in training."
+    remedy = _BUILD_MODULE if is_dense else _LOAD_BASE
     if tuple(shape) != tuple(part.shape):
         shapes = f"has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta"
         raise BaseMismatchError(f"tensor `{name}` {shapes}. {remedy}")
@@ -267,16 +254,29 @@ def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
     write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
 
 
+@contextmanager
+def undone(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> Iterator[None]:
+    """Undoes a plan, and carries it out again where the ``with`` block fails."""
+    undo_plan(plan, model, remedy)
+    try:
+        yield
+    except BaseException:
+        write_plan(plan, model)
+        raise
+
+
+@torch.no_grad()
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    source, indices = tensor.detach(), on_device(indices, tensor.device)
-    if isinstance(source, Tensor) and source.is_contiguous():
-        return source.view(-1).index_select(0, indices).cpu()  # faster than take
-    return source.take(indices).cpu()
+    indices = on_device(indices, tensor.device)
+    if isinstance(tensor, Tensor) and tensor.is_contiguous():
+        return tensor.view(-1).index_select(0, indices).cpu()  # faster than take
+    return tensor.take(indices).cpu()
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=runs_ahead(device))
+    """Copies a tensor to a device, without waiting for a GPU's work."""
+    return tensor.to(device, non_blocking=runs_ahead(device))
 
 
 def own_copy(tensor: Tensor) -> Tensor:
@@ -305,8 +305,8 @@ class Applicable(ABC):
         """Writes the delta's values into a base model, in place, after all checks; returns the model.
 
         A base in another dtype than in training, or not quantized as then, cannot be checked: one warning says so, and
-        the values are cast or added. Over a quantized weight nothing is written: the trained entries' part of its
-        layer's output is added to that, and no state dict holds them.
+        the values are cast or added. A quantized weight is not written to: what its trained entries add to the layer's
+        output is added there, and no state dict holds them.
 
         Args:
             model: the base that the delta was trained on, wrapped or not, on any device.
@@ -317,7 +317,10 @@ class Applicable(ABC):
         """
         if model in self._applied:
             raise SparsifyError("this delta is already applied to this model: call `revert(model)` first.")
-        self._write(self.plan(model), model)
+        plan = self.plan(model)
+        with uninterrupted():
+            write_plan(plan, model)
+            self._applied[model] = plan
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
@@ -326,7 +329,13 @@ class Applicable(ABC):
         Raises:
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
         """
-        self._undo(model)
+        if model not in self._applied:
+            raise SparsifyError(
+                "this delta is not applied to this model: pass the object that `apply` got, not a copy or a wrapper."
+            )
+        with uninterrupted():
+            undo_plan(self._applied[model], model)
+            del self._applied[model]
         return model
 
     def swap(self, model: nn.Module, other: Applicable) -> nn.Module:
@@ -336,11 +345,13 @@ class Applicable(ABC):
             SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
         """
         with uninterrupted():
-            plan = self._undo(model)
+            plan = self._applied.get(model, [])
+            self.revert(model)
             try:
                 return other.apply(model)
             except BaseException:
-                self._write(plan, model)
+                write_plan(plan, model)
+                self._applied[model] = plan
                 raise
 
     @contextmanager
@@ -351,17 +362,3 @@ class Applicable(ABC):
             yield model
         finally:
             self.revert(model)
-
-    def _write(self, plan: PatchPlan, model: nn.Module) -> None:
-        with uninterrupted():
-            write_plan(plan, model)
-            self._applied[model] = plan
-
-    def _undo(self, model: nn.Module) -> PatchPlan:
-        if model not in self._applied:
-            raise SparsifyError(
-                "this delta is not applied to this model: pass the object that `apply` got, not a copy or a wrapper."
-            )
-        with uninterrupted():
-            undo_plan(self._applied[model], model)
-            return self._applied.pop(model)

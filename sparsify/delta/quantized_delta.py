@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.quantized import is_quantized, quantized_weight, unreadable
+from sparsify.common.quantized import quantized_weight, unreadable
 from sparsify.common.raw_bits import as_bits
 from sparsify.core.devices import put
 from sparsify.errors import BaseMismatchError
@@ -25,49 +25,29 @@ _HANDLE = "_sparsify_quantized_delta"  # attribute of a layer with a delta: the 
 class QuantizedDelta:
     """A module's quantized weight and the entries written over it, with the tensor methods that patch plans use."""
 
-    is_meta = False
-
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._module = module
-        objection = None if has_quantized_delta(module) else unreadable(module, before="the delta is applied")
+        is_written = has_quantized_delta(module)
+        objection = None if is_written else unreadable(module, before="the delta is applied")
         if objection is not None or not isinstance(module, nn.Linear):
             raise BaseMismatchError(
                 f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}. "
                 "Nothing can be applied to it; apply the delta to a base that is dequantized, or was never quantized."
             )
-
-    @property
-    def shape(self) -> torch.Size:
-        return quantized_weight(self._module).shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        values: Tensor | None = getattr(self._module, BUFFERS[2], None)
-        return quantized_weight(self._module).dtype if values is None else values.dtype
-
-    @property
-    def scheme(self) -> str:
-        return quantized_weight(self._module).scheme
-
-    @property
-    def device(self) -> torch.device:
-        return self._module._parameters["weight"].device  # type: ignore[union-attr]
-
-    def data_ptr(self) -> int:
-        return id(self._module)
-
-    def detach(self) -> QuantizedDelta:
-        return self
+        weight = quantized_weight(module)
+        self._module, self._dequantize = module, weight.dequantize
+        self.shape, self.scheme, self.device = weight.shape, weight.scheme, module.weight.device
+        self.dtype: torch.dtype = getattr(module, BUFFERS[2]).dtype if is_written else weight.dtype
 
     def take(self, indices: Tensor) -> Tensor:
         """The effective values (n,) at flat indices (n,)."""
         known, _, values = self._entries()
         if bool(torch.isin(indices, known).all()):
             return values[torch.searchsorted(known, indices)]
-        return put(quantized_weight(self._module).dequantize(), known, values.to(self.dtype)).take(indices)
+        return put(self._dequantize(), known, values.to(self.dtype)).take(indices)
 
     def put(self, indices: Tensor, values: Tensor) -> None:
         """Writes values (n,) at flat indices (n,); entries that then equal the base's are dropped."""
+        module = self._module
         with torch.inference_mode(False), torch.no_grad():  # the buffers have to be usable in training, too
             known, base, old = self._entries()
             new = indices[torch.isin(indices, known, invert=True)]
@@ -76,42 +56,32 @@ class QuantizedDelta:
             effective = torch.cat([old, base.new_empty(new.numel())])[order]
             effective[torch.searchsorted(union, indices)] = values.to(effective)
             kept = as_bits(effective) != as_bits(base)
-            self._keep(union[kept], base[kept], effective[kept])
+            if bool(kept.any()):
+                for name, part in zip(BUFFERS, (union, base, effective), strict=True):
+                    module.register_buffer(name, part[kept], persistent=False)
+                if _HANDLE not in module.__dict__:
+                    module.__dict__[_HANDLE] = module.register_forward_hook(_add_delta, with_kwargs=True)
+            elif has_quantized_delta(module):
+                module.__dict__.pop(_HANDLE).remove()
+                for name in BUFFERS:
+                    delattr(module, name)
 
     def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The buffers' tensors, (k,) each."""
         if has_quantized_delta(self._module):
             indices, base, values = (getattr(self._module, name) for name in BUFFERS)
             return indices, base, values
         none = torch.empty(0, dtype=self.dtype, device=self.device)
         return none.long(), none, none
 
-    def _keep(self, *entries: Tensor) -> None:
-        """Puts the entries into the layer's buffers, or removes buffers and hook where there is no entry."""
-        module = self._module
-        if entries[0].numel():
-            for name, buffer in zip(BUFFERS, entries, strict=True):
-                module.register_buffer(name, buffer, persistent=False)
-            if _HANDLE not in module.__dict__:
-                module.__dict__[_HANDLE] = module.register_forward_hook(_add_delta, with_kwargs=True)
-        elif has_quantized_delta(module):
-            module.__dict__.pop(_HANDLE).remove()
-            for name in BUFFERS:
-                delattr(module, name)
-
 
 def has_quantized_delta(module: nn.Module) -> bool:
-    """Whether a delta is applied over the module's quantized weight."""
     return BUFFERS[0] in module._buffers
 
 
 def with_quantized_deltas(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Any]:
-    """The tensors by name, each quantized one as a :class:`QuantizedDelta`."""
+    """A :class:`QuantizedDelta` for each quantized weight, by name."""
     owners = {id(module._parameters.get("weight")): module for module in model.modules()}
-    return {
-        name: QuantizedDelta(name, owners[id(tensor)]) if is_quantized(tensor) and id(tensor) in owners else tensor
-        for name, tensor in tensors.items()
-    }
+    return {name: QuantizedDelta(name, owners[id(own)]) for name, own in tensors.items() if id(own) in owners}
 
 
 def _add_delta(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:

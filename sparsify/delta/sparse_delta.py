@@ -19,13 +19,12 @@ from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
-from sparsify.delta.check import CheckReport, check_base
 from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.merge import merge
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
-from sparsify.delta.patches import WeightPatch, make_patches
+from sparsify.delta.patches import CheckReport, WeightPatch, check_base, make_patches
 from sparsify.delta.peft_files import read_adapter
 from sparsify.errors import SparsifyError
 
@@ -93,13 +92,10 @@ class SparseDelta(Summable):
         cls, path: StrPath, *, revision: str | None = None, token: str | bool | None = None,
         cache_dir: StrPath | None = None, local_files_only: bool = False,
     ) -> SparseDelta:  # fmt: skip
-        """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub.
-
-        The payload is compared with its SHA-256, which takes about a second a gigabyte.
+        """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub; all of it is checked.
 
         Args:
-            path: the folder, or the file itself; or the id of a repository on the hub, ``"user/name"``, that is no path
-                here.
+            path: the folder or the file; or, unless a path is called so, a repository on the hub, ``"user/name"``.
             revision: of the repository: branch, tag or commit.
             token: for the hub: a token, ``True`` for the stored one, ``False`` for none.
             cache_dir: where to keep what the hub sent; huggingface_hub's cache by default.
@@ -120,8 +116,7 @@ class SparseDelta(Summable):
 
         Args:
             base: the pretrained model, plain, or the path of its checkpoint, which is read a tensor at a time.
-            tuned: the fine-tuned model, or the path of its checkpoint. Tensors that the base lacks are stored whole;
-                those that only the base has are left out.
+            tuned: the fine-tuned model, likewise. Tensors that only it has are stored whole; others are left out.
             budget: keep the entries with the largest absolute change only, in the whole model; all by default.
             progress: show a progress bar.
 
@@ -150,7 +145,7 @@ class SparseDelta(Summable):
 
         Args:
             path: a folder, made if need be, that gets ``sparse_delta.safetensors``, and ``sparse_delta_config.json``
-                for people to read. A path that ends in ``.safetensors`` is the file itself, and all that is written.
+                for people to read; or a path that ends in ``.safetensors``, of the only file that is written.
 
         Raises:
             SparsifyError: when ``config`` does not go into JSON, or the path is that of another file.
@@ -180,20 +175,19 @@ class SparseDelta(Summable):
         Raises:
             SparsifyError: when the hub does not take it.
         """
-        options: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
-        return hub.push(self.tensors, self.whole, self.config, repo_id, message=commit_message, **options)
+        return hub.push(
+            self.tensors, self.whole, self.config, repo_id,
+            private=private, token=token, revision=revision, create_pr=create_pr, message=commit_message,
+        )  # fmt: skip
 
     def plan(self, model: nn.Module) -> PatchPlan:
         return plan_delta(self.tensors, self.whole, model)
 
     def check(self, base: Base) -> CheckReport:
-        """Checks whether a base is the one that the delta was trained on; nothing is changed.
+        """Checks whether a base is the one that the delta was trained on; nothing is changed. Returns a report.
 
         Args:
             base: a model, or the path of a checkpoint, of which only the pages with changed entries are read.
-
-        Returns:
-            A report, to be printed.
 
         Raises:
             BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
@@ -202,7 +196,7 @@ class SparseDelta(Summable):
         return check_base(self.tensors, self.whole, base)
 
     def merge(self, base: StrPath, out: StrPath) -> Path:
-        """Writes the trained model as an ordinary checkpoint, shard by shard, in the memory of one tensor.
+        """Writes the trained model as an ordinary checkpoint, in the memory of one tensor; returns the path of ``out``.
 
         The new folder appears complete or not at all. The base's config, tokenizer and the like are copied; dense
         tensors that the base lacks go into a shard of their own.
@@ -210,9 +204,6 @@ class SparseDelta(Summable):
         Args:
             base: the folder of the checkpoint that the delta was trained on, in safetensors files.
             out: the folder to write; it must not exist, or be empty.
-
-        Returns:
-            The path of ``out``.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the delta's base.
@@ -224,13 +215,12 @@ class SparseDelta(Summable):
     def patches(self, checkpoint: StrPath | None = None) -> Iterator[WeightPatch]:
         """Yields the delta as patches of a checkpoint's tensors, the form in which inference engines take weights.
 
-        Args:
-            checkpoint: the path of the checkpoint that the engine has loaded. Patches have its names, shapes and dtypes
-                then, and everything is checked before the first; otherwise those of the model at run time.
+        Patches of changed entries come first. Those of tensors stored whole have no ``indices`` where they replace all
+        of a stored tensor.
 
-        Returns:
-            Patches of changed entries, then those of tensors stored whole, whose ``indices`` are None where all of a
-            stored tensor is replaced.
+        Args:
+            checkpoint: the path of the checkpoint that the engine has loaded, against which everything is checked
+                first: patches have its names, shapes and dtypes; by default those of the model at run time.
 
         Raises:
             BaseMismatchError: when the checkpoint is not that of the delta's base.

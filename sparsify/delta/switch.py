@@ -14,7 +14,7 @@ from torch import nn
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import near_names
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.patch_plan import PatchPlan, undo_plan, write_plan
+from sparsify.delta.patch_plan import PatchPlan, undone, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
@@ -114,20 +114,11 @@ class DeltaSwitch:
         return f"DeltaSwitch({', '.join(f'*{name}' if name == self.active else name for name in self._plans)})"
 
     def _switch(self, name: str | None) -> None:
-        before = self.active
-        if name == before:
-            return
-        with uninterrupted():
-            if before is not None:
-                undo_plan(self._plans[before], self.model)
-            try:
-                if name is not None:
-                    write_plan(self._plans[name], self.model)
-            except BaseException:
-                if before is not None:
-                    write_plan(self._plans[before], self.model)
-                raise
-            self.active = name
+        if name != self.active:
+            before, after = ([] if key is None else self._plans[key] for key in (self.active, name))
+            with uninterrupted(), undone(before, self.model):
+                write_plan(after, self.model)
+                self.active = name
 
     def _check_name(self, name: str) -> None:
         if name not in self._plans:

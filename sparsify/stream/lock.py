@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from sparsify.errors import SparsifyError
 
@@ -16,8 +16,7 @@ class ReadWriteLock:
     """Readers and writers take turns: a writer waits for the readings in progress, later readings wait for the writer.
 
     A thread may read within its own reading, also while a writer waits. Readings may overlap in one thread, and end in
-    another one, as those of asyncio's tasks and of generators do. Writers poll: Ctrl-C would find a condition variable
-    with its lock held, whereas single operations of a dictionary begin and end a reading.
+    another one, as asyncio's tasks and generators do. Writers poll: Ctrl-C could leave a condition variable locked.
     """
 
     def __init__(self) -> None:
@@ -34,11 +33,8 @@ class ReadWriteLock:
         """Keeps writers out for the length of a ``with`` block."""
         reading, thread = object(), threading.current_thread()
         try:
-            if self._is_reading():
+            with nullcontext() if self._is_reading() else self._door:
                 self._readings[reading] = thread
-            else:
-                with self._door:
-                    self._readings[reading] = thread
             yield
         finally:
             self._readings.pop(reading, None)

@@ -3,8 +3,7 @@
     model in training --DeltaPublisher.update()--> bytes --any transport--> DeltaSubscriber.apply() --> plain base model
                        DeltaPublisher.snapshot()   a whole version, for a follower that lacks the one before
 
-The versions of one publisher are a chain: they are counted from 0 and have a random id in common. ``format.md``
-specifies the bytes.
+The versions of one publisher are a chain: they are counted from 0 and have a random id in common.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from sparsify.delta.entries import StrPath
 from sparsify.delta.metadata import check_not_extended
 from sparsify.delta.patches import WeightPatch, make_patches
 from sparsify.errors import SparsifyError
-from sparsify.stream.messages import write_snapshot, write_update
-from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference
+from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference, write_message
 
 _MAX_INDEX = 2**31 - 1
 
@@ -30,8 +28,8 @@ _MAX_INDEX = 2**31 - 1
 class DeltaUpdate:
     """A version of a model in training, as a message to its followers: ``bytes(update)`` are what to send.
 
-    It does not change any more: any thread may ask for its bytes, which are made once. It holds the two versions that
-    it is between: to keep many, keep their bytes.
+    Any thread may ask for its bytes, which are made once. It holds the two versions that it is between: to keep many,
+    keep their bytes.
 
     Attributes:
         chain: the publisher's id.
@@ -45,17 +43,16 @@ class DeltaUpdate:
     @property
     def is_snapshot(self) -> bool:
         """Whether it makes its version from the base; otherwise from the version before."""
-        return self._changes is None
+        return self._changes.known is None
 
     @cached_property
-    def _changes(self) -> Changes | None:
-        return None if self._before is None else difference(self._before, self._state)
+    def _changes(self) -> Changes:
+        update = None if self._before is None else difference(self._before, self._state)
+        return update or self._state.snapshot()
 
     @cached_property
     def _bytes(self) -> bytes:
-        if self._changes is None:
-            return write_snapshot(self.chain, self.version, self._state)
-        return write_update(self.chain, self.version, self._changes)
+        return write_message(self.chain, self.version, self._changes, self._state.config)
 
     def __bytes__(self) -> bytes:
         return self._bytes
@@ -77,7 +74,7 @@ class DeltaUpdate:
         """
         check_not_extended(self._state.config, "patches")
         if self._before is None:
-            tensors, whole, _ = self._state.delta_parts()
+            tensors, whole = self._changes.tensors, self._changes.whole
         else:
             if gone := sorted(self._before.whole.keys() - self._state.whole.keys()):
                 remedy = "load the engine's checkpoint afresh, and take the patches of `snapshot()`."
@@ -90,12 +87,10 @@ class DeltaUpdate:
 
 
 class DeltaPublisher:
-    """Makes the messages of a model in training.
+    """Makes the messages of a model in training, of the values that ``SparseDelta.from_model(model)`` would have.
 
-    It keeps the last version in host memory. A version has the values that ``SparseDelta.from_model(model)`` would have
-    at that moment. A new publisher begins a new chain, so that followers of an earlier run notice.
-
-    With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
+    It keeps the last version in host memory. A new publisher begins a new chain, so that followers of an earlier run
+    notice. With FSDP all ranks make a publisher and call ``update()`` together, and one of them sends.
 
     Args:
         model: a model that ``sparsify`` prepared, wrapped or not; what it holds now is version 0.
@@ -110,9 +105,7 @@ class DeltaPublisher:
         >>> publisher, follower = DeltaPublisher(model), sparsify.DeltaSubscriber(base)
         >>> follower.apply(bytes(publisher.snapshot()))
         0
-        >>> optimizer = torch.optim.SGD([model.sparse_values], lr=1)
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> optimizer.step()
+        >>> model.sparse_values.data += 1
         >>> follower.apply(bytes(publisher.update()))
         1
         >>> base.weight.equal(model.weight)

@@ -1,23 +1,39 @@
-"""The receiving end of a stream: keeps a plain model at the last version of a model in training."""
+"""The receiving end of a stream: keeps a plain model at the last version of a model in training.
+
+Message --plan_snapshot, plan_update--> writes to the model, all of them checked before the first
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain
-from sparsify.delta.patch_plan import undo_plan, write_plan
-from sparsify.errors import MissingUpdateError, StaleUpdateError
+from sparsify.delta.entries import TensorDelta
+from sparsify.delta.patch_plan import (
+    PatchPlan,
+    PlannedWrite,
+    find_targets,
+    plan_delta,
+    plan_dense,
+    plan_entries,
+    trained_values,
+    undone,
+    write_plan,
+)
+from sparsify.errors import DeltaFormatError, MissingUpdateError, StaleUpdateError
 from sparsify.stream.lock import ReadWriteLock
-from sparsify.stream.messages import Message, read_message
-from sparsify.stream.plan import Held, plan_snapshot, plan_update
 from sparsify.stream.publisher import DeltaUpdate
+from sparsify.stream.version import Changes, KnownValues, Message, TrainedEntries, read_message
 
 _REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `snapshot()`"
+_SAMPLE = 1024  # values that are compared where an update replaces all
 
 
 class DeltaSubscriber:
@@ -27,8 +43,7 @@ class DeltaSubscriber:
     and written completely or not at all. Threads use the model within :meth:`reading`.
 
     Args:
-        model: the base that the publisher's model was sparsified from, wrapped or not, on any device; it is changed in
-            place.
+        model: the base of the publisher's model, wrapped or not, on any device; it is changed in place.
 
     Attributes:
         model: the base with the version's values in it.
@@ -44,8 +59,8 @@ class DeltaSubscriber:
         self.model = model
         self.chain: str | None = None
         self.version: int | None = None
-        self._held = Held({}, {}, {})
-        self._left: set[str] = set()  # chains that were followed before
+        self._held = Held({}, {})
+        self._left: set[str | None] = set()  # chains that were followed before
         self._lock, self._applying = ReadWriteLock(), threading.Lock()
 
     def apply(self, update: bytes | DeltaUpdate) -> int:
@@ -54,18 +69,22 @@ class DeltaSubscriber:
         Raises:
             DeltaFormatError: when the message is damaged: have it sent again.
             StaleUpdateError: when the model is past it already: drop it.
-            MissingUpdateError: when it does not follow the model's version, or is of another publisher: apply
-                ``snapshot()`` first.
-            BaseMismatchError: when the model is not the base that the publisher's model was sparsified from.
-            SparsifyError: when something else has changed the model: make a new subscriber of a base that is loaded
-                afresh. The model is as before after each of these.
+            MissingUpdateError: when it does not follow the model's version or chain: apply ``snapshot()`` first.
+            BaseMismatchError: when the model is not the base of the publisher's model.
+            SparsifyError: when something else has changed the model: make a new subscriber of a base loaded afresh.
+                After each of these errors the model is as before.
         """
         self._lock.check_not_reading()
         with self._applying:
             message = read_message(bytes(update))
             self._check_order(message)
-            if message.snapshot:
-                self._restart(message)
+            if message.changes.known is None:
+                with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
+                    held = plan_snapshot(message.changes, self.model)
+                    write_plan(held.plan(), self.model)
+                    if self.chain not in (None, message.chain):
+                        self._left.add(self.chain)
+                    self._held, self.chain, self.version = held, message.chain, message.version
             else:
                 steps, held = plan_update(message.changes, self._held, self.model)
                 with self._lock.writing(), uninterrupted():
@@ -83,30 +102,109 @@ class DeltaSubscriber:
             yield self.version
 
     def _check_order(self, message: Message) -> None:
-        """Raises unless a message brings the model to a later version."""
         at = "no version yet" if self.version is None else f"version {self.version}"
         has_left = message.chain in self._left
         if has_left or (message.chain == self.chain and message.version <= (self.version or 0)):
             run, at = ("an earlier run", f"{at} of a later one") if has_left else ("this run", at)
             raise StaleUpdateError(f"this is version {message.version} of {run}, and the model holds {at}: drop it.")
-        if not message.snapshot and (message.chain != self.chain or message.version - 1 != self.version):
+        is_next = message.chain == self.chain and message.version - 1 == self.version
+        if message.changes.known is not None and not is_next:
             other = "" if message.chain == self.chain or self.chain is None else " of another run"
             raise MissingUpdateError(
                 f"this update makes version {message.version} from version {message.version - 1}, and the model holds "
                 f"{at}{other}: ask the publisher for `snapshot()`, and go on with the updates after it."
             )
 
-    def _restart(self, message: Message) -> None:
-        """Brings the model to a snapshot's version, from the base's values."""
-        with self._lock.writing(), uninterrupted():
-            before = self._held.plan
-            undo_plan(before, self.model, _REMEDY)
-            try:
-                held = plan_snapshot(message.changes, self.model)
-                write_plan(held.plan, self.model)
-            except BaseException:
-                write_plan(before, self.model)
-                raise
-            if self.chain is not None and self.chain != message.chain:
-                self._left.add(self.chain)
-            self._held, self.chain, self.version = held, message.chain, message.version
+
+class Held(NamedTuple):
+    """What a follower holds by tensor name: entries over its own base, in the order of the names, and dense tensors."""
+
+    entries: dict[str, TrainedEntries]
+    whole: dict[str, PlannedWrite]
+
+    def plan(self) -> PatchPlan:
+        return [*(_write(name, part) for name, part in self.entries.items()), *self.whole.values()]
+
+
+def plan_snapshot(changes: Changes, model: nn.Module) -> Held:
+    """Plans a whole version on the base; raises where the model is not the base."""
+    plan = {write.name: write for write in plan_delta(changes.tensors, changes.whole, model)}
+    entries = {name: _over(plan[name].old, part) for name, part in sorted(changes.tensors.items())}
+    return Held(entries, {name: plan[name] for name in changes.whole})
+
+
+def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:
+    """Plans an update on the version before; raises where it does not fit what is held, or the model."""
+    entries, whole = dict(held.entries), dict(held.whole)
+    steps: PatchPlan = []
+    known = changes.known or {}
+    for dtype in known:
+        group = {name: part for name, part in held.entries.items() if part.values.dtype == dtype}
+        for name, (places, values) in zip(group, _spread(known[dtype], group.values()), strict=True):
+            if values.numel():
+                part = group[name] if places is None else group[name].at(places)
+                old = _write(name, part).new
+                steps.append(_write(name, part._replace(values=values))._replace(old=old))
+                every = values if places is None else group[name].values.index_put((places,), values)
+                entries[name] = group[name]._replace(values=every)
+    names = [*changes.tensors, *changes.whole]
+    # with all that is held, of which a new tensor must not be an alias
+    targets = find_targets([*entries, *whole, *names], model, {*whole, *changes.whole}) if names else {}
+    for name, delta in changes.tensors.items():
+        _check(name not in whole, f"it has entries of `{name}`, which is stored whole")
+        steps.append(plan_entries(name, delta, targets[name]))
+        more = _over(steps[-1].old, delta)
+        entries[name] = part = entries[name].joined(more) if name in entries else more
+        fits = part.entry_type == more.entry_type and bool((part.indices[1:] > part.indices[:-1]).all())
+        _check(fits, f"it has other entries of `{name}`")
+    for name, tensor in changes.whole.items():
+        _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
+        before = held.whole.get(name)
+        steps.append(plan_dense(name, tensor, targets[name], None if before is None else before.new))
+        whole[name] = steps[-1] if before is None else steps[-1]._replace(old=before.old)
+    sent_again = {dtype for dtype in known if known[dtype].places is None}
+    dtypes = {part.values.dtype for part in held.entries.values()}
+    if held.whole.keys() <= changes.whole.keys() and dtypes <= sent_again:
+        # The version does not depend on what is replaced. A sample tells whether another model is below.
+        steps = [*_sample(steps), *(step._replace(checked=False) for step in steps)]
+    return steps, Held(dict(sorted(entries.items())), whole)
+
+
+def _over(base: Tensor, part: TensorDelta) -> TrainedEntries:
+    """A delta's entries over a base with some values (count,) there."""
+    return TrainedEntries(part.shape, part.dtype, part.kind, part.quantization, part.indices, base, part.values)
+
+
+def _write(name: str, part: TrainedEntries) -> PlannedWrite:
+    """The write over the base's values."""
+    new = trained_values(name, part.kind, part.values, part.base)
+    return PlannedWrite(name, part.shape, part.indices, part.base, new)
+
+
+def _spread(known: KnownValues, group: Iterable[TrainedEntries]) -> Sequence[tuple[Tensor | None, Tensor]]:
+    """Numbers of the entries that have new values, and these, tensor by tensor; ``None`` for all that a tensor has."""
+    counts = [part.values.numel() for part in group]
+    values, places, total = *known, sum(counts)
+    fits = values.numel() == total if places is None else not places.numel() or int(places[-1]) < total
+    _check(fits, f"its {values.numel():,} values are not of the {total:,} known entries")
+    if places is None:
+        return [(None, own) for own in values.split(counts)]
+    starts = torch.tensor([0, *counts], device="cpu").cumsum(0)
+    cuts = torch.searchsorted(places, starts).tolist()
+    parts = zip(cuts, cuts[1:], starts.tolist(), strict=False)
+    return [(places[begin:end] - start, values[begin:end]) for begin, end, start in parts]
+
+
+def _sample(plan: PatchPlan) -> PatchPlan:
+    """A part of the write with the most entries; of one tensor, since a GPU is waited for."""
+    write = max(plan, key=lambda write: 0 if write.indices is None else write.indices.numel(), default=None)
+    if write is None or write.indices is None:
+        return []
+    return [write._replace(indices=write.indices[:_SAMPLE], old=write.old[:_SAMPLE], new=write.new[:_SAMPLE])]
+
+
+def _check(fits: bool, problem: str) -> None:
+    """Raises where a message makes no sense after the version before it."""
+    if not fits:
+        unfit = "this update does not go with the version that the model holds"
+        raise DeltaFormatError(f"{unfit}: {problem}. Nothing was changed: ask for `snapshot()`.")

@@ -1,25 +1,42 @@
-"""One version of a model in training, and what changed from one to the next: what a stream sends.
+"""What a stream sends: the versions of a model in training, what changed from one to the next, and the bytes of it.
+
+    Version --snapshot--> Changes --write_message--> bytes --read_message--> Message
+    two of them --difference--> Changes
 
 The entries of a version are in the order of their tensors' names, and ascending in each tensor. Both ends of a stream
-know this order, so that the values of known entries are sent without positions.
+know this order, so that the values of known entries are sent without positions. ``format.md`` specifies the bytes under
+"Streams".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import io
+import secrets
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsify.common.raw_bits import as_bits, digest, same_values
-from sparsify.delta.entries import DeltaParts, TensorDelta
+from sparsify.common.raw_bits import all_finite, as_bits, digest, same_values
+from sparsify.delta import format as delta_format
+from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices, is_text
+from sparsify.delta.metadata import PAYLOAD_KEY, check_object
+from sparsify.errors import DeltaFormatError
+
+STREAM_KEY = "stream"  # of the config
+STREAM_VERSION = 1
+_HASH_KEY, _ZEROS = "header_sha256", b"0" * 64
+_KEYS = {"format_version", "chain", "version", "snapshot", _HASH_KEY}
+_MAX_VERSION = 2**53
+_OPTIONAL = {f"{dtype}.{role}" for dtype in DTYPES for role in ("known", "places")}
 
 
 class TrainedEntries(NamedTuple):
     """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`.
 
-    ``base`` (count,) in ``dtype`` has the base's values.
+    ``base`` (count,) has the base's values: at the sending end in ``dtype``, at the receiving one in its own base's.
     """
 
     shape: tuple[int, ...]
@@ -30,9 +47,14 @@ class TrainedEntries(NamedTuple):
     base: Tensor
     values: Tensor
 
+    @property
+    def entry_type(self) -> tuple[object, ...]:
+        """What all entries of a tensor have in common, in whatever version."""
+        return (*self[:4], self.values.dtype)
+
     def find(self, before: TrainedEntries) -> Tensor | slice | None:
-        """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one sort and over one base."""
-        if (self[:4], self.values.dtype) != (before[:4], before.values.dtype):
+        """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one type and over one base."""
+        if self.entry_type != before.entry_type:
             return None
         if self.indices is before.indices and self.base is before.base:
             return slice(None)
@@ -40,12 +62,40 @@ class TrainedEntries(NamedTuple):
         pairs = zip(self[4:6], before[4:6], strict=True)
         return places if all(same_values(part.index_select(0, places), old) for part, old in pairs) else None
 
-    def delta(self, chosen: Tensor | None = None) -> TensorDelta:
-        """The entries, or those ``chosen`` by a mask (count,)."""
-        parts = self.indices, self.base, self.values
-        indices, base, values = parts if chosen is None else [part[chosen] for part in parts]
-        sha = digest(base)
-        return TensorDelta(indices, values, self.shape, self.dtype, self.kind, sha, quantization=self.quantization)
+    def at(self, places: Tensor) -> TrainedEntries:
+        """The entries with some numbers (k,), or those that a mask (count,) chooses."""
+        return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
+
+    def joined(self, more: TrainedEntries) -> TrainedEntries:
+        """These entries and more of the same tensor, in ascending order."""
+        parts = [torch.cat([own, part.to(own.dtype)]) for own, part in zip(self[4:], more[4:], strict=True)]
+        order = parts[0].argsort()
+        return TrainedEntries(*self[:4], *(part[order] for part in parts))
+
+    def reverted(self) -> TrainedEntries:
+        """The entries with values that leave the base as it is."""
+        return self._replace(values=self.base if self.kind == "replace" else torch.zeros_like(self.values))
+
+    def delta(self) -> TensorDelta:
+        return TensorDelta(self.indices, self.values, *self[:3], digest(self.base), quantization=self.quantization)
+
+
+class KnownValues(NamedTuple):
+    """Values of one dtype of entries that both ends know: (n,) at ascending ``places`` among these, or all of them."""
+
+    values: Tensor
+    places: Tensor | None = None
+
+
+class Changes(NamedTuple):
+    """What turns a version into the next: new entries and dense tensors by name, and values of known entries.
+
+    A snapshot turns the base into a version: its ``known`` is ``None``.
+    """
+
+    tensors: dict[str, TensorDelta]
+    whole: dict[str, Tensor]
+    known: dict[torch.dtype, KnownValues] | None
 
 
 class Version(NamedTuple):
@@ -55,30 +105,16 @@ class Version(NamedTuple):
     whole: dict[str, Tensor]
     config: dict[str, Any]
 
-    def delta_parts(self) -> DeltaParts:
-        """The parts of the :class:`sparsify.SparseDelta` of this version."""
-        return {name: entries.delta() for name, entries in self.tensors.items()}, self.whole, self.config
+    def snapshot(self) -> Changes:
+        return Changes({name: entries.delta() for name, entries in self.tensors.items()}, self.whole, None)
 
 
-class KnownValues(NamedTuple):
-    """Values of one dtype of entries that both ends know: (n,) at ascending ``places`` among these, or all of them."""
+class Message(NamedTuple):
+    """Which version a message makes, and what it changes in the base (a snapshot) or in the version before."""
 
-    values: Tensor
-    places: Tensor | None = None
-
-    def fits(self, count: int) -> bool:
-        """Whether they can be those of ``count`` entries."""
-        if self.places is None:
-            return self.values.numel() == count
-        return int(self.places[-1:].sum()) < max(1, count) and self.values.numel() <= count
-
-
-class Changes(NamedTuple):
-    """What turns a version into the next: new entries and dense tensors by name, and values of known entries."""
-
-    tensors: dict[str, TensorDelta]
-    whole: dict[str, Tensor]
-    known: dict[torch.dtype, KnownValues]
+    chain: str
+    version: int
+    changes: Changes
 
 
 def difference(old: Version, new: Version) -> Changes | None:
@@ -86,7 +122,7 @@ def difference(old: Version, new: Version) -> Changes | None:
     if not (old.whole.keys() <= new.whole.keys() and old.tensors.keys() <= new.tensors.keys()):
         return None
     tensors: dict[str, TensorDelta] = {}
-    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for name, entries in new.tensors.items():
         before, values = old.tensors.get(name), entries.values
         if before is None:
@@ -95,62 +131,36 @@ def difference(old: Version, new: Version) -> Changes | None:
         if (known := entries.find(before)) is None:
             return None
         if isinstance(known, Tensor) and known.numel() < values.numel():
-            tensors[name] = entries.delta(torch.ones_like(values, dtype=torch.bool).index_fill_(0, known, False))
+            is_new = torch.ones_like(values, dtype=torch.bool).index_fill_(0, known, False)
+            tensors[name] = entries.at(is_new).delta()
             values = values.index_select(0, known)
-        befores, afters = pairs.setdefault(values.dtype, ([], []))
-        befores.append(before.values)
-        afters.append(values)
-    changed = {dtype: _changed(torch.cat(befores), torch.cat(afters)) for dtype, (befores, afters) in pairs.items()}
-    changed = {dtype: values for dtype, values in changed.items() if values.values.numel()}
-    return Changes(tensors, changed_whole(old, new), changed)
+        pairs.setdefault(values.dtype, []).append((before.values, values))
+    changed = {dtype: _changed(*map(torch.cat, zip(*found, strict=True))) for dtype, found in pairs.items()}
+    sent = {dtype: values for dtype, values in changed.items() if values.values.numel()}
+    return Changes(tensors, changed_whole(old, new), sent)
 
 
 def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
-    """The dense tensors that are new or have changed."""
     before = old.whole
     return {name: t for name, t in new.whole.items() if name not in before or not same_values(t, before[name])}
 
 
 def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
     """What brings the entries of an earlier version to those of a later one, by tensor name."""
-    found = {}
-    for name in sorted(old.tensors.keys() | new.tensors.keys()):
-        before, after = old.tensors.get(name), new.tensors.get(name)
-        known = None if before is None or after is None else after.find(before)
-        if before is None or after is None or known is None:
-            found[name] = _after(before, after).delta()
-            continue
-        changed = torch.ones_like(after.indices, dtype=torch.bool)
-        changed[known] = as_bits(after.values[known]) != as_bits(before.values)
-        if bool(changed.any()):
-            found[name] = after.delta(changed)
-    return found
-
-
-def spread(known: KnownValues, counts: Sequence[int]) -> Iterable[tuple[Tensor | None, Tensor]]:
-    """The numbers of the given entries and their values, tensor by tensor; ``None`` for all that a tensor has."""
-    if known.places is None:
-        return ((None, values) for values in known.values.split(list(counts)))
-    starts = torch.tensor([0, *counts], device="cpu").cumsum(0)
-    cuts = torch.searchsorted(known.places, starts).tolist()
-    parts = zip(cuts, cuts[1:], starts.tolist(), strict=False)
-    places = known.places
-    return ((places[begin:end] - start, known.values[begin:end]) for begin, end, start in parts)
-
-
-def _after(before: TrainedEntries | None, after: TrainedEntries | None) -> TrainedEntries:
-    """A tensor's entries of a later version, and those of an earlier one that have left, with the base's values."""
-    if before is None:
-        assert after is not None
-        return after
-    values = before.base if before.kind == "replace" else torch.zeros_like(before.values)
-    reverted = before._replace(values=values)
-    if after is None:
-        return reverted
-    left = torch.isin(before.indices, after.indices, invert=True)
-    parts = [torch.cat([own, part[left].to(own.dtype)]) for part, own in zip(reverted[4:], after[4:], strict=True)]
-    order = parts[0].argsort()
-    return TrainedEntries(*after[:4], *(part[order] for part in parts))
+    found = {name: part.reverted().delta() for name, part in old.tensors.items() if name not in new.tensors}
+    for name, after in new.tensors.items():
+        before = old.tensors.get(name)
+        if before is None:
+            found[name] = after.delta()
+        elif (known := after.find(before)) is None:  # entries have left, or changed their base or dtype
+            left = before.at(torch.isin(before.indices, after.indices, invert=True))
+            found[name] = after.joined(left.reverted()).delta()
+        else:
+            changed = torch.ones_like(after.indices, dtype=torch.bool)
+            changed[known] = as_bits(after.values[known]) != as_bits(before.values)
+            if bool(changed.any()):
+                found[name] = after.at(changed).delta()
+    return dict(sorted(found.items()))
 
 
 def _changed(old: Tensor, new: Tensor) -> KnownValues:
@@ -161,3 +171,83 @@ def _changed(old: Tensor, new: Tensor) -> KnownValues:
         return KnownValues(new)
     places = changed.nonzero().flatten()
     return KnownValues(new[places], places)
+
+
+def write_message(chain: str, number: int, changes: Changes, config: Mapping[str, Any]) -> bytes:
+    """The bytes of what makes a version of a chain; the ``config`` is in those of a snapshot only."""
+    more: dict[str, Tensor] = {}
+    for name, dtype in DTYPES.items():
+        if known := (changes.known or {}).get(dtype):
+            more[f"{name}.known"] = known.values
+            if known.places is not None:
+                more[f"{name}.places"] = encode_indices(known.places)
+    placeholder = secrets.token_hex(32)
+    place = {"chain": chain, "version": number, "snapshot": changes.known is None}
+    stream = {"format_version": STREAM_VERSION, **place, _HASH_KEY: placeholder}
+    config = {**(config if changes.known is None else {}), STREAM_KEY: stream}
+    data, _ = delta_format.to_bytes(changes.tensors, changes.whole, config, more)
+    delta_format.fill_in(data, placeholder, _header_digest(data, placeholder))
+    return bytes(data)
+
+
+def read_message(data: bytes) -> Message:
+    """Reads a message and checks everything about it that can be checked without the base and earlier versions.
+
+    Raises:
+        DeltaFormatError: when a bit of it has changed since it was written, or it is no message at all.
+    """
+    with delta_format.refused("this is no update that can be used", "have it sent again, or ask for `snapshot()`"):
+        file = io.BytesIO(data)
+        header, document = delta_format.read_header(file)
+        stream = _check_stream(document["config"], data)
+        if PAYLOAD_KEY not in document:
+            raise DeltaFormatError(f"its metadata has no `{PAYLOAD_KEY}`, which every message has")
+        optional = set() if stream["snapshot"] else _OPTIONAL
+        (tensors, whole, _), more = delta_format.read_contents(file, header, document, optional)
+        if drawn := [name for name, part in tensors.items() if part.initializer is not None]:
+            raise DeltaFormatError(f"tensor `{drawn[0]}` is drawn from a seed, which a stream does not do")
+        known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
+    return Message(stream["chain"], stream["version"], Changes(tensors, whole, None if stream["snapshot"] else known))
+
+
+def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """The object that names a message's place in a stream; the header that it is in is compared with its hash."""
+    stream = config.get(STREAM_KEY)
+    if stream is None:
+        raise DeltaFormatError(f"its config has no `{STREAM_KEY}`, so it belongs to no stream")
+    if isinstance(stream, dict) and stream.get("format_version") != STREAM_VERSION:
+        raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")
+    check_object(f"`{STREAM_KEY}`", stream, _KEYS)
+    chain, stated, number = stream["chain"], stream[_HASH_KEY], stream["version"]
+    if not is_text("[0-9a-f]{32}", chain) or not is_text("[0-9a-f]{64}", stated):
+        raise DeltaFormatError(f"`{STREAM_KEY}`: its chain or hash is no text of hex digits of the right length")
+    if type(number) is not int or not 0 <= number <= _MAX_VERSION or type(stream["snapshot"]) is not bool:
+        raise DeltaFormatError(f"`{STREAM_KEY}`: its version or kind is none")
+    if _header_digest(data, stated) != stated:
+        raise DeltaFormatError("its header does not have the SHA-256 that it records, so it was damaged or changed")
+    return stream
+
+
+def _header_digest(data: bytes | bytearray, stated: str) -> str:
+    """SHA-256 of the header, with zeros for the hash in it."""
+    return hashlib.sha256(bytes(data[: delta_format.header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
+
+
+def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValues | None:
+    """The values of known entries of one dtype; raises where they are not as ``format.md`` says."""
+    values, stored = more.get(f"{name}.known"), more.get(f"{name}.places")
+    if values is None:
+        if stored is not None:
+            raise DeltaFormatError(f"`{name}.places` has no `{name}.known` next to it")
+        return None
+    if values.dtype != dtype or values.dim() != 1:
+        shape = tuple(values.shape)
+        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {shape}, expected (n,) {dtype}")
+    if not all_finite(values):
+        raise DeltaFormatError(f"`{name}.known` has values that are not finite")
+    if stored is None:
+        return KnownValues(values)
+    places = decode_indices(stored, values.numel())
+    if bool((places[1:] <= places[:-1]).any()) or int(places[:1].sum()) < 0:
+        raise DeltaFormatError(f"`{name}.places` is not strictly increasing")
+    return KnownValues(values, places)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsify.common.raw_bits import digest
-from sparsify.delta.card import model_card, update_card
 from sparsify.delta.entries import TensorDelta
+from sparsify.delta.hub import model_card, update_card
 from sparsify.strategies.strategy import PRESETS
 
 CONFIG = {

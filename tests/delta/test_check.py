@@ -7,7 +7,7 @@ import torch
 from checkpoints import MODELS, bert, bits, files, gpt2, make_delta, mixtral, save
 from requirements import fuses_at_load
 
-from sparsify.delta.check import CheckReport
+from sparsify.delta.patches import CheckReport
 from sparsify.errors import BaseMismatchError
 
 

@@ -14,7 +14,7 @@ from streams import Run
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import encode_indices
 from sparsify.errors import DeltaFormatError
-from sparsify.stream.messages import read_message
+from sparsify.stream.version import read_message
 
 
 @pytest.fixture(scope="module")
