@@ -1,14 +1,20 @@
-"""The gradients that the nodes of masked modules hand to a collector, in two forms.
+"""The gradients (rows, cols) that the nodes of masked modules hand to a collector, in two forms.
 
     DenseGradient   values, of all rows of the weight or of the rows that were used
     Product         left^T right: a linear layer's factors, not multiplied out
 
-The collector decides how much of a gradient to compute: all of it (``dense``), or single entries (``take``).
+The collector decides how much of a gradient to compute: all of it, or single entries. Both forms have
+
+    numel, device         number of entries that may have a gradient, and where it is
+    rows                  the weight's rows that it covers, ascending; ``None`` for all of them in order
+    dense()               the gradient with its values computed
+    take(indices)         the gradient (k,) at flat indices (k,) of the weight; zero in rows that it does not cover
+    add(other)            the sum with that of another use of the same weight; neither is used afterwards
+    held()                the gradient in a form that is small enough to wait for another use
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -18,36 +24,12 @@ from torch import Tensor
 LARGEST_HELD = 4  # factors are held for another use of their weight while they take at most this times the product
 
 
-class Gradient(ABC):
-    """The gradient (rows, cols) of one weight."""
-
-    rows: Tensor | None = None  # (n,) int64, ascending: the rows it covers; the last may be repeated, with zeros
-    numel: int  # number of entries that may have a gradient
-    device: torch.device
-
-    @abstractmethod
-    def dense(self) -> DenseGradient:
-        """Returns the gradient with its values computed."""
-
-    @abstractmethod
-    def take(self, indices: Tensor) -> Tensor:
-        """Returns the gradient (k,) at flat indices (k,) of the weight; zero in rows that it does not cover."""
-
-    @abstractmethod
-    def add(self, other: Gradient) -> Gradient:
-        """Returns the sum with the gradient of another use of the same weight; neither is used afterwards."""
-
-    def held(self) -> Gradient:
-        """Returns the gradient in a form that is small enough to wait for another use of the weight."""
-        return self
-
-
-class DenseGradient(Gradient):
+class DenseGradient:
     """A gradient with its values.
 
     Args:
         values: (n, cols).
-        rows: (n,) int64, the rows of the weight that ``values`` belong to; ``None`` for all rows in order.
+        rows: (n,) int64, the rows of the weight that ``values`` belong to; the last may be repeated, with zeros.
         owned: whether ``values`` may be written to; autograd shares some gradients between nodes.
         dtype: the dtype that the gradient came in, where ``values`` are sums in a longer one.
     """
@@ -61,6 +43,8 @@ class DenseGradient(Gradient):
 
     def dense(self) -> DenseGradient:
         return self
+
+    held = dense
 
     def take(self, indices: Tensor) -> Tensor:
         if self.rows is None:
@@ -113,7 +97,7 @@ class DenseGradient(Gradient):
         return position * cols + indices % cols, self.rows[position] == row
 
 
-class Product(Gradient):
+class Product:
     """A linear layer's gradient left^T right, not multiplied out.
 
     Args:
@@ -122,6 +106,7 @@ class Product(Gradient):
         looked_up: rows to be added to it, of a table that is an embedding and the output layer.
     """
 
+    rows = None
     # computes entries (k,) of left^T right at flat indices; None: by the whole product
     sampler: ClassVar[Callable[[Product, Tensor], Tensor | None] | None] = None
 
@@ -157,6 +142,9 @@ class Product(Gradient):
 
     def held(self) -> Gradient:
         return self if _can_wait(self.left, self.right) else self.dense()
+
+
+Gradient = DenseGradient | Product
 
 
 def _can_wait(left: Tensor, right: Tensor) -> bool:

@@ -21,7 +21,10 @@ from sparsify.errors import SparsifyError
 
 
 class Selector:
-    """Selects the entries of one step, from gradients that arrive one tensor at a time."""
+    """Selects the best masked entries of a step, from gradients that arrive one tensor at a time."""
+
+    def __init__(self, topk: TopK, importance: Importance) -> None:
+        self._topk, self._importance = topk, importance
 
     def wants(self, tensor: MaskedTensor) -> bool:
         """Whether it has to see this tensor's gradient."""
@@ -32,24 +35,6 @@ class Selector:
 
         The gradient may be written to and is not used afterwards.
         """
-        raise NotImplementedError
-
-    def winners(self) -> Winners:
-        """Returns the selected entries, best first."""
-        raise NotImplementedError
-
-    def finite(self) -> Tensor:
-        """Returns a bool scalar: whether the gradients seen are finite."""
-        raise NotImplementedError
-
-
-class DenseSelector(Selector):
-    """Selects the best masked entries by their whole gradients, in memory for as many as are wanted."""
-
-    def __init__(self, topk: TopK, importance: Importance) -> None:
-        self._topk, self._importance = topk, importance
-
-    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         dense = gradient.dense()
         unmasked = dense.take(tensor.indices)
         dense.clear(tensor.not_candidates)  # an entry whose gradient is zero is never offered
@@ -57,16 +42,18 @@ class DenseSelector(Selector):
         return unmasked
 
     def winners(self) -> Winners:
+        """Returns the selected entries, best first."""
         return self._topk.winners()
 
     def finite(self) -> Tensor:
+        """Returns a bool scalar: whether the gradients seen are finite."""
         return self._topk.finite
 
 
 def select_dense(policy: Policy, number: int) -> Selector:
-    """Makes the core's selector of so many entries."""
+    """Makes a selector of so many entries by their whole gradients."""
     values = policy.entries.values
-    return DenseSelector(TopK(number, values.dtype, values.device), policy.importance)
+    return Selector(TopK(number, values.dtype, values.device), policy.importance)
 
 
 class Policy:

@@ -20,13 +20,12 @@ from sparsify.core.topk import TopK, Winners
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import DistributedSelector, RanksSelector, ShardedSelector
 from sparsify.selection.screening import StreamingSelector, Work
-from sparsify.selection.small import BatchingSelector
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
 from sparsify.strategies.strategy import Increment, Repeat
 
 
-class RankedSelector(BatchingSelector):
+class RankedSelector(Selector):
     """Selects entries that are known before the step, as by the weights alone.
 
     Args:
@@ -34,6 +33,8 @@ class RankedSelector(BatchingSelector):
         tensors: all masked tensors, by ascending offset.
         like: the flat gradient, for its dtype and device.
     """
+
+    batches_small = False
 
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         ordered, order = ids.to(like.device).sort()
@@ -51,6 +52,9 @@ class RankedSelector(BatchingSelector):
             ids, grads = self._own[tensor]
             grads.copy_(gradient.take((ids - tensor.offset).to(tensor.parameter.device)))
         return gradient.take(tensor.indices)
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        """An empty gradient leaves the gradients zero."""
 
     def winners(self) -> Winners:
         return Winners(self._ids, self._grads[self._back])

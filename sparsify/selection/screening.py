@@ -15,12 +15,12 @@ from torch import Tensor
 
 from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.importance import Importance
-from sparsify.core.policy import DenseSelector
+from sparsify.core.policy import Selector
 from sparsify.core.tensor import MaskedTensor
 from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
 from sparsify.kernels.sddmm import sampling_pays, sddmm
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.small import BatchingSelector, SmallGradients
+from sparsify.selection.small import SmallGradients
 
 MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
 SMALLEST_THRESHOLD = 1e-20  # bounds underflow near a lower one
@@ -61,7 +61,7 @@ def sampled(product: Product, indices: Tensor) -> Tensor | None:
 Product.sampler = staticmethod(sampled)
 
 
-class StreamingSelector(DenseSelector, BatchingSelector):
+class StreamingSelector(Selector):
     """Selects the best entries on one rank, screened where that pays.
 
     Args:
@@ -71,7 +71,7 @@ class StreamingSelector(DenseSelector, BatchingSelector):
         masked_only: whether unmasked entries are no candidates.
     """
 
-    batches_small = True
+    batches_small = True  # whether it may be offered the small tensors together, after the others
     _topk: Any
 
     def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool = True) -> None:
@@ -81,7 +81,11 @@ class StreamingSelector(DenseSelector, BatchingSelector):
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         return self.scan(tensor, gradient, self._excluded(tensor))[0]
 
+    def skip(self, tensor: MaskedTensor) -> None:
+        """Takes note that a tensor's gradient is empty, for want of tokens."""
+
     def offer_small(self, small: SmallGradients) -> None:
+        """Takes the whole gradients of all small tensors."""
         self._work.dense += small.numel
         weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
         self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsify.core.devices import upload
 from sparsify.core.gradients import DenseGradient, Gradient
-from sparsify.core.policy import Selector
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
 
@@ -23,18 +22,6 @@ LARGEST = 1 << 14  # entries of a small tensor
 def is_small(tensor: MaskedTensor) -> bool:
     """Whether a tensor's gradient is to be batched."""
     return tensor.numel <= LARGEST
-
-
-class BatchingSelector(Selector):
-    """A selector that may be offered the small tensors together, after the others."""
-
-    batches_small = False  # whether it is
-
-    def offer_small(self, small: SmallGradients) -> None:
-        """Takes the whole gradients of all small tensors."""
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        """Takes note that the tensor's gradient is empty, for want of tokens."""
 
 
 class BatchingPass(Pass):
